@@ -15,14 +15,15 @@ from pathlib import Path
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_file(path: Path, content: bytes | str) -> None:
+def write_file(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
     """Puts `content` (text as UTF-8) at `path`, in place of what is there; on disk on return.
 
     Until then whoever opens `path` finds what was there before. What is broken off leaves `NAME.tmp`, which the next
-    attempt overwrites.
+    attempt replaces. `mode` is who may read it, less the umask.
     """
     unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
+    unfinished.unlink(missing_ok=True)  # which may have another mode
+    with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

@@ -43,3 +43,18 @@ def test_appended_bytes_follow_those_before(tmp_path):
     durable.append(descriptor, b"two")
     os.close(descriptor)
     assert path.read_bytes() == b"onetwo"
+
+
+def test_a_private_file_is_private_also_where_a_broken_attempt_left_another(tmp_path):
+    path = tmp_path / "secrets.toml"
+    (tmp_path / "secrets.toml.tmp").write_text("half")
+    durable.write_file(path, "key = 1", mode=0o600)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("key = 1", 0o600)
+    durable.write_file(tmp_path / "state.json", "open")
+    assert (tmp_path / "state.json").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask():
+    now = os.umask(0)
+    os.umask(now)
+    return now

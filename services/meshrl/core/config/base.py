@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
@@ -13,6 +14,15 @@ from meshrl.core.config.schema import ReadTable, Table
 
 class ConfigError(Exception):
     """A configuration cannot be used; the message says what was expected, what came and what to change."""
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Adds a ConfigError that is raised within to `problems`, so that one message can name all that is wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 class BaseConfig(BaseModel):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meshrl.core.config.base import ConfigError
+from meshrl.core.config.base import ConfigError, collected
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
-from meshrl.core.config.schema import Kind, Path, describe, flag_of, suggestion
+from meshrl.core.config.schema import Kind, Path, describe, flag_of
 from meshrl.core.config.values import decode
 
 
@@ -34,10 +34,8 @@ def parse_command_line(older: OlderSpellings, argv: Sequence[str]) -> CommandLin
     """
     line, rest = CommandLine(), list(argv)
     while rest:
-        try:
+        with collected(line.problems):
             _take(older, rest.pop(0), rest, line)
-        except ConfigError as error:  # collected, so that one message names them all
-            line.problems.append(str(error))
     return line
 
 
@@ -79,7 +77,7 @@ def _take_flag(older: OlderSpellings, token: str, rest: list[str], line: Command
         raise ConfigError(f"{token!r} needs a space before @: write '{flag[:-1]} @ file.toml'")
     if following == "@":
         rest.pop(0)
-        path, kind = _find(older, flag[2:])
+        path, kind = _find(older, flag)
         name = _file_name(f"{flag} @", rest)
         if not kind.section:
             raise ConfigError(f"{flag} @ {name}: only a section takes a file, {'.'.join(path)} is {describe(kind)}")
@@ -89,16 +87,18 @@ def _take_flag(older: OlderSpellings, token: str, rest: list[str], line: Command
         raise ConfigError(f"{flag} {_missing_space(rest.pop(0))} (or {flag}=... for a value that starts with @)")
     text = given if has_value else rest.pop(0) if rest and not following.startswith("--") else None
     try:
-        path, kind = _find(older, flag[2:])
+        path, kind = _find(older, flag)
     except UnknownKeyError:
         if not flag.startswith("--no-"):
             raise
         line.layer.put(*_switched_off(older, flag, text), flag)
-    else:
-        texts = [] if text is None else [text, *([] if has_value else _more(kind, text, rest))]
+        return
+    if text is None:
         bare = kind.annotation is Any and older.meant(path) is not None  # such a key may have been a switch
-        value = _decoded(flag, kind, texts) if texts else True if bare else _switched_on(flag, kind)
-        line.layer.put(path, value, flag)
+        value = True if bare else _switched_on(flag, kind)
+    else:
+        value = decode(kind, text if has_value else ",".join([text, *_more(kind, text, rest)]), flag)
+    line.layer.put(path, value, flag)
 
 
 def _more(kind: Kind, first: str, rest: list[str]) -> list[str]:
@@ -109,15 +109,6 @@ def _more(kind: Kind, first: str, rest: list[str]) -> list[str]:
     while rest and not rest[0].startswith(("--", "@")):
         more.append(rest.pop(0))
     return more
-
-
-def _decoded(flag: str, kind: Kind, texts: Sequence[str]) -> object:
-    """The value of a flag; several texts are entries of one list."""
-    try:
-        values = [decode(kind, text) for text in texts]
-        return values[0] if len(values) == 1 else [entry for each in values for entry in each or ()]
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from error
 
 
 def _switched_on(flag: str, kind: Kind) -> object:
@@ -134,10 +125,7 @@ def _switched_on(flag: str, kind: Kind) -> object:
 
 def _switched_off(older: OlderSpellings, flag: str, text: str | None) -> tuple[Path, bool | None]:
     """The key that `--no-key` means and what it becomes."""
-    try:
-        path, kind = _find(older, flag.removeprefix("--no-"))
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from error
+    path, kind = _find(older, flag, "--no-")
     if kind.annotation is not bool and not kind.nullable:
         raise ConfigError(
             f"{flag}: {'.'.join(path)} cannot be switched off, it is {describe(kind)}; give it a value instead"
@@ -147,20 +135,11 @@ def _switched_off(older: OlderSpellings, flag: str, text: str | None) -> tuple[P
     return path, False if kind.annotation is bool else None
 
 
-def _find(older: OlderSpellings, name: str) -> tuple[Path, Kind]:
+def _find(older: OlderSpellings, flag: str, prefix: str = "--") -> tuple[Path, Kind]:
     """The path that a flag names and what it accepts. Raises UnknownKeyError, saying what may be meant."""
     try:
-        return older.find(tuple(name.replace("-", "_").split(".")))
+        return older.find(tuple(flag.removeprefix(prefix).replace("-", "_").split(".")))
     except UnknownKeyError as unknown:
-        unknown.args = (f"unknown option --{name}{_hint(unknown)}",)
+        hint = unknown.hint(flag_of)
+        unknown.args = (f"unknown option {flag}{hint.replace('_', '-') if unknown.kind.section else hint}",)
         raise
-
-
-def _hint(unknown: UnknownKeyError) -> str:
-    """How to go on below a key that has nothing of that name."""
-    key, kind = ".".join(unknown.path), unknown.kind
-    if kind.item is not None:
-        return f": {key} is a list, so a place comes next: {flag_of((*unknown.path, '0', unknown.part))}"
-    if not kind.section:
-        return f": {key} is {describe(kind)} and has no keys below it"
-    return suggestion(kind.section, unknown.path, unknown.part, flag_of).replace("_", "-")

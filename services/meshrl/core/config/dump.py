@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePath
@@ -13,6 +12,7 @@ from pydantic import SecretStr
 
 from meshrl.core.config.base import BaseConfig
 from meshrl.core.config.values import NONE
+from meshrl.core.durable import write_file
 
 
 def dump_toml(config: BaseConfig, path: Path) -> None:
@@ -21,11 +21,7 @@ def dump_toml(config: BaseConfig, path: Path) -> None:
     Only its owner may read the file: tables of free arguments may hold secrets, too. Blocking.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.unlink(missing_ok=True)
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(to_toml(config))
-    unfinished.replace(path)
+    write_file(path, to_toml(config), mode=0o600)
 
 
 def to_toml(config: BaseConfig, *, given_only: bool = False) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from collections.abc import Iterator
-from pathlib import PurePath
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -80,13 +80,7 @@ def _plain(value: object) -> str:
     """A default as a user would write it."""
     if isinstance(value, BaseModel):
         return "on"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str | PurePath):
-        return f'"{value}"'
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_plain(item) for item in value) + "]"
-    return str(value)
+    return "None" if value is None else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _bounds(field: FieldInfo) -> str:

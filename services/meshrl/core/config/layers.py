@@ -28,7 +28,7 @@ class Layer:
     def put(self, path: Path, value: object, origin: str) -> None:
         """Sets a key, or a table key by key, in place of what the layer says of it so far."""
         self.given = {place: given for place, given in self.given.items() if not _starts(place, path)}
-        self.lay({place: Given(plain, origin) for place, plain in _leaves(path, value)})
+        self.lay({place: Given(plain, origin) for place, plain in leaves(path, value)})
 
     def lay(self, upper: Mapping[Path, Given]) -> None:
         """Lays another layer over this one, key by key; a list replaces a list, a place of one changes one entry."""
@@ -78,7 +78,8 @@ def _starts(path: Path, start: Path) -> bool:
     return path[: len(start)] == start
 
 
-def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+def leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    """The plain values of the table, list or value at `path`, each with its place; {} and [] as a Layer has them."""
     if isinstance(value, list):
         yield path, []
         value = {str(place): item for place, item in enumerate(value)}
@@ -86,4 +87,4 @@ def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
         yield path, value
         return
     for key, item in value.items():
-        yield from _leaves((*path, key), item)
+        yield from leaves((*path, key), item)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from meshrl.core.config.base import BaseConfig, ConfigError
+from meshrl.core.config.base import BaseConfig, ConfigError, collected
 from meshrl.core.config.command_line import CommandLine, parse_command_line
 from meshrl.core.config.dump import to_toml
 from meshrl.core.config.help_text import help_text
@@ -66,9 +66,13 @@ def build_config(
     """The configuration and warnings about variables. Raises ConfigError with all that is wrong, one line a problem."""
     problems = list(line.problems)
     notes: list[str] = []
+    environment, warnings = read_environment(older, environ, problems)
+    read = [environment]
+    for section, file in line.files:
+        with collected(problems):
+            read.append(read_file(section, file))
     layers: list[Layer] = []
-    read, warnings = _layers(line, environ, older, problems)
-    for layer in read:
+    for layer in (*read, line.layer):
         said, wrong = older.apply(layer)
         present, unknown = in_present_words(older.root, layer)
         notes += said
@@ -78,35 +82,13 @@ def build_config(
     whole = Layer()
     for layer in layers:
         whole.lay(layer.given)
-    try:
-        table = as_table(older.root, whole.given)
-    except ConfigError as error:
-        raise ConfigError("\n".join([*problems, str(error)])) from error
-    values = cls.complete(Settings(**table).model_extra or {})
-    try:
-        config = cls.model_validate(values)
-    except ValidationError as error:
-        problems += explain(older.root, error, whole.origin_of)
+    with collected(problems):
+        values = cls.complete(Settings(**as_table(older.root, whole.given)).model_extra or {})
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            problems += explain(older.root, error, whole.origin_of)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     config._notes = tuple(dict.fromkeys(notes))
     return config, warnings
-
-
-def _layers(
-    line: CommandLine, environ: Mapping[str, str], older: OlderSpellings, problems: list[str]
-) -> tuple[list[Layer], list[str]]:
-    """The layers, lowest first, and warnings about variables. What cannot be read is added to the problems."""
-    layers: list[Layer] = []
-    warnings: list[str] = []
-    try:
-        environment, warnings = read_environment(older, environ)
-        layers.append(environment)
-    except ConfigError as error:
-        problems.append(str(error))
-    for section, file in line.files:
-        try:
-            layers.append(read_file(section, file))
-        except ConfigError as error:
-            problems.append(str(error))
-    return [*layers, line.layer], warnings

@@ -6,15 +6,15 @@ their present place. What was said about them comes back as notes, and keys that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Given, Layer
 from meshrl.core.config.older_keys import OLDER_KEYS, OlderKey
-from meshrl.core.config.schema import Kind, Path
+from meshrl.core.config.schema import Kind, Path, describe, suggestion
 
 _PROGRAMS = ("orchestrator", "trainer", "inference", "rollout", "weights")
 
@@ -26,6 +26,15 @@ class UnknownKeyError(ConfigError):
         super().__init__(f"{'.'.join(path)} has no key {part!r}")
         self.kind, self.path, self.part = kind, path, part
 
+    def hint(self, write: Callable[[Path], str]) -> str:
+        """How to go on there; `write` spells a key as it was written."""
+        key = ".".join(self.path)
+        if self.kind.item is not None:
+            return f": {key} is a list, so a place comes next: {write((*self.path, '0', self.part))}"
+        if self.kind.section is None:
+            return f": {key} is {describe(self.kind)} and has no keys below it"
+        return suggestion(self.kind.section, self.path, self.part, write)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
@@ -33,8 +42,6 @@ class _Row:
 
     old: Path
     new: Path
-    why: str
-    unused: bool
     key: OlderKey
 
     def fits(self, path: Path) -> bool:
@@ -116,8 +123,8 @@ class OlderSpellings:
                     notes.setdefault(f"{old} is called {'.'.join(row.renamed(name[: len(row.old)]))} now", origin)
                     problems += _moved(layer, own, path, row)
                 else:
-                    text = f"{old} is not {'used' if row.unused else 'there'}: {row.why}"
-                    (notes if row.unused else gone).setdefault(text, origin)
+                    text = f"{old} is not {'used' if row.key.unused else 'there'}: {row.key.why}"
+                    (notes if row.key.unused else gone).setdefault(text, origin)
         said, refused = ([f"{text} (from {origin})" for text, origin in texts.items()] for texts in (notes, gone))
         return said, [*refused, *problems]
 
@@ -147,7 +154,6 @@ def _rows(root: Kind, sections: tuple[str, ...]) -> Iterator[_Row]:
     """The rows that one program reads, without those for keys that it has."""
     for key in OLDER_KEYS:
         old, new = (tuple(filter(None, dotted.split("."))) for dotted in (key.old, key.new))
-        why, unused = key.why, key.unused
         if (old[0] not in sections) if sections else (key.alone or old[0] == "sft"):
             continue
         if sections:
@@ -157,10 +163,10 @@ def _rows(root: Kind, sections: tuple[str, ...]) -> Iterator[_Row]:
                 owner = (
                     f"the {program} program; start that with --{flag}" if program in _PROGRAMS else f"rl, as {key.new}"
                 )
-                why, unused, new = f"it belongs to {owner}", True, ()
+                key, new = replace(key, why=f"it belongs to {owner}", unused=True), ()
             new = new[1:]
         if (_known(root, old) is None or key.values) and (not new or _known(root, new) is not None):
-            yield _Row(old=old, new=new, why=why, unused=unused, key=key)
+            yield _Row(old=old, new=new, key=key)
 
 
 @cache

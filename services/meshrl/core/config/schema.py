@@ -132,8 +132,6 @@ def _describe_plain(annotation: Any) -> str:
         return " | ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
         return " | ".join(_describe_plain(member) for member in arguments)
-    if origin is Annotated:
-        return _describe_plain(arguments[0])
     names: dict[object, str] = {
         str: "text", SecretStr: "text", bool: "true | false", Any: "any value", pathlib.Path: "path"
     }  # fmt: skip

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import get_args
 
-from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from meshrl.core.config.base import ConfigError
-from meshrl.core.config.layers import Given, Layer
+from meshrl.core.config.base import ConfigError, collected
+from meshrl.core.config.layers import Given, Layer, leaves
 from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
-from meshrl.core.config.schema import Path, nearest
-from meshrl.core.config.shared import LogConfig, LogLevel
+from meshrl.core.config.schema import Path
+from meshrl.core.config.shared import LogLevel
 from meshrl.core.config.values import decode
 
 PREFIX = "PRIME_"
@@ -45,14 +44,14 @@ def read_file(section: Path, file: str) -> Layer:
         raise ConfigError(f"{name} cannot be read: {error.strerror}; expected a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not valid TOML: {error}; text values need quotes, sections are [name]") from error
-    layer = Layer()
-    if section or values:
-        layer.put(section, values, file)
     lines = key_lines(text)
-    layer.given = {
-        path: Given(value, f"{file}:{line_of(path[len(section) :], lines)}") for path, (value, _) in layer.given.items()
-    }
-    return layer
+    return Layer(
+        {
+            path: Given(value, f"{file}:{line_of(path[len(section) :], lines)}")
+            for path, value in leaves(section, values)
+            if path
+        }
+    )
 
 
 def key_lines(text: str) -> dict[Path, int]:
@@ -97,20 +96,19 @@ def line_of(path: Path, lines: dict[Path, int]) -> int:
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
 
 
-def read_environment(older: OlderSpellings, environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
+def read_environment(older: OlderSpellings, environ: Mapping[str, str], problems: list[str]) -> tuple[Layer, list[str]]:
     """The layer that PRIME_ variables make, and warnings; `__` separates levels, as in PRIME_MODEL__NAME.
 
-    Unknown names are other tools' and are left alone, but one that begins with a known section is a warning.
+    Unknown names are other tools' and are left alone, but one that begins with a known section is a warning. Values
+    that cannot be read are added to the `problems`.
     """
     layer, warnings = Layer(), []
     level = environ.get(LOG_LEVEL)
     if level and older.root.step("log") is not None:
-        try:
-            LogConfig.model_validate({"level": level})
-        except ValidationError:  # another tool's level: worth a word, not an error
-            warnings.append(f"{LOG_LEVEL} is not used: {level!r} is none of {', '.join(get_args(LogLevel))}")
-        else:
+        if level.lower() in get_args(LogLevel):
             layer.put(("log", "level"), level, LOG_LEVEL)
+        else:  # another tool's level: worth a word, not an error
+            warnings.append(f"{LOG_LEVEL} is not used: {level!r} is none of {', '.join(get_args(LogLevel))}")
     for variable, text in sorted(environ.items()):
         written = tuple(variable.removeprefix(PREFIX).lower().split("__"))
         others = not variable.startswith(PREFIX) or variable in OTHER_TOOLS
@@ -118,14 +116,12 @@ def read_environment(older: OlderSpellings, environ: Mapping[str, str]) -> tuple
             continue
         try:
             path, kind = older.find(written)
-            layer.put(path, decode(kind, text), variable)
         except UnknownKeyError as unknown:
-            section = unknown.kind.section
-            close = nearest(section, unknown.part, unknown.path) if section else None
-            nearby = f"; did you mean {PREFIX}{'__'.join(close).upper()}?" if close else ""
-            warnings.append(f"{variable} is not used: {unknown}{nearby}")
-        except ConfigError as error:
-            raise ConfigError(f"{variable}: {error}") from error
+            hint = unknown.hint(lambda path: PREFIX + "__".join(path).upper())
+            warnings.append(f"{variable} is not used: {unknown}{hint}")
+            continue
+        with collected(problems):
+            layer.put(path, decode(kind, text, variable), variable)
     return layer, warnings
 
 

@@ -19,10 +19,10 @@ _OFF = {"false", "f", "off", "no", "n", "0"}
 _UNKNOWN = Kind(annotation=None)
 
 
-def decode(kind: Kind, text: str) -> Any:
+def decode(kind: Kind, text: str, origin: str) -> Any:
     """Reads the text of a flag or an environment variable; plain values stay text, which validation converts.
 
-    Raises ConfigError for JSON that does not parse.
+    Raises ConfigError, naming the `origin`, for JSON that does not parse.
     """
     stripped = text.strip()
     if text == NONE and kind.nullable:
@@ -31,9 +31,9 @@ def decode(kind: Kind, text: str) -> Any:
         try:
             return json.loads(stripped)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"expected JSON, got {stripped!r}, which does not parse: {error}") from error
+            raise ConfigError(f"{origin}: expected JSON, got {stripped!r}, which does not parse: {error}") from error
     if kind.item is not None:
-        return [decode(kind.item, part.strip()) for part in stripped.split(",")] if stripped else []
+        return [decode(kind.item, part.strip(), origin) for part in stripped.split(",")] if stripped else []
     if kind.section and stripped.lower() in _ON:
         return {}
     if kind.section and kind.nullable and stripped.lower() in _OFF:
