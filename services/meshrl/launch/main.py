@@ -33,6 +33,7 @@ from meshrl.launch.nodes.spread import Spread, link_logs, on_nodes, spread_over
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.preflight.checks import examine, refusal
 from meshrl.launch.preflight.findings import Finding, Plan, error
+from meshrl.launch.preflight.storage import saved_steps
 from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.trainer.config import TrainerConfig
@@ -118,12 +119,12 @@ def programs(
 
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
     """Step of the newest trainer checkpoint that was written after a point in time (seconds of the epoch)."""
-    written = []
-    for folder in (output_dir / "checkpoints").glob("step_*"):
-        with suppress(FileNotFoundError):  # one of another program, or one that is cleaned away at this moment
-            if (folder / "trainer").stat().st_mtime >= since_s:
-                written.append(int(folder.name.removeprefix("step_")))
-    return max(written, default=None)
+    folder = Layout(output_dir).checkpoints
+    for step in reversed(saved_steps(folder)):
+        with suppress(FileNotFoundError):  # it is cleaned away at this moment
+            if (folder / f"step_{step}" / "trainer").stat().st_mtime >= since_s:
+                return step
+    return None
 
 
 def launch(config: RLConfig) -> int:

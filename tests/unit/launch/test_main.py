@@ -189,4 +189,5 @@ def test_a_checkpoint_without_the_trainers_part_is_none_to_go_on_from(tmp_path: 
     (tmp_path / "checkpoints" / "step_2" / "trainer").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_4" / "orchestrator").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_6").symlink_to("nowhere")  # listed, and not there when it is looked at
+    (tmp_path / "checkpoints" / "step_1.deleted" / "trainer").mkdir(parents=True)  # its trainer died deleting it
     assert newest_checkpoint(tmp_path, since_s=0.0) == 2
