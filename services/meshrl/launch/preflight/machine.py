@@ -23,17 +23,19 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
     """Ports that the configuration gives must be free, and given once."""
     if plan.folder_in_use:
         return
-    owners: dict[int, str] = {}
+    owners: dict[tuple[str, int], str] = {}
     for part in plan.parts:
         server = getattr(part.config, "server", None)
         if server is None or not server.port or server.port in plan.chosen_ports:
             continue
         key = f"{part.name}.server.port {server.port}"
-        if server.port in owners:
-            yield error(f"{key} is given to {owners[server.port]} as well; give each program a port of its own")
+        is_elsewhere = server.host in plan.elsewhere
+        place = (server.host if is_elsewhere else "here", server.port)  # all addresses of this machine are one place
+        if place in owners:
+            yield error(f"{key} is given to {owners[place]} as well; give each program a port of its own")
             continue
-        owners[server.port] = part.name
-        if server.host in plan.elsewhere:
+        owners[place] = part.name
+        if is_elsewhere:
             continue
         problem = why_not_free(server.host, server.port)
         if problem is not None:

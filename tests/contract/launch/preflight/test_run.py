@@ -8,10 +8,12 @@ import shutil
 import socket
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshrl.launch.compose import with_values
 from meshrl.launch.main import main
 from meshrl.launch.preflight import machine, models, storage
 from preflight_plan import found, plan
@@ -214,6 +216,21 @@ def test_ports_must_be_free_and_given_once() -> None:
     twice = found(machine.check_ports, plan("--trainer.server.port", port, "--rollout.server.port", port))
     assert twice == [
         f"error: rollout.server.port {port} is given to trainer as well; give each program a port of its own"
+    ]
+
+
+def test_engines_on_nodes_of_their_own_may_have_one_port() -> None:
+    nodes = ("192.0.2.1", "192.0.2.2", "192.0.2.2")
+    given = plan("--num-engines", "3", "--inference.server.port", "8000", "--inference.server.insecure")
+    engines = iter(nodes)
+    parts = [
+        replace(part, config=with_values(part.config, {"server.host": next(engines), "server.port": 8000}))
+        if part.name.startswith("inference")
+        else part
+        for part in given.parts
+    ]
+    assert found(machine.check_ports, replace(given, parts=parts, elsewhere=nodes)) == [
+        "error: inference_3.server.port 8000 is given to inference_2 as well; give each program a port of its own"
     ]
 
 
