@@ -10,14 +10,11 @@ def submit_eval(config: EvaluationConfig, dry_run: bool) -> str | None:
     """Writes the job and, unless it is a dry run, submits it; None where there is no [slurm]. Raises ConfigError."""
     if config.slurm is None:
         return None
-    engine = config.inference
-    key = None if engine is None else engine.api_key
     job = BatchJob(
         program="eval",
         module="meshrl.eval.main",
         config=config.model_copy(update={"slurm": None}),
         output_dir=config.output_dir,
         gpus_per_node=config.deployment.gpus_per_node,
-        environ={} if engine is None or key is None else {engine.api_key_var: key.get_secret_value()},
     )
     return submit(job, config.slurm, dry_run=dry_run)

@@ -29,6 +29,16 @@ _KEYS_OF_THE_ROLLOUT_PROGRAM: Mapping[str, bool | set[str]] = {
 CLIENTS, ENGINES, HUB = 1, 2, 3
 """Stages of the end of a run: the orchestrator is stage 0, and each stage uses only later ones."""
 
+RESTART_DEADLINE_S = 180.0
+"""How long the others wait for a program that is started again: it imports torch and loads a model first. A trainer
+may then look for its hub, and with `weight_broadcast.type` auto for a first engine, for its own `hub_deadline_s`."""
+
+START_MARGIN_S = 60.0
+"""What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`, where its default is less."""
+
+ENGINE_START_S = 300.0
+"""How much longer it waits for a trainer that is started only after the engine on its GPU: vLLM compiles there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -52,17 +62,6 @@ class Part:
 
     after: tuple[str, ...] = ()
     """Names of the programs that must serve before it is started."""
-
-
-RESTART_DEADLINE_S = 180.0
-"""How long the others wait for a program that is started again: it imports torch and loads a model first. A trainer
-may then look for its hub, and with `weight_broadcast.type` auto for a first engine, for its own `hub_deadline_s`."""
-
-START_MARGIN_S = 60.0
-"""What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`, where its default is less."""
-
-ENGINE_START_S = 300.0
-"""How much longer it waits for a trainer that is started only after the engine on its GPU: vLLM compiles there."""
 
 
 def compose(
@@ -97,7 +96,7 @@ def compose(
     addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
     waits = _deadlines(config, ENGINE_START_S if shared else 0.0)
     orchestrator = _orchestrator(config, addresses, waits, None if taught is None else reach(taught.server), session)
-    engine_key = _key_environ(config.inference, rollout.client.api_key_var)
+    engine_key = key_environ(config.inference, rollout.client.api_key_var)
     parts = (
         Part(
             name="weights",
@@ -281,7 +280,7 @@ def with_values(config: Config, values: Mapping[str, object]) -> Config:
     return type(config).model_validate(changed)
 
 
-def _key_environ(inference: InferenceConfig | None, variable: str) -> dict[str, str]:
+def key_environ(inference: InferenceConfig | None, variable: str) -> dict[str, str]:
     """The engines' key, where the configuration holds it, in the variable that a program reads it from."""
     key = None if inference is None else inference.api_key
     return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
@@ -344,7 +343,7 @@ def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig], placemen
             module="meshrl.inference.main",
             config=engine,
             end_stage=ENGINES,
-            environ=gpu_variables(placement.engines[number]) | _key_environ(config.inference, engine.api_key_var),
+            environ=gpu_variables(placement.engines[number]) | key_environ(config.inference, engine.api_key_var),
             python=engine.python,
             restarts=config.restarts_of("inference"),
         )

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from meshrl.wire.values import JsonObject
 
-Record = JsonObject
-
 EVAL_SCORE = re.compile(r"eval/(?P<environment>.+)/avg@\d+")
 EDGE_STEPS = 5
 """How many steps at either end of a run are averaged to see whether the training reward rose."""
@@ -88,7 +86,7 @@ class Curves:
     held_out: list[tuple[int, float]]
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[JsonObject]:
     """The records of a metrics.jsonl. Raises ReportError when there is no such file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -97,7 +95,7 @@ def read_records(path: Path) -> list[Record]:
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def curves(records: Sequence[Record]) -> Curves:
+def curves(records: Sequence[JsonObject]) -> Curves:
     """Training reward of each step, and the held-out score of each evaluation at the version it was made with."""
     train = [
         (int(record["step"]), float(record["reward/all/mean"])) for record in records if "reward/all/mean" in record
@@ -111,7 +109,7 @@ def curves(records: Sequence[Record]) -> Curves:
 
 
 def summarise(
-    records: Sequence[Record],
+    records: Sequence[JsonObject],
     *,
     seconds_by_stage: Mapping[str, float],
     engine: str,
@@ -222,7 +220,7 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def _column(records: Sequence[Record], name: str) -> list[float]:
+def _column(records: Sequence[JsonObject], name: str) -> list[float]:
     return [float(record[name]) for record in records if record.get(name) is not None]
 
 

@@ -10,7 +10,7 @@ from meshrl.core.paths import Layout
 from meshrl.core.run_folder import empty_folder
 from meshrl.core.slurm.config import SlurmConfig
 from meshrl.core.slurm.submit import BatchJob, submit
-from meshrl.launch.compose import Part, compose
+from meshrl.launch.compose import Part, compose, key_environ
 from meshrl.launch.config import RLConfig
 from meshrl.launch.lock import FolderLock
 from meshrl.launch.nodes.job import JobNode
@@ -38,8 +38,6 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
         if config.dry_run:
             for part in parts:
                 dump_toml(part.config, layout.config(part.name))
-        given = config.inference
-        key = None if given is None else given.api_key
         job = BatchJob(
             program="rl",
             module="meshrl.launch.main",
@@ -47,7 +45,7 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
             output_dir=config.output_dir,
             nodes=config.deployment.nodes,
             gpus_per_node=config.deployment.gpus_per_node,
-            environ={} if given is None or key is None else {given.api_key_var: key.get_secret_value()},
+            environ={} if config.inference is None else key_environ(config.inference, config.inference.api_key_var),
         )
         notes = "".join(f"note: {text}\n" for text in config.notes)
         return notes + submit(job, slurm, dry_run=config.dry_run)

@@ -24,6 +24,10 @@ STEP = ("srun", "--overlap", "--nodes=1", "--kill-on-bad-exit=1", "--cpu-bind=qu
 """Begins a step on one node that shares the job's cores, memory and GPUs with its other steps."""
 
 
+class NodeLostError(Exception):
+    """SLURM could not do what it was asked for: the run fails, and a job of several nodes may be requeued."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobNode:
     """One node of the job."""
@@ -60,7 +64,9 @@ class NodePorts:
 
 
 def nodes_of_job(environ: Mapping[str, str], count: int) -> list[str]:
-    """Names of the job's nodes, this one first. Raises ConfigError outside of a job, or in one of another size."""
+    """Names of the job's nodes, this one first. Raises ConfigError outside of a job or in one that is too small, and
+    NodeLostError.
+    """
     listed = environ.get("SLURM_JOB_NODELIST")
     if listed is None or "SLURM_JOB_ID" not in environ:
         raise ConfigError(
@@ -78,7 +84,7 @@ def nodes_of_job(environ: Mapping[str, str], count: int) -> list[str]:
 
 
 def probe_nodes(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], NodePorts]:
-    """Asks every node for free ports and whether it sees the output folder. Raises ConfigError for one that fails."""
+    """Asks every node for free ports and whether it sees the output folder. Raises ConfigError and NodeLostError."""
     layout.configs.mkdir(parents=True, exist_ok=True)
     token, file = uuid.uuid4().hex, layout.configs.absolute() / ".token"
     file.write_text(token)
@@ -96,7 +102,7 @@ def probe_nodes(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], No
 
 
 def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
-    """Copies files to the nodes that do not see this one's output folder. Raises ConfigError when one cannot."""
+    """Copies files to the nodes that do not see this one's output folder. Raises NodeLostError when one cannot."""
     for node in nodes:
         for path in paths if not node.shares_output else ():
             write = 'umask 077 && mkdir -p "$(dirname "$1")" && cat >"$1"'
@@ -151,7 +157,9 @@ def _own_address_towards(address: str) -> str:
 
 
 def _ask(*command: str, stdin: str | None = None, deadline_s: float = ASK_DEADLINE_S) -> str:
-    """Runs a command of SLURM; returns what it prints. Raises ConfigError with what it says when it fails."""
+    """Runs a command of SLURM; returns what it prints. Raises NodeLostError with what it says when it fails, and
+    ConfigError where there is no such command.
+    """
     try:
         done = subprocess.run(
             command, input=stdin or "", capture_output=True, text=True, timeout=deadline_s, check=False
@@ -163,7 +171,3 @@ def _ask(*command: str, stdin: str | None = None, deadline_s: float = ASK_DEADLI
     if done.returncode:
         raise NodeLostError(f"{' '.join(command[:3])} failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
-
-
-class NodeLostError(Exception):
-    """SLURM could not do what it was asked for: the run fails, and a job of several nodes may be requeued."""

@@ -17,7 +17,6 @@ from meshrl.wire.types import CONTRACT_VERSION
 
 HEALTH_DEADLINE_S = 5.0
 CLIENTS = {"rollout": RolloutClient, "trainer": TrainerClient, "weights": WeightSyncClient}
-SERVICES = {program: client.service for program, client in CLIENTS.items()}
 _OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
@@ -27,9 +26,9 @@ def check_running_services(plan: Plan) -> Iterator[Finding]:
     for program, address in ((program, address) for program, several in given.items() for address in several):
         key = f"orchestrator.services.{program} {address!r}"
         try:
-            status = _health(address, SERVICES[program])
+            status = _health(address, program)
         except grpc.RpcError as problem:
-            text = f"{key}: {_explained(problem, SERVICES[program])}"
+            text = f"{key}: {_explained(problem, CLIENTS[program].service)}"
             others = len(given[program]) > 1 or plan.starts(program)
             yield warning(f"{text}; the others are used until it serves") if others else error(text)
             continue
@@ -72,11 +71,11 @@ def check_hub(plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _health(address: str, service: str) -> int:
-    """Raises grpc.RpcError."""
-    role = next(client.server_role for client in CLIENTS.values() if client.service == service)
-    with default_credentials().open_blocking_channel(address, _OPTIONS, role) as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
+def _health(address: str, program: str) -> int:
+    """What grpc.health.v1 says of a program's service. Raises grpc.RpcError."""
+    client = CLIENTS[program]
+    with default_credentials().open_blocking_channel(address, _OPTIONS, client.server_role) as channel:
+        request = health_pb2.HealthCheckRequest(service=client.service)
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True)
     return int(answer.status)
 
