@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -50,15 +51,18 @@ class ConversationDataset:
         self._keep = keep
         self._reasoning_field = reasoning_field
         self._there: set[str] = set()
+        self._open = ExitStack()
 
     def __enter__(self) -> Self:
         """Raises ConfigError when the file cannot be used."""
-        self._file.__enter__()
-        self._there = {row["rollout_id"] for row in self._file if "rollout_id" in row}
+        with ExitStack() as opening:
+            opening.enter_context(self._file)
+            self._there = {row["rollout_id"] for row in self._file if "rollout_id" in row}
+            self._open = opening.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.__exit__()
+        self._open.close()
 
     def take(self, rows: Iterable[JsonObject]) -> None:
         """Appends what is to be kept of these rollouts and not there yet. Raises OSError."""

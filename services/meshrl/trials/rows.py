@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -28,29 +29,32 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = -1
+        self._open = ExitStack()
 
     def __enter__(self) -> Self:
         """Raises ConfigError when the file cannot be written, or another process has it."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._cut_half_line()
-        except BlockingIOError as error:
-            os.close(self._descriptor)
-            raise ConfigError(
-                f"output_dir: {self.path} is written by another process; wait for its end, or choose another output_dir"
-            ) from error
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir: {str(self.path)!r} cannot be written: {error.strerror}; choose another output_dir"
-            ) from error
+        with ExitStack() as opening:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                opening.callback(os.close, self._descriptor)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._cut_half_line()
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"output_dir: {self.path} is written by another process; wait for its end, or choose another"
+                    " output_dir"
+                ) from error
+            except OSError as error:
+                raise ConfigError(
+                    f"output_dir: {str(self.path)!r} cannot be written: {error.strerror}; choose another output_dir"
+                ) from error
+            self._open = opening.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        os.fsync(self._descriptor)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        with self._open:
+            os.fsync(self._descriptor)
 
     def append(self, rows: Sequence[JsonObject]) -> None:
         """Writes the lines of one episode at once. Raises OSError."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.core.config import ConfigError
 from meshrl.synthesize.dataset import ConversationDataset, RowFilter
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
@@ -99,3 +100,11 @@ def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
     said = [{name: value for name, value in message.items() if value is not None} for message in first["messages"]]
     assert (said, first["tools"]) == (stored[0]["messages"], stored[0]["tools"])
     assert (second["tools"], second["rollout_id"]) == (None, "r1")
+
+
+def test_a_file_that_is_no_dataset_is_let_go_of(tmp_path: Path) -> None:
+    path = tmp_path / "dataset.jsonl"
+    path.write_text("nonsense\n")
+    for _ in range(2):  # a file that stays locked is called in use the second time
+        with pytest.raises(ConfigError, match="line 1 of"):
+            dataset(path).__enter__()

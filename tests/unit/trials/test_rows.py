@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,17 @@ def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text('{"a": 1}\nnonsense\n')
     with RowFile(tmp_path / "results.jsonl") as rows, pytest.raises(ConfigError, match="line 2 of"):
         list(rows)
+
+
+def test_a_file_that_cannot_be_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.jsonl"
+
+    def broken(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "read_bytes", broken)
+        with pytest.raises(ConfigError, match="cannot be written: Input/output error"):
+            RowFile(path).__enter__()
+    with RowFile(path) as rows:  # which a file that stayed locked would refuse
+        assert list(rows) == []
