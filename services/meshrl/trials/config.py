@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
+from meshrl.core.config.shared import (
+    GROUP_SIZE_SPELLINGS,
+    EnvConfig,
+    LogConfig,
+    ModelConfig,
+    SamplingConfig,
+    ServerConfig,
+)
 from meshrl.inference.config import InferenceConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 
-GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 DEFAULT_SEQ_LEN = 2048
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
 from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config.base import BaseConfig
@@ -177,6 +177,9 @@ class PrimeMonitorConfig(BaseConfig):
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
     """Samples and distributions; None means metrics only."""
+
+
+GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 
 
 class SamplingConfig(BaseConfig):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import EnvConfig, SamplingConfig
+from meshrl.core.config.shared import GROUP_SIZE_SPELLINGS, EnvConfig, SamplingConfig
 from meshrl.orchestrator.config.algorithms import AlgoConfig
-
-GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 
 
 class RunEnvConfig(EnvConfig):

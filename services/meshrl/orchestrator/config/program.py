@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
+    GROUP_SIZE_SPELLINGS,
     LogConfig,
     LogExtrasConfig,
     PrimeMonitorConfig,
@@ -19,7 +20,7 @@ from meshrl.core.config.shared import (
     WandbConfig,
 )
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
-from meshrl.orchestrator.config.environments import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 
 
