@@ -30,6 +30,8 @@ def test_the_orchestrator_says_where_services_are(folder: RunFolder) -> None:
 def test_a_service_without_an_orchestrator_says_where_it_is_itself(folder: RunFolder) -> None:
     configure(folder, "weights", '[server]\nhost = "0.0.0.0"\nport = 50053\n')
     assert folder.addresses("weights") == ("127.0.0.1:50053",)
+    configure(folder, "rollout", '[server]\nhost = "::1"\nport = 50051\n')
+    assert folder.addresses("rollout") == ("[::1]:50051",)
     assert folder.addresses("trainer") == ()
 
 

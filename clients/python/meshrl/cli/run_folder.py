@@ -14,6 +14,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os import SEEK_END
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,16 @@ _ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothi
 
 
 def _reach(server: JsonObject) -> str:
-    """host:port by which a server of this machine is called."""
-    return f"{'127.0.0.1' if server['host'] in _ANY_HOST else server['host']}:{server['port']}"
+    """host:port by which a server of this machine is called, IPv6 hosts in brackets."""
+    host = "127.0.0.1" if server["host"] in _ANY_HOST else str(server["host"])
+    return f"[{host}]:{server['port']}" if ":" in host else f"{host}:{server['port']}"
+
+
+def _tail(path: Path) -> bytes:
+    """The last _TAIL_BYTES of a file. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, SEEK_END) - _TAIL_BYTES))
+        return file.read()
 
 
 @dataclass(frozen=True)
@@ -96,10 +105,7 @@ class RunFolder:
         The file's last line may be half written, and evaluations have records of their own without a reward.
         """
         try:
-            with (self.path / "metrics.jsonl").open("rb") as file:
-                file.seek(0, 2)
-                file.seek(max(0, file.tell() - _TAIL_BYTES))
-                lines = file.read().split(b"\n")
+            lines = _tail(self.path / "metrics.jsonl").split(b"\n")
         except OSError:  # no step has ended yet
             return None
         for line in reversed(lines[:-1]):
@@ -148,10 +154,7 @@ class RunFolder:
     def why_it_ended(self) -> str:
         """The error that `rl` ended with, in one line; "" where it ended well, or runs."""
         try:
-            with (self.path / "logs" / "rl.log").open("rb") as file:
-                file.seek(0, 2)
-                file.seek(max(0, file.tell() - _TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
+            lines = _tail(self.path / "logs" / "rl.log").decode(errors="replace").splitlines()
         except OSError:  # programs that were started by hand
             return ""
         for line in reversed(lines):
