@@ -290,6 +290,48 @@ def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -
     assert "no attempt 3 in" in meshrl("logs", "-a", "3", "-o", str(tmp_path)).output
 
 
+def test_logs_in_json_are_one_in_the_order_of_time(tmp_path: Path) -> None:
+    def record(at: str, message: str) -> str:
+        level, time = {"name": "INFO"}, {"repr": f"2026-11-23 {at}123+00:00"}
+        return json.dumps({"text": message, "record": {"level": level, "time": time, "message": message}})
+
+    (tmp_path / "logs").mkdir()
+    lines = [record("10:00:01.000", "a"), record("10:00:03.000", "c")]
+    (tmp_path / "logs/trainer.log").write_text("\n".join([*lines, "{half a rec"]))
+    (tmp_path / "logs/weights.log").write_text(record("10:00:02.000", "b"))
+    shown = [line[15:] for line in meshrl("logs", "-o", str(tmp_path)).output.splitlines()]
+    assert shown == [lines[0], record("10:00:02.000", "b"), lines[1], "{half a rec"]
+
+
+def interrupted(seconds: float) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_follows_ends_well_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/trainer.log").write_text("10:00:01.000 INFO a\n")
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as ledger, ledger:
+        ledger.executescript(SCHEMA)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    for command in (("logs", "-f"), ("rollouts", "tail", "-f")):
+        result = meshrl(*command, "-o", str(tmp_path))
+        assert (result.exit_code, "Aborted" in result.output) == (0, False)
+
+
+def test_a_ledger_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").mkdir()
+    result = meshrl("rollouts", "tail", "-o", str(tmp_path))
+    assert result.exit_code == 1
+    assert f"{tmp_path}/ledger.sqlite cannot be opened: " in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_timeline_that_cannot_be_written_names_the_option(traced: Path) -> None:
+    result = meshrl("trace", "export", "--perfetto", str(traced / "none" / "x.json"), "-o", str(traced))
+    assert result.exit_code == 1
+    assert "x.json cannot be written: No such file or directory; name another file with --perfetto" in result.output
+
+
 def test_logs_of_a_program_are_those_of_all_its_runs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name, line in (("eval", "10:00:01.000 INFO a"), ("eval.2", "10:00:02.000 INFO b"), ("rl", "10:00:03.000 c")):

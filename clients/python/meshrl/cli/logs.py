@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -33,13 +35,14 @@ def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool,
     ends = [_stamped(name, path, read, lines) for name, path in found.items()]
     for _, name, line in heapq.merge(*ends):
         click.echo(f"{name:14} {line}")
-    while follow:
-        time.sleep(FOLLOW_S)
-        for name, path in folder.logs(attempt).items():  # of a start that has just begun, maybe without some
-            if services and _program(name) not in services and name not in services:
-                continue
-            for line in _new_lines(path, read):
-                click.echo(f"{name:14} {line}")
+    with contextlib.suppress(KeyboardInterrupt):
+        while follow:
+            time.sleep(FOLLOW_S)
+            for name, path in folder.logs(attempt).items():  # of a start that has just begun, maybe without some
+                if services and _program(name) not in services and name not in services:
+                    continue
+                for line in _new_lines(path, read):
+                    click.echo(f"{name:14} {line}")
 
 
 def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -> dict[str, Path]:
@@ -76,9 +79,19 @@ def _stamped(name: str, path: Path, read: dict[Path, int], number: int) -> list[
         return []
     stamped, stamp = [], ""
     for line in kept:
-        stamp = line[:12] if line[2:3] == ":" else stamp
+        stamp = _time_of(line) or stamp
         stamped.append((stamp, name, line))
     return stamped
+
+
+def _time_of(line: str) -> str:
+    """HH:MM:SS.mmm of a line of text or of a record in JSON; "" where it begins no record."""
+    if line.startswith("{"):
+        try:
+            return str(json.loads(line)["record"]["time"]["repr"])[11:23]
+        except (ValueError, KeyError, TypeError):
+            return ""
+    return line[:12] if line[2:3] == ":" else ""
 
 
 def _new_lines(path: Path, read: dict[Path, int]) -> Iterator[str]:

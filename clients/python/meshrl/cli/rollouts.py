@@ -6,7 +6,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 import click
 
@@ -42,7 +42,10 @@ def find_trace(folder: RunFolder, name: str) -> str | None:
 
 
 def _open(folder: RunFolder) -> sqlite3.Connection:
-    ledger = folder.ledger()
+    try:
+        ledger = folder.ledger()
+    except sqlite3.DatabaseError as error:
+        raise CliError(f"{folder.path / 'ledger.sqlite'} cannot be opened: {error}; run this as its owner") from error
     if ledger is None:
         raise CliError(f"{folder.path} has no ledger.sqlite: name a run's output folder with -o")
     return ledger
@@ -76,12 +79,13 @@ def tail(
         row = _rows(ledger)
         found = _read(ledger, f"{row} WHERE {where} ORDER BY updated_s DESC LIMIT ?", [*values, number])[::-1]
         _show(found, as_json=as_json)
-        while follow:
-            since = found[-1]["updated_s"] if found else 0.0
-            time.sleep(FOLLOW_S)
-            news = _read(ledger, f"{row} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
-            _show(news, as_json=as_json)
-            found = news or found
+        with suppress(KeyboardInterrupt):
+            while follow:
+                since = found[-1]["updated_s"] if found else 0.0
+                time.sleep(FOLLOW_S)
+                news = _read(ledger, f"{row} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
+                _show(news, as_json=as_json)
+                found = news or found
 
 
 def _filter(environment: str | None, state: str | None) -> tuple[str, list[object]]:
@@ -255,13 +259,18 @@ def _beginning(line: JsonObject) -> str:
     """The first words that the policy said, or why the rollout failed."""
     if "samples" not in line:
         return f"{line['reason']}: {line['message']}"[:60]
-    said = [
+    return first_words(line, 60)
+
+
+def first_words(line: JsonObject, most: int) -> str:
+    """What the policy said first in a kept rollout, in one line of at most `most` characters; "" for nothing."""
+    said = (
         message["text"]
-        for sample in line["samples"]
+        for sample in line.get("samples", ())
         for message in sample["messages"]
         if message["role"] == "assistant"
-    ]
-    return " ".join(said[0].split())[:60] if said else ""
+    )
+    return " ".join(next(said, "").split())[:most]
 
 
 def _number(value: float | None) -> str:

@@ -179,7 +179,10 @@ def _of(attributes: JsonObject) -> str:
 def export(folder: RunFolder, target: Path) -> None:
     """Write all spans as a timeline: a lane for each program, arrows for the links."""
     spans = read_spans(folder)
-    target.write_text(json.dumps({"traceEvents": list(_events(spans))}), encoding="utf-8")
+    try:
+        target.write_text(json.dumps({"traceEvents": list(_events(spans))}), encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"{target} cannot be written: {error.strerror}; name another file with --perfetto") from error
     click.echo(f"{len(spans)} spans of {len({span.program for span in spans})} programs are in {target}")
 
 

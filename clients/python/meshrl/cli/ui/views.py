@@ -7,6 +7,7 @@ from collections import deque
 from contextlib import closing
 from pathlib import Path
 
+from meshrl.cli.rollouts import first_words
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.traces import RunSpan, to_run_span
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
@@ -29,8 +30,6 @@ PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs")
 FUNNEL_S, SLOW_S = 10.0, 0.2
 """A count that took longer than SLOW_S stands for FUNNEL_S."""
 
-Json = JsonObject
-
 
 class KeptRollouts:
     """The rollouts of a step that are kept; those of the step that was looked at last stay read. Not for several
@@ -40,45 +39,35 @@ class KeptRollouts:
         self._folder = folder
         self._step = -1
         self._of = (0, 0)
-        self._lines: list[Json] = []
+        self._lines: list[JsonObject] = []
 
-    def listed(self, step: int) -> list[Json]:
+    def listed(self, step: int) -> list[JsonObject]:
         """A line for each rollout of the step, without its tokens."""
         return [
-            {key: value for key, value in line.items() if key != "samples"} | {"says": _first_words(line)}
+            {key: value for key, value in line.items() if key != "samples"} | {"says": first_words(line, FIRST_WORDS)}
             for line in self._read(step)
         ]
 
-    def whole(self, step: int, rollout_id: str) -> Json | None:
+    def whole(self, step: int, rollout_id: str) -> JsonObject | None:
         """A rollout with all its tokens; None where the step has none of this id."""
         return next((line for line in self._read(step) if line["rollout_id"] == rollout_id), None)
 
-    def _read(self, step: int) -> list[Json]:
+    def _read(self, step: int) -> list[JsonObject]:
         of = _state(self._folder.path / "rollouts" / f"step_{step}.jsonl.zst")
         if (step, of) != (self._step, self._of):
             self._step, self._of, self._lines = step, of, self._folder.samples(step)
         return self._lines
 
 
-def without_tokens(sample: Json) -> Json:
+def without_tokens(sample: JsonObject) -> JsonObject:
     """A sample without its lists of one entry a token, and whether the trainer's logprobs are among them."""
     kept = {key: value for key, value in sample.items() if key not in PER_TOKEN}
     return {**kept, "compared": "trainer_logprobs" in sample}
 
 
-def tokens_of(sample: Json, window: int) -> Json:
+def tokens_of(sample: JsonObject, window: int) -> JsonObject:
     """The lists of one entry a token, of one window of WINDOW tokens."""
     return {key: sample[key][window * WINDOW : (window + 1) * WINDOW] for key in PER_TOKEN if key in sample}
-
-
-def _first_words(line: Json) -> str:
-    said = (
-        message["text"]
-        for sample in line.get("samples", ())
-        for message in sample["messages"]
-        if message["role"] == "assistant"
-    )
-    return " ".join(next(said, "").split())[:FIRST_WORDS]
 
 
 class LedgerFunnel:
@@ -90,11 +79,11 @@ class LedgerFunnel:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._counted: list[Json] = []
+        self._counted: list[JsonObject] = []
         self._of: tuple[tuple[int, int], ...] = ()
         self._until_s = 0.0
 
-    def read(self) -> list[Json]:
+    def read(self) -> list[JsonObject]:
         """The counts; none in a folder without a ledger."""
         now = tuple(_state(self._folder.path / name) for name in ("ledger.sqlite", "ledger.sqlite-wal"))
         if now == self._of or time.monotonic() < self._until_s:
@@ -151,7 +140,7 @@ class Traces:
                 if span.name == "rl.step" and "rl.step" in span.attributes:
                     self._steps[int(span.attributes["rl.step"])] = span
 
-    def swaps(self, most: int = MOST_VERSIONS) -> Json:
+    def swaps(self, most: int = MOST_VERSIONS) -> JsonObject:
         """Which engine took which of the newest versions, and when: `cells` has a list for each version, newest first,
         with the pause in seconds of each engine and its seconds behind the first one; None for one that did not.
         """
@@ -170,7 +159,7 @@ class Traces:
             )
         return {"versions": versions, "engines": engines, "cells": cells}
 
-    def timeline(self, step: int) -> Json | None:
+    def timeline(self, step: int) -> JsonObject | None:
         """The spans during a step, by the program that they ran in; None for a step without a span.
 
         Spans of other steps that overlap it are among them: engines and trainer work on two steps at once.
@@ -181,7 +170,7 @@ class Traces:
         end_s = root.start_s + root.seconds
         during = [span for span in self._spans if span.start_s < end_s and span.start_s + span.seconds > root.start_s]
         during.sort(key=lambda span: span.seconds, reverse=True)
-        lanes: dict[str, list[Json]] = {}
+        lanes: dict[str, list[JsonObject]] = {}
         for span in sorted(during[:MOST_SPANS], key=lambda span: span.start_s):
             lanes.setdefault(span.program, []).append(
                 {
