@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from aiohttp import CookieJar
+from aiohttp import ClientSession, CookieJar
 from aiohttp.test_utils import TestClient, TestServer
 from click.testing import CliRunner
 
@@ -19,7 +19,7 @@ from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui import views
 from meshrl.cli.ui.history import MetricsHistory
-from meshrl.cli.ui.server import Page, ShownRun
+from meshrl.cli.ui.server import Page, ShownRun, serve
 from meshrl.wire.trace_file import read_lines
 
 
@@ -174,6 +174,40 @@ async def test_tokens_come_with_what_they_say_where_the_vocabulary_is_here(
     found = await (await again.get("/api/runs/0/rollouts/3/best-3")).json()
     await again.close()
     assert found["first"]["pieces"] == ["Hi", " you", "\n", "<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": None, "added_tokens": []},
+        {"model": {"vocab": {"a": 0}}, "added_tokens": 5},
+        {"model": {"vocab": [[]]}},
+        [],
+    ],
+)
+async def test_tokens_come_without_what_they_say_where_the_tokenizer_is_of_another_kind(
+    run_path: Path, tmp_path: Path, tokenizer: object
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(tokenizer))
+    (run_path / "configs/rollout.toml").write_text(f'[model]\nname = "{tmp_path / "model"}"\n')
+    client = await client_of(run_path)
+    answer = await client.get("/api/runs/0/rollouts/3/best-3")
+    assert (answer.status, (await answer.json())["first"]["pieces"]) == (200, None)
+    await client.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_a_free_port_is_taken_at_either_kind_of_loopback(run_path: Path, host: str) -> None:
+    ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve([RunFolder(run_path)], host=host, port=0, token=None, ready=ready.set_result))
+    await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED, timeout=10.0)
+    assert ready.done(), serving
+    url = f"http://{f'[{host}]' if ':' in host else host}:{ready.result()}/api/runs"
+    async with ClientSession() as session, session.get(url) as answer:
+        assert answer.status == 200
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_tokens_of_a_long_rollout_come_window_by_window(run_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshrl.cli.run_folder import RunFolder
+from meshrl.wire.values import JsonObject
 
 _PROGRAMS = ("rollout", "inference", "trainer")
 _HUB = Path.home() / ".cache" / "huggingface" / "hub"
@@ -36,7 +37,7 @@ def _read(folder: RunFolder) -> dict[int, str]:
         for path in _candidates(str(name)) if name else ():
             try:
                 return _vocabulary(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of a kind that is not known here
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):  # of a kind that is not known here
                 continue
     return {}
 
@@ -47,10 +48,8 @@ def _candidates(name: str) -> list[Path]:
     return [Path(name) / "tokenizer.json", *cached]
 
 
-def _vocabulary(tokenizer: dict[str, object]) -> dict[int, str]:
-    model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
-    assert isinstance(model, dict)  # else an AttributeError or TypeError says the same
-    vocab = model["vocab"]
+def _vocabulary(tokenizer: JsonObject) -> dict[int, str]:
+    vocab, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens", [])
     entries = vocab.items() if isinstance(vocab, dict) else ((entry[0], place) for place, entry in enumerate(vocab))
     byte_level = '"ByteLevel"' in json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])
     characters = _byte_characters() if byte_level else {}
@@ -60,7 +59,6 @@ def _vocabulary(tokenizer: dict[str, object]) -> dict[int, str]:
             pieces[token] = bytes(characters[character] for character in text).decode(errors="replace")
         else:
             pieces[token] = text.replace("\u2581", " ")
-    assert isinstance(added, list)
     return pieces | {each["id"]: each["content"] for each in added}
 
 

@@ -25,7 +25,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.pieces import TokenPieces
-from meshrl.cli.ui.views import WINDOW, Json, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
+from meshrl.cli.ui.views import WINDOW, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
 from meshrl.wire.values import JsonObject
 
 _T = TypeVar("_T")
@@ -71,7 +71,7 @@ class ShownRun:
         async with self._lock:
             return await asyncio.to_thread(read)
 
-    def window(self, sample: Json, number: int) -> Json:
+    def window(self, sample: JsonObject, number: int) -> JsonObject:
         """What there is of the tokens of a window, and what they say where that is known. Blocks."""
         found = tokens_of(sample, number)
         return {**found, "pieces": self.pieces.of(found["token_ids"])}
@@ -149,7 +149,7 @@ class Page:
         """`names`, with commas between them, as at most `points` points each; without `names` what there is."""
         run = self._run(request)
         names = [name for name in request.query.get("names", "").split(",") if name]
-        most = _number(request, "points", 600, most=MOST_POINTS)
+        most = _number(request, "points", 600, least=1, most=MOST_POINTS)
 
         def read() -> JsonObject:
             run.history.read_on()
@@ -184,7 +184,7 @@ class Page:
             raise web.HTTPNotFound(text=f"no sample {place}; there are {len(samples)}")
         return _json(await run.read(lambda: run.window(samples[place], window)))
 
-    async def _kept(self, request: web.Request) -> tuple[ShownRun, Json]:
+    async def _kept(self, request: web.Request) -> tuple[ShownRun, JsonObject]:
         run, step = self._run(request), request.match_info["step"]
         rollout_id = request.match_info["rollout_id"]
         found = None
@@ -259,13 +259,14 @@ async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
     answer.headers.update(HEADERS)
 
 
-def _number(request: web.Request, name: str, usual: int, *, most: int = 2**62) -> int:
+def _number(request: web.Request, name: str, usual: int, *, least: int = 0, most: int = 2**62) -> int:
+    """A number that the query names, within its bounds; `usual` where it does not."""
     text = request.query.get(name)
     if text is None:
         return usual
     if not text.isdecimal():
         raise web.HTTPBadRequest(text=f"{name} must be a whole number, got {text!r}")
-    return max(1, min(int(text), most)) if name == "points" else min(int(text), most)
+    return max(least, min(int(text), most))
 
 
 def _json(value: object) -> web.Response:
@@ -283,25 +284,22 @@ async def serve(
     runs: Sequence[RunFolder], *, host: str, port: int, token: str | None, ready: Callable[[int], None]
 ) -> None:
     """Serves the page until it is cancelled; `ready` is called with the port once it listens. Raises OSError."""
-    page = Page(runs)
+    port = port or _free_port(host)
     names = ("127.0.0.1", "localhost", "[::1]")
-    site_runner: web.AppRunner | None = None
+    hosts = frozenset(f"{name}:{port}" for name in names) if token is None else None
+    app = Page(runs).application(hosts=hosts, token=token)
+    site_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
     try:
-        if port == 0:
-            port = _free_port(host)
-        hosts = frozenset(f"{name}:{port}" for name in names) if token is None else None
-        app = page.application(hosts=hosts, token=token)
-        site_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await site_runner.setup()
         await web.TCPSite(site_runner, host, port).start()
         ready(port)
         await asyncio.Event().wait()
     finally:
-        if site_runner is not None:
-            await site_runner.cleanup()
+        await site_runner.cleanup()
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
         port: int = server.getsockname()[1]
         return port
