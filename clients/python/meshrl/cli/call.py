@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import click
 import grpc
@@ -11,10 +12,10 @@ from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
-from meshrl.cli.command import CALL_DEADLINE_S, CliError, address_option, folder_option, options_for, run, the_address
+from meshrl.cli.command import CALL_DEADLINE_S, address_option, folder_option, options_for, run, the_address
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
-from meshrl.client.credentials import default_credentials
+from meshrl.client.credentials import Credentials, default_credentials
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import from_rpc_error
 
@@ -71,15 +72,7 @@ async def _call(method: MethodDescriptor, address: str, requests: list[Message],
     credentials, deadline_s = options.credentials or default_credentials(), options.unary_deadline_s
     role = CLIENTS[method.containing_service.full_name].server_role
     async with credentials.open_channel(address, [], role) as channel:
-        path = f"/{method.containing_service.full_name}/{method.name}"
-        answer = message_factory.GetMessageClass(method.output_type)
-        kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
-        stub = getattr(channel, kind)(path, _serialized, answer.FromString)
-        pending = stub(
-            _each(requests) if method.client_streaming else requests[0],
-            timeout=deadline_s,
-            metadata=credentials.metadata(),
-        )
+        pending = start_call(channel, method, requests, deadline_s=deadline_s, credentials=credentials)
         try:
             if not method.server_streaming:
                 _print(await pending)
@@ -90,16 +83,34 @@ async def _call(method: MethodDescriptor, address: str, requests: list[Message],
             raise from_rpc_error(error, call=f"{method.full_name} of {address}", deadline_s=deadline_s) from error
 
 
+def start_call(
+    channel: grpc.aio.Channel,
+    method: MethodDescriptor,
+    requests: Sequence[Message],
+    *,
+    deadline_s: float | None,
+    credentials: Credentials,
+) -> Any:
+    """Begins a call of any RPC; what it returns is awaited, or read message by message where the server streams.
+
+    All `requests` are sent where the client streams, else the first.
+    """
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    answer = message_factory.GetMessageClass(method.output_type)
+    stub = getattr(channel, kind)(path, _serialized, answer.FromString)
+    sent = _each(requests) if method.client_streaming else requests[0]
+    return stub(sent, timeout=deadline_s, metadata=credentials.metadata())
+
+
 def _serialized(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-async def _each(requests: list[Message]) -> AsyncIterator[Message]:
+async def _each(requests: Sequence[Message]) -> AsyncIterator[Message]:
     for request in requests:
         yield request
 
 
-def _print(message: Message | bytes) -> None:
-    if isinstance(message, bytes):
-        raise CliError("this RPC answers in raw bytes, which have no JSON form")
+def _print(message: Message) -> None:
     click.echo(json_format.MessageToJson(message, preserving_proto_field_name=True))

@@ -96,7 +96,7 @@ def _disk(folder: RunFolder) -> Diagnosis:
 def _gpus() -> Diagnosis:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=20.0, check=True).stdout  # fixed words
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20.0, check=True).stdout
     except FileNotFoundError:
         return Diagnosis(what="GPUs", state="ok", found="none (no nvidia-smi): everything runs on the CPU")
     except (subprocess.SubprocessError, OSError) as error:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 import socket
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
 from meshrl.cli import command
 from meshrl.cli.command import CliError, folder_option
 from meshrl.cli.run_folder import RunFolder
-from meshrl.client.authority import Authority, AuthorityError, own_hosts
+from meshrl.client.authority import Authority, own_hosts
 from meshrl.client.credentials import TRUST_FILE
 from meshrl.client.enrollment import join as join_run
 from meshrl.client.trust import Role, TrustFile
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_T = TypeVar("_T")
 
 
 class _Duration(click.ParamType[float]):
@@ -45,7 +44,8 @@ def run_group() -> None:
 @click.option("--run-id", default="main", show_default=True, help="The run's name, which its certificates carry.")
 def init(folder: RunFolder, run_id: str) -> None:
     """Make the authority of a run, in OUTPUT_DIR/credentials: its programs then know each other by certificates."""
-    authority = _doing(lambda: Authority.create(folder.path / "credentials", run_id))
+    with _explained():
+        authority = Authority.create(folder.path / "credentials", run_id)
     click.echo(f"the authority of the run {run_id!r} is in {authority.folder}; keep its ca.key to yourself")
     click.echo(f"its key's hash: {authority.fingerprint}")
 
@@ -63,12 +63,9 @@ def create(folder: RunFolder, role: str, ttl: float) -> None:
     """Make a token, ID.SECRET, and print it with the hash of the authority's key. It is not shown again."""
 
     place = folder.path / "credentials"
-
-    def make() -> tuple[str, str]:
+    with _explained():
         ca_hash = Authority(place).fingerprint if (place / "ca.key").exists() else ""
-        return TrustFile(place / TRUST_FILE).add_token(Role(role), ttl), ca_hash
-
-    made, ca_hash = _doing(make)
+        made = TrustFile(place / TRUST_FILE).add_token(Role(role), ttl)
     click.echo(f"token    {made}")
     if ca_hash:  # of a run without an authority, a token only shows who calls
         click.echo(f"ca-hash  {ca_hash}")
@@ -79,7 +76,8 @@ def create(folder: RunFolder, role: str, ttl: float) -> None:
 @click.argument("what", metavar="ID|ROLE/NAME")
 def revoke(folder: RunFolder, what: str) -> None:
     """Revoke a token, and everybody who came by it, or one member. The services end its calls within seconds."""
-    revoked = _doing(lambda: TrustFile(folder.path / "credentials" / TRUST_FILE).revoke(what))
+    with _explained():
+        revoked = TrustFile(folder.path / "credentials" / TRUST_FILE).revoke(what)
     if not revoked:
         raise CliError(f"the run has no token or member {what!r}; a token is named by what comes before its dot")
     click.echo(f"revoked: {', '.join(revoked)}")
@@ -106,10 +104,12 @@ def join(address: str, shown: str, ca_hash: str, place: Path, name: str | None, 
     click.echo(f"{role}/{called} has joined the run {run_id!r}; start its program with --tls.folder {place}")
 
 
-def _doing(work: Callable[[], _T]) -> _T:
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Makes a CliError of what goes wrong with a run's credentials."""
     try:
-        return work()
-    except (AuthorityError, ValueError) as error:
+        yield
+    except ValueError as error:  # an AuthorityError, or a name that is none
         raise CliError(str(error)) from error
     except (OSError, sqlite3.Error) as error:
         raise CliError(

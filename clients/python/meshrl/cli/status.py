@@ -46,6 +46,7 @@ class ServiceRow:
 
     @property
     def is_well(self) -> bool:
+        """Whether it answers and does its work."""
         return self.state in ("serving", "running", "ready")
 
 
@@ -244,7 +245,7 @@ def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
     """The row with its lag behind the newest version of the trainer."""
     if newest is None or row.version is None:
         return row
-    return ServiceRow(**{**asdict(row), "lag": max(0, newest - row.version)})
+    return replace(row, lag=max(0, newest - row.version))
 
 
 def _headline(folder: RunFolder, last: JsonObject | None, now_s: float, *, running: bool) -> str:

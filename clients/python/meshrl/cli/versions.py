@@ -109,7 +109,7 @@ def engines(folder: RunFolder, address: str | None, pool: str, as_json: bool) ->
 @json_option
 def pin(step: int, folder: RunFolder, as_json: bool) -> None:
     """Keep what was saved of STEP, whatever ckpt.keep_last says."""
-    _saved(folder, step, to_resume=False)
+    _require_saved(folder, step, to_resume=False)
     with _changing(folder):
         pin_step(folder.weights, step)
     _tell_pinned(folder, as_json)
@@ -139,7 +139,7 @@ def rollback(step: int, folder: RunFolder, deadline_s: float, yes: bool, as_json
     Versions go forward only, so a run that goes on is never given older weights. Resumed, it publishes those of STEP
     as its first version, and sets checkpoints of later steps aside. STEP is pinned, too.
     """
-    _saved(folder, step, to_resume=True)
+    _require_saved(folder, step, to_resume=True)
     running = folder.is_running()
     if running and not yes:
         click.confirm(f"the run in {folder.path} ends, to go on from step {step}; go on?", abort=True)
@@ -167,7 +167,7 @@ def _tell_pinned(folder: RunFolder, as_json: bool) -> None:
         click.echo(f"pinned steps, which ckpt.keep_last spares: {', '.join(map(str, pinned)) or 'none'}")
 
 
-def _saved(folder: RunFolder, step: int, *, to_resume: bool) -> None:
+def _require_saved(folder: RunFolder, step: int, *, to_resume: bool) -> None:
     """Raises CliError unless the step is saved."""
     saved = folder.saved_steps(to_resume=to_resume)
     if step not in saved:

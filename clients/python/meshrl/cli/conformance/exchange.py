@@ -16,10 +16,10 @@ from typing import Any
 import grpc.aio
 
 from meshrl.cli.conformance.probe import MAX_MESSAGE_BYTES, NotCheckedError, broken_by, must
+from meshrl.cli.conformance.rollout import NO_ENVIRONMENT, small_group
 from meshrl.client.credentials import INSECURE, Credentials
 from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import exchange_pb2_grpc as pb_grpc
-from meshrl.v1 import rollout_pb2
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CONTRACT_VERSION
 from meshrl.wire.validate import validate_worker_hello
@@ -28,7 +28,6 @@ HEARTBEAT_S, LEASE_S = 1.0, 600.0
 MISSING_BEATS = 3
 QUIET_S = 1.5  # in which a worker would have said what it must not say
 ENOUGH = 1000  # credit for whatever a check asks for
-GROUP_SIZE = 2
 
 WORKER_RULES = {
     "exchange.hello": "Send `hello` first, with the same name at every start and every call of which it has something,"
@@ -138,21 +137,14 @@ class WorkerProbe:
 
     def refused_call(self) -> str:
         """Starts a group that every worker must refuse; returns the call's id."""
-        return self.start(environment="conformance: no such environment")
+        return self.start(NO_ENVIRONMENT)
 
-    def start(self, **fields: Any) -> str:
-        """Starts a group; `fields` are set over what it has else."""
+    def start(self, environment: str = "") -> str:
+        """Starts a group of an environment, by default the worker's first; returns the call's id."""
         call_id = str(uuid.uuid4())
-        asked: dict[str, Any] = {
-            "request_id": str(uuid.uuid4()),
-            "group_id": f"conformance-{uuid.uuid4()}",
-            "environment": self.stream.hello.environments[0].name,
-            "task_index": 0,
-            "group_size": GROUP_SIZE,
-            "deadline_s": self.deadline_s,
-            "sampling": rollout_pb2.Sampling(temperature=1.0, max_tokens=8),
-        }
-        self.stream.send(start=pb.StartCall(call_id=call_id, request=rollout_pb2.RunRolloutsRequest(**asked | fields)))
+        environment = environment or self.stream.hello.environments[0].name
+        request = small_group(environment=environment, deadline_s=self.deadline_s)
+        self.stream.send(start=pb.StartCall(call_id=call_id, request=request))
         return call_id
 
     async def end_of(self, call_id: str) -> list[pb.CallEvent]:
@@ -213,10 +205,7 @@ async def _credit(probe: WorkerProbe) -> None:
 async def _once(probe: WorkerProbe) -> None:
     call_id = probe.refused_call()
     must(await probe.stream.event(probe.deadline_s) is not None, "a group that it must refuse has no end")
-    request = rollout_pb2.RunRolloutsRequest(
-        request_id=str(uuid.uuid4()), group_id="conformance", environment="conformance: no such environment",
-        task_index=0, group_size=GROUP_SIZE, deadline_s=probe.deadline_s,
-    )  # fmt: skip
+    request = small_group(environment=NO_ENVIRONMENT, deadline_s=probe.deadline_s)
     probe.stream.send(start=pb.StartCall(call_id=call_id, request=request))
     await probe.quiet("a call that it has ended was started again")
     probe.acknowledge(call_id, 1)

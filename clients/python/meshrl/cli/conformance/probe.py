@@ -6,18 +6,17 @@ No retries and no conversion: a check sees the messages and the status as they c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
 
-from meshrl.cli.call import CLIENTS, SERVICES
+from meshrl.cli.call import CLIENTS, SERVICES, start_call
 from meshrl.client.credentials import Credentials
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason
 
@@ -116,15 +115,12 @@ class Probe:
         self, method: str, requests: Sequence[Message], until: Callable[[Sequence[Any]], bool]
     ) -> list[Any]:
         described = SERVICES[self.service].methods_by_name[method]
-        up, down = described.client_streaming, described.server_streaming
-        kind = f"{'stream' if up else 'unary'}_{'stream' if down else 'unary'}"
-        answer = message_factory.GetMessageClass(described.output_type)
-        stub = getattr(self.channel, kind)(f"/{self.full_name}/{method}", _serialized, answer.FromString)
-        sent = _each(requests) if up else requests[0]
-        pending = stub(sent, timeout=self.deadline_s, metadata=self.credentials.metadata())
+        pending = start_call(
+            self.channel, described, requests, deadline_s=self.deadline_s, credentials=self.credentials
+        )
         answers: list[Any] = []
         try:
-            if not down:
+            if not described.server_streaming:
                 return [await pending]
             async for message in pending:
                 answers.append(message)
@@ -201,12 +197,3 @@ async def open_probe(address: str, service: str, *, credentials: Credentials, de
     return Probe(
         address=address, service=service, channel=channel, credentials=credentials, deadline_s=deadline_s, full=full
     )
-
-
-def _serialized(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-async def _each(requests: Sequence[Message]) -> AsyncIterator[Message]:
-    for request in requests:
-        yield request

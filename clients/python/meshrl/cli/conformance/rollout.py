@@ -13,6 +13,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
 
 GROUP_SIZE = 2
+NO_ENVIRONMENT = "conformance: no such environment"
 
 
 async def _environments(probe: Probe) -> Any:
@@ -22,18 +23,24 @@ async def _environments(probe: Probe) -> Any:
     return answer.environments
 
 
-async def _request(probe: Probe, **fields: Any) -> pb.RunRolloutsRequest:
-    """A group of the first environment that is like no group before; `fields` are set over it."""
-    asked = {
+def small_group(*, environment: str, deadline_s: float, **fields: Any) -> pb.RunRolloutsRequest:
+    """A group of an environment that is like no group before; `fields` are set over it."""
+    asked: dict[str, Any] = {
         "request_id": str(uuid.uuid4()),
         "group_id": f"conformance-{uuid.uuid4()}",
-        "environment": (await _environments(probe))[0].name,
+        "environment": environment,
         "task_index": 0,
         "group_size": GROUP_SIZE,
-        "deadline_s": probe.deadline_s,
+        "deadline_s": deadline_s,
         "sampling": pb.Sampling(temperature=1.0, max_tokens=8),
     }
-    return pb.RunRolloutsRequest(**{**asked, **fields})
+    return pb.RunRolloutsRequest(**asked | fields)
+
+
+async def _request(probe: Probe, **fields: Any) -> pb.RunRolloutsRequest:
+    """A group of the first environment; `fields` are set over it."""
+    hosted = await _environments(probe)
+    return small_group(**{"environment": hosted[0].name, "deadline_s": probe.deadline_s, **fields})
 
 
 @checks("rollout.environments")
@@ -45,7 +52,7 @@ async def _hosted(probe: Probe) -> None:
 
 @checks("rollout.unknown-environment")
 async def _unknown_environment(probe: Probe) -> None:
-    request = await _request(probe, environment="conformance: no such environment", min_version=FAR_VERSION)
+    request = await _request(probe, environment=NO_ENVIRONMENT, min_version=FAR_VERSION)
     await probe.refused("RunRollouts", request, reason=Reason.UNKNOWN_ENVIRONMENT)
 
 
