@@ -12,7 +12,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.client.trust import Role
 from meshrl.core.config import load_config
-from meshrl.core.heap import freeze_loaded
+from meshrl.core.heap import freeze_loaded, loading
 from meshrl.core.identity import as_member
 from meshrl.core.orphans import children_end_too
 from meshrl.core.program import run_program
@@ -126,7 +126,8 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
         logger.bind(env=name).info("environment {}: {} tasks, played by {}", name, tasks, fleet.workers_of(name))
     names = [entry.resolved_name for entry in config.env]
     if here := [name for name in names if name not in players]:
-        from meshrl.rollout.local import open_players  # imports verifiers, which takes seconds
+        with loading():
+            from meshrl.rollout.local import open_players  # imports verifiers, which takes seconds
 
         players |= await open_players(config, here, servers, book, stack, tracer)
     return GroupRunner({name: players[name] for name in names}, table, servers, limit, in_flight=fleet.in_flight)

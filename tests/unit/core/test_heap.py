@@ -1,4 +1,4 @@
-"""Garbage in reference cycles is found while a program runs, however much it has loaded."""
+"""What a program has loaded is hidden from the collector, and garbage made beside it is found however much that is."""
 
 import gc
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshrl.core.heap import freeze_loaded
+from meshrl.core.heap import freeze_loaded, loading
 
 LOADED = 100_000
 MADE = 20_000  # less than a quarter of what is loaded
@@ -46,3 +46,22 @@ def test_cycles_do_not_pile_up_beside_what_is_loaded(loaded):
         most = max(most, Cycle.living)
     assert most < IN_USE + FULL_COLLECTION
     assert gc.get_freeze_count() >= LOADED
+
+
+def test_the_collector_does_not_look_at_what_was_imported_in_loading(loaded, tmp_path, monkeypatch):
+    (tmp_path / "mesh_unit_long_import.py").write_text(f"THINGS = [[] for _ in range({LOADED})]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    gc.unfreeze()
+    with loading():
+        assert not gc.isenabled()
+        import mesh_unit_long_import  # type: ignore[import-not-found]  # made above
+    assert gc.isenabled()
+    assert len(mesh_unit_long_import.THINGS) == LOADED
+    assert gc.get_freeze_count() >= LOADED
+
+
+def test_loading_what_is_there_already_hides_nothing(loaded):
+    gc.unfreeze()
+    with loading():
+        import gc as _  # noqa: F401  # it is imported
+    assert gc.get_freeze_count() == 0
