@@ -24,7 +24,7 @@ import jsonschema
 import pytest
 
 from live_fuzz import GRPC_CALLS, HTTP_REQUESTS, fuzz_grpc, fuzz_http, tracebacks
-from mesh_run import WITH_WORKERS, Run, check_kill
+from mesh_run import PROGRAMS, WITH_WORKERS, Run, check_kill
 from meshrl.cli.status import status_schema
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import INSECURE
@@ -206,6 +206,22 @@ def status_when_all_is_well(run: Run) -> Any:
             return status
         assert time.monotonic() < deadline, done.stdout
         time.sleep(0.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at what processes have mapped")
+def test_only_programs_that_compute_load_torch(live_run: Run) -> None:
+    with_torch = {"trainer", "inference"}
+    for program in PROGRAMS:
+        mapped = Path(f"/proc/{live_run.pid(program)}/maps").read_text()
+        assert ("libtorch" in mapped) == (program in with_torch), program
+    fork_servers = children_of(live_run.pid("rollout"))
+    workers = [worker for server in fork_servers for worker in children_of(server)]
+    assert workers
+    assert not [pid for pid in (*fork_servers, *workers) if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
 def test_the_meshrl_command_shows_a_live_run(live_run: Run) -> None:

@@ -1,7 +1,8 @@
 """Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
 
 `main` loads the renderer once; the model client asks it for each turn's prompt and for the message in what was sampled.
-Only here is a tokenizer loaded, and with it transformers; neither needs torch.
+Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that `tokenizer_folders`
+does not know.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from loguru import logger
 from pydantic import TypeAdapter, ValidationError
 from renderers import RendererConfig, create_renderer
-from renderers.base import ParsedResponse, RenderedTokens, Renderer, load_tokenizer
+from renderers.base import MODEL_RENDERER_MAP, ParsedResponse, RenderedTokens, Renderer, load_tokenizer
 from renderers.configs import DefaultRendererConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
@@ -22,6 +23,7 @@ from verifiers.v1.types import Message
 from meshrl.core.config import ConfigError
 from meshrl.rollout.engines.content import tell_content
 from meshrl.rollout.engines.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
+from meshrl.rollout.engines.tokenizer_folders import known_class, load_known
 from meshrl.wire.errors import MeshError, Reason
 
 INLINE_CHARACTERS = 16_384
@@ -140,7 +142,8 @@ def load_renderer(tokenizer: str, options: Mapping[str, object]) -> Renderer:
     Raises ConfigError when the tokenizer cannot be loaded or the options do not name a renderer.
     """
     try:
-        loaded = load_tokenizer(tokenizer)
+        known = load_known(tokenizer)
+        loaded = load_tokenizer(tokenizer) if known is None else known
     except (OSError, ValueError) as error:
         raise ConfigError(f"rollout.tokenizer: cannot load {tokenizer!r}: {error}") from error
     quicken(loaded)
@@ -156,8 +159,10 @@ def _create(loaded: object, tokenizer: str, options: Mapping[str, object]) -> Re
             return create_renderer(loaded, TypeAdapter(RendererConfig).validate_python(dict(options)))
         except (ValidationError, ValueError, AssertionError) as error:
             raise ConfigError(f"rollout.renderer {dict(options)} does not fit {tokenizer!r}: {error}") from error
+    # Of a model of text alone there is nothing left to find out, for which the search would import torch.
+    text_alone = tokenizer not in MODEL_RENDERER_MAP and known_class(tokenizer) is not None
     try:
-        return create_renderer(loaded)
+        return create_renderer(loaded, DefaultRendererConfig() if text_alone else None)
     except (OSError, ValueError, AssertionError) as error:
         if not getattr(loaded, "chat_template", None):
             raise ConfigError(

@@ -7,10 +7,9 @@ from meshrl.core.heap import loading
 
 with loading():
     import mcp
-    import transformers.models.auto.tokenization_auto
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     import meshrl.environments.harness
     import meshrl.rollout.workers.worker
 
-__all__ = ["AutoTokenizer", "mcp", "meshrl", "transformers"]
+__all__ = ["PreTrainedTokenizerFast", "mcp", "meshrl"]

@@ -26,7 +26,9 @@ from google.rpc import status_pb2
 from meshrl.core.config import ConfigError
 from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
+from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
+from meshrl.rollout.engines.tokenizer_folders import known_class
 from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.workers.frames import Channel, FrameKind, unpack_rollouts
 from meshrl.rollout.workers.messages import Heartbeat, WorkerSettings
@@ -36,6 +38,7 @@ from meshrl.wire.errors import MeshError, Reason, from_rpc_status
 from meshrl.wire.types import EnvironmentInfo
 
 PRELOADED = "meshrl.rollout.workers.preload"
+ANY_TOKENIZER = "meshrl.rollout.workers.preload_tokenizers"
 EXIT_CODE_S = 5.0
 ALARM_IS_FRESH_S = 2.0
 
@@ -78,7 +81,9 @@ def new_process(front: socket.socket, alarm: socket.socket, settings: WorkerSett
     method = "forkserver" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        multiprocessing.set_forkserver_preload([PRELOADED])
+        config = RolloutConfig.model_validate_json(settings.config)
+        known = known_class(config.tokenizer or config.model.name) is not None
+        multiprocessing.set_forkserver_preload([PRELOADED] if known else [PRELOADED, ANY_TOKENIZER])
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # typeshed has it on each kind of context
         target=run_worker, args=(front, alarm, settings.encode()), name=f"rollout-worker-{settings.number}"
     )

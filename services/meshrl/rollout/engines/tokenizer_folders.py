@@ -1,0 +1,63 @@
+"""Loads the tokenizer of a folder without torch, where the folder's files say enough about it.
+
+AutoTokenizer of transformers reads the model's configuration first, and that imports torch wherever it is installed:
+three seconds of a core and 500 MiB in every process that plays. Used by `rendering`, and by the front of the workers to
+decide what their fork server imports. What is not known here is left to AutoTokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERIC = "PreTrainedTokenizerFast"
+"""The class of transformers that takes everything from tokenizer.json."""
+_CLASSES: Mapping[str, Mapping[str, str]] = {
+    "llama": {"PreTrainedTokenizerFast": GENERIC, "TokenizersBackend": GENERIC},
+    "qwen3": {"PreTrainedTokenizerFast": GENERIC, "TokenizersBackend": GENERIC, "Qwen2Tokenizer": "Qwen2Tokenizer"},
+}
+"""Class that AutoTokenizer chooses, by model_type of config.json and tokenizer_class of tokenizer_config.json."""
+_VISION = ("vision_config", "vision_tower", "image_token_id")
+"""A config.json with one of these is that of a model that sees images, for which no renderer may be taken on trust."""
+
+
+def known_class(name: str) -> str | None:
+    """The class of transformers that AutoTokenizer would choose for the folder `name`, or None where only it can say.
+
+    A folder that has one is that of a model of text alone.
+    """
+    folder = Path(name)
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        model = _read(folder / "config.json")
+        tokenizer = _read(folder / "tokenizer_config.json")
+    except (OSError, ValueError):  # AutoTokenizer says what is wrong with it
+        return None
+    if "auto_map" in tokenizer or "auto_map" in model or any(model.get(key) is not None for key in _VISION):
+        return None
+    return _CLASSES.get(str(model.get("model_type")), {}).get(str(tokenizer.get("tokenizer_class")))
+
+
+def load_known(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the folder `name`, or None where `known_class` is. Raises OSError or ValueError."""
+    chosen = known_class(name)
+    if chosen is None:
+        return None
+    import transformers  # takes half a second, and the front of the workers needs no tokenizer
+
+    loaded: PreTrainedTokenizerBase = getattr(transformers, chosen).from_pretrained(name)
+    return loaded
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises OSError, or ValueError for what is no JSON object."""
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return values

@@ -1,0 +1,12 @@
+"""What the fork server imports beside `preload` where only AutoTokenizer can say which class a tokenizer is of.
+
+Named to `multiprocessing`, imported by nobody else. It imports torch wherever that is installed.
+"""
+
+from meshrl.core.heap import loading
+
+with loading():
+    import transformers.models.auto.tokenization_auto
+    from transformers import AutoTokenizer
+
+__all__ = ["AutoTokenizer", "transformers"]
