@@ -81,6 +81,14 @@ async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
     return True
 
 
+async def next_within(queue: asyncio.Queue[T], wait_s: float) -> T | None:
+    """Takes the next of a queue; None when it is still empty after `wait_s`."""
+    try:
+        return await asyncio.wait_for(queue.get(), wait_s)
+    except TimeoutError:  # something may have come just as the wait ended
+        return None if queue.empty() else queue.get_nowait()
+
+
 class Pulse:
     """Wakes all who wait for a change, each time that there is one.
 

@@ -4,7 +4,16 @@ import asyncio
 
 import pytest
 
-from meshrl.core.waiting import InFlight, Pulse, StoppedError, first_of, set_within, stop_or_first, unless_stopped
+from meshrl.core.waiting import (
+    InFlight,
+    Pulse,
+    StoppedError,
+    first_of,
+    next_within,
+    set_within,
+    stop_or_first,
+    unless_stopped,
+)
 
 
 async def test_work_that_ends_before_a_stop_gives_its_result():
@@ -134,3 +143,10 @@ async def test_what_is_in_flight_is_counted_and_waited_for():
     assert flying.count == 0
     assert await flying.idle_within(0.0)
     await flying.idle()
+
+
+async def test_what_came_as_the_wait_for_a_queue_ended_is_taken() -> None:
+    queue: asyncio.Queue[str] = asyncio.Queue()
+    queue.put_nowait("report")
+    assert await next_within(queue, 0.0) == "report"
+    assert await next_within(queue, 0.0) is None

@@ -21,7 +21,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
 from meshrl.core.https import scheme
 from meshrl.core.telemetry.waits import Waits
-from meshrl.core.waiting import StoppedError, set_within, unless_stopped
+from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
 from meshrl.inference.agent.fetching import VersionFetcher
 from meshrl.inference.agent.spans import apply_span
 from meshrl.inference.agent.states import (
@@ -187,15 +187,15 @@ class WeightAgent:
         """Yields the reports of the outbox, and a heartbeat at least three times a lease."""
         outbox = self._outbox
         while True:
-            try:
-                yield await asyncio.wait_for(outbox.get(), lease.lease_s / 3)
-            except TimeoutError:
+            report = await next_within(outbox, lease.lease_s / 3)
+            if report is None:
                 root = self._engine.root
                 if root is not None and root != self._live_root and self.machine.displaced(self._engine.version):
                     self._live_root = root  # in a new session the hub has its own version served again
                     logger.warning("weights were loaded by hand as version {}: registering anew", self._engine.version)
                     return
-                yield self._report(SendReport())
+                report = self._report(SendReport())
+            yield report
 
     def _report(self, action: SendReport) -> AgentReport:
         machine, target = self.machine, self.machine.target
