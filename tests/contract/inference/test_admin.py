@@ -75,6 +75,6 @@ async def test_engine_without_a_sleep_mode_says_so_and_serves_on(mesh: EngineMes
     assert (await client.get("/is_sleeping")).body == {"is_sleeping": False}
     assert (await client.post("/wake_up")).body == {"is_sleeping": False}
     async with WeightSyncClient(mesh.hub_address) as hub:
-        outcome = await hub.sleep_engines(deadline_s=5.0)
+        outcome = await hub.sleep_engines(deadline_s=30.0)
     assert (outcome.asleep, outcome.awake) == (0, 1)
     await serves(mesh, client, mesh.seed, mesh.version)

@@ -35,7 +35,7 @@ class Trainer:
 
     def __init__(self, model: str, client: WeightSyncClient, epoch: int) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model)
-        self.store = open_store("127.0.0.1", deadline_s=5.0)
+        self.store = open_store("127.0.0.1", deadline_s=30.0)
         address = f"127.0.0.1:{self.store.port}"
         settings = PublicationSettings(
             transport="nccl", epoch=epoch, adapter_only=False, in_shares=True, folder="", chunk_bytes=4096,
@@ -113,7 +113,7 @@ async def test_every_part_of_a_broadcast_is_progress(model: str, hub: str, monke
     monkeypatch.setattr(Progress, "moved", lambda _, *, unseen_s=0.0: moves.append(unseen_s))
     async with serving_engine(model, hub, "e0"), trainer(model, hub) as training:
         await training.publish(0)
-        snapshot = training.share.held.get(0, deadline_s=5.0)
+        snapshot = training.share.held.get(0, deadline_s=30.0)
         assert len(moves) > len(snapshot.buckets) > 5
 
 

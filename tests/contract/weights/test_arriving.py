@@ -69,7 +69,7 @@ async def _taken(outbox: asyncio.Queue[Chunk | None]) -> AsyncIterator[Chunk]:
 
 
 async def activate(mesh: Any, version: int) -> None:
-    await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=5.0)
+    await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
 
 
 async def published(mesh: Any, version: int, state: Mapping[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from meshrl.wire.types import ActivationPolicy, AgentState, Transport, VersionSt
 
 
 async def activate(mesh: Any, version: int, **more: Any) -> Any:
-    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=5.0, **more)
+    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=30.0, **more)
 
 
 async def test_engine_serves_each_activated_version_to_the_bit(

@@ -167,7 +167,7 @@ class Trainer:
         self._sending = asyncio.create_task(_send(self.senders, parcel, senders))
 
     async def activate(self, version: int, **more: Any) -> Any:
-        return await self._client.activate_version(run_id="run", version=version, prepare_deadline_s=8.0, **more)
+        return await self._client.activate_version(run_id="run", version=version, prepare_deadline_s=30.0, **more)
 
     def die(self) -> None:
         if self._sending is not None:

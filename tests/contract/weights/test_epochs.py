@@ -13,7 +13,7 @@ from meshrl.wire.types import ActivationPolicy, Transport
 
 
 async def activate(mesh: Any, version: int, **more: Any) -> Any:
-    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=5.0, **more)
+    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=30.0, **more)
 
 
 @pytest.mark.parametrize("policy", list(ActivationPolicy))

@@ -157,7 +157,7 @@ async def seal(mesh: Any, manifest: Manifest) -> str:
 
 
 async def activate(mesh: Any, version: int) -> Any:
-    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=5.0)
+    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
 
 
 async def restart(mesh: Any, *lines: Line) -> None:
@@ -357,7 +357,7 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
     await restart(mesh)  # decided, and being applied
     assert mesh.hub.coordinator.find("run", 0).state is VersionState.COMMITTING
     hang.set()
-    activation = await client.activate_version(run_id="run", version=0, prepare_deadline_s=5.0)
+    activation = await client.activate_version(run_id="run", version=0, prepare_deadline_s=30.0)
     await asyncio.wait({committing})
     assert activation.version.state is VersionState.COMMITTED
     assert engine.holds(state(1))
