@@ -24,9 +24,9 @@ from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.engines.chat_servers import refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.sessions import Session, SessionBook
-from meshrl.rollout.engines.text_samples import TextSamples
 from meshrl.rollout.groups import late, rollout_failure
 from meshrl.rollout.hosting import HostedEnvironment
+from meshrl.rollout.rendering.text_samples import TextSamples
 from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest

@@ -20,12 +20,12 @@ from meshrl.rollout.deadlines.overdue import TimedPlayer
 from meshrl.rollout.deadlines.stages import shortest_s
 from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.model_client import EngineClient
-from meshrl.rollout.engines.rendering import PolicyRenderer, load_renderer
 from meshrl.rollout.engines.router import EngineRouter
 from meshrl.rollout.engines.sessions import SessionBook
-from meshrl.rollout.engines.text_samples import TextSamples
 from meshrl.rollout.episodes import EpisodePlayer
 from meshrl.rollout.hosting import PolicyClient
+from meshrl.rollout.rendering.renderer import PolicyRenderer, load_renderer
+from meshrl.rollout.rendering.text_samples import TextSamples
 
 
 async def open_players(

@@ -19,7 +19,7 @@ from verifiers.v1.types import UserMessage
 from verifiers.v1.utils import decorators, loaders
 
 from meshrl.rollout import caches
-from meshrl.rollout.engines.render_cache import KEPT_S, RenderCache, quicken, remember_prefixes
+from meshrl.rollout.rendering.render_cache import KEPT_S, RenderCache, quicken, remember_prefixes
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from renderers import DefaultRendererConfig, Qwen3RendererConfig, create_rendere
 from renderers.base import RenderedTokens
 
 from chatml_tokenizer import chatml_tokenizer
-from meshrl.rollout.engines.content import CUT_CHARACTER, content_range, tokens_that_write
-from meshrl.rollout.engines.rendering import load_renderer
+from meshrl.rollout.rendering.content import CUT_CHARACTER, content_range, tokens_that_write
+from meshrl.rollout.rendering.renderer import load_renderer
 from meshrl.sft.data.rendering import TEMPLATES
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]

@@ -11,7 +11,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.plugins import plugin_id
 from meshrl.rollout import hosting
-from meshrl.rollout.engines.rendering import load_renderer
+from meshrl.rollout.rendering.renderer import load_renderer
 from meshrl.wire.types import Sampling
 
 HARNESS = "meshrl.environments.harness"

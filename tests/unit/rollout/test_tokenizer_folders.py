@@ -10,8 +10,8 @@ from renderers.base import create_renderer
 from transformers import AutoTokenizer
 
 from chatml_tokenizer import chatml_tokenizer
-from meshrl.rollout.engines.rendering import load_renderer
-from meshrl.rollout.engines.tokenizer_folders import known_class, load_known
+from meshrl.rollout.rendering.renderer import load_renderer
+from meshrl.rollout.rendering.tokenizer_folders import known_class, load_known
 
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 TEXT = "<|im_start|>user\nWhat is 12 x 12?  <think>hm</think> naïve ✓<|im_end|>\n"

@@ -29,10 +29,10 @@ from meshrl.core.telemetry.tracing import context_from
 from meshrl.core.waiting import Pace
 from meshrl.rollout.engines.answers import SampledCompletion, read
 from meshrl.rollout.engines.logprobs_mode import reshaping
-from meshrl.rollout.engines.rendering import PolicyRenderer, UnrenderableError
 from meshrl.rollout.engines.router import EngineRefusedError, EngineRouter
 from meshrl.rollout.engines.sessions import Call, Session, SessionBook
 from meshrl.rollout.engines.turns import DirectTurns, plays_in_process
+from meshrl.rollout.rendering.renderer import PolicyRenderer, UnrenderableError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Sampling
 

@@ -28,8 +28,8 @@ from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
-from meshrl.rollout.engines.tokenizer_folders import known_class
 from meshrl.rollout.player import EpisodeResult
+from meshrl.rollout.rendering.tokenizer_folders import known_class
 from meshrl.rollout.workers.frames import Channel, FrameKind, unpack_rollouts
 from meshrl.rollout.workers.messages import Heartbeat, WorkerSettings
 from meshrl.v1 import rollout_pb2 as pb

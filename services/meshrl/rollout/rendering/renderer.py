@@ -1,8 +1,8 @@
 """Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
 
-`main` loads the renderer once; the model client asks it for each turn's prompt and for the message in what was sampled.
-Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that `tokenizer_folders`
-does not know.
+`local` loads the renderer once; the model client asks it for each turn's prompt, and for the message in what was
+sampled. Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that
+`tokenizer_folders` does not know.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message
 
 from meshrl.core.config import ConfigError
-from meshrl.rollout.engines.content import tell_content
-from meshrl.rollout.engines.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
-from meshrl.rollout.engines.tokenizer_folders import known_class, load_known
+from meshrl.rollout.rendering.content import tell_content
+from meshrl.rollout.rendering.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
+from meshrl.rollout.rendering.tokenizer_folders import known_class, load_known
 from meshrl.wire.errors import MeshError, Reason
 
 INLINE_CHARACTERS = 16_384

@@ -1,7 +1,7 @@
 """Loads the tokenizer of a folder without torch, where the folder's files say enough about it.
 
 AutoTokenizer of transformers reads the model's configuration first, and that imports torch wherever it is installed:
-three seconds of a core and 500 MiB in every process that plays. Used by `rendering`, and by the front of the workers to
+three seconds of a core and 500 MiB in every process that plays. Used by `renderer`, and by the front of the workers to
 decide what their fork server imports. What is not known here is left to AutoTokenizer.
 """
 

@@ -1,6 +1,6 @@
 """Keeps the tokens of prompts that are rendered again and again: the first prompt of a group's rollouts, earlier turns.
 
-Used by `rendering` around a renderer and its tokenizer, which do the same work for each rollout of a group.
+Used by `renderer` around a renderer and its tokenizer, which do the same work for each rollout of a group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds what messages say among the tokens that a chat template made of them; the rest of a message is its markup.
 
-Used by `rendering` around the renderer for unknown chat templates, which does not tell the two apart, as others do.
+Used by `renderer` around the renderer for unknown chat templates, which does not tell the two apart, as others do.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from verifiers.v1.clients.train import tool_to_wire
 from verifiers.v1.trace import Trace
 
-from meshrl.rollout.engines.rendering import PolicyRenderer
+from meshrl.rollout.rendering.renderer import PolicyRenderer
 from meshrl.wire.types import MessageSpan, Sample
 
 
