@@ -15,7 +15,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +27,7 @@ from transformers import (
 from meshrl.core.config.shared import ModelConfig
 from meshrl.models.families import attention_implementation, refusal
 from meshrl.models.lora import is_adapter
+from meshrl.models.sharded import fill_from_whole
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,6 +48,8 @@ def resolve_device(name: str) -> torch.device:
         raise ModelError(f"model.device {name!r} is no torch device; use 'auto', 'cpu' or 'cuda'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"model.device is {name!r} but this machine has no usable CUDA device; use 'auto' or 'cpu'")
+    if device.type == "cuda" and device.index is not None and device.index >= (count := torch.cuda.device_count()):
+        raise ModelError(f"model.device is {name!r} but the CUDA devices visible here are 0 to {count - 1}; use 'auto'")
     return device
 
 
@@ -133,16 +135,7 @@ def fill_model(model: PreTrainedModel, config: ModelConfig) -> None:
     if missing:
         raise ModelError(f"model.name {config.name!r} has no weights for {missing[:3]} ({len(missing)} in all)")
     for name, parameter in own.items():
-        if isinstance(parameter, DTensor):
-            parts = distribute_tensor(
-                whole[name].detach().to(parameter.device_mesh.device_type),
-                parameter.device_mesh,
-                parameter.placements,
-                src_data_rank=None,
-            )
-            parameter.to_local().copy_(parts.to_local())
-        else:
-            parameter.copy_(whole[name])
+        fill_from_whole(parameter, whole[name].detach())
 
 
 @torch.no_grad()

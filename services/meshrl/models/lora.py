@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from meshrl.models.sharded import fill_from_whole, gather_whole
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
 
@@ -130,18 +131,8 @@ def reset_lora(model: nn.Module, seed: int) -> None:
     for layer in adapted_layers(model).values():
         whole = torch.empty(layer.rank, layer.in_features)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        _assign(layer.lora_A, whole)
+        fill_from_whole(layer.lora_A, whole)
         layer.lora_B.zero_()
-
-
-def _assign(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies a whole CPU tensor that every rank has into a parameter that may be sharded."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        part = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(whole)
 
 
 @torch.no_grad()
@@ -153,11 +144,7 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     state: dict[str, torch.Tensor] = {}
     for name, layer in adapted_layers(model).items():
         for part, parameter in ((A, layer.lora_A), (B, layer.lora_B)):
-            tensor = parameter.detach()
-            if isinstance(tensor, DTensor):
-                on_mesh = tensor.to(tensor.device_mesh.device_type)
-                assert isinstance(on_mesh, DTensor)
-                tensor = on_mesh.full_tensor()
+            tensor = gather_whole(parameter.detach())
             if keep:
                 state[f"{name}.{part}"] = tensor.to("cpu", copy=True)
     return state
@@ -217,4 +204,4 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"{folder}: {name} has shape {tuple(stored[name].shape)}, in this model {tuple(parameter.shape)}"
             )
     for name, parameter in own.items():
-        _assign(parameter, stored[name])
+        fill_from_whole(parameter, stored[name])

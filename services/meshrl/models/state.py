@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshrl.models.lora import adapted_layers, is_adapter
+from meshrl.models.sharded import gather_whole
 
 
 def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -55,7 +56,7 @@ def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bo
     """
     gathered: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(model, dtype):
-        whole = _whole(tensor)
+        whole = gather_whole(tensor)
         if keep:
             gathered[name] = whole.to("cpu", copy=True).contiguous()
     return gathered
@@ -99,7 +100,7 @@ def own_rows(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
         wanted = _wanted(stored, dtype)
         tensor = adapted[name].merged().to(wanted) if name in adapted else stored
         in_rows = isinstance(tensor, DTensor) and _in_rows(tensor) and wanted.itemsize > 1
-        rows[name] = tensor.to_local() if in_rows else _whole(tensor)  # type: ignore[attr-defined]  # a DTensor here
+        rows[name] = tensor.to_local() if in_rows else gather_whole(tensor)  # type: ignore[attr-defined]  # a DTensor here
     return rows
 
 
@@ -108,14 +109,6 @@ def _in_rows(tensor: torch.Tensor) -> bool:
         return False
     *replicas, shard = tensor.placements
     return shard == Shard(0) and all(placement == Replicate() for placement in replicas)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    on_mesh = tensor.to(tensor.device_mesh.device_type)
-    assert isinstance(on_mesh, DTensor)
-    return on_mesh.full_tensor()
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config
 
 from meshrl.core.config.shared import ModelConfig
-from meshrl.models.load import resolve_dtype
+from meshrl.models.load import ModelError, resolve_device, resolve_dtype
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,11 @@ def test_a_dtype_that_is_set_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Qwen3Config(dtype=torch.bfloat16).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_dtype(ModelConfig(name=str(tmp_path), dtype="float32")) == torch.float32
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ModelError, match="'cuda:2' but the CUDA devices visible here are 0 to 1; use 'auto'"):
+        resolve_device("cuda:2")
