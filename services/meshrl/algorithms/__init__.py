@@ -1,1 +1,1 @@
-"""Pure tensor math of a step: advantages, packing and losses; no gRPC and no I/O."""
+"""What a step learns from its rollouts: recipes, advantages, packed rows and losses; tensor math without I/O."""

@@ -37,13 +37,18 @@ class OnPolicyDistillation(Recipe):
         ]
 
     def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
-        return {
-            rollout.rollout_id: [
-                towards(sample, scores.get((rollout.rollout_id, place)), weight=self._weight)
-                for place, sample in enumerate(rollout.samples)
-            ]
-            for rollout in rollouts
-        }
+        return streams_towards(rollouts, scores, weight=self._weight)
+
+
+def streams_towards(rollouts: Sequence[Rollout], scores: Scores, *, weight: float) -> Streams:
+    """The ref_kl stream of every sample. Raises ValueError as `towards` does."""
+    return {
+        rollout.rollout_id: [
+            towards(sample, scores.get((rollout.rollout_id, place)), weight=weight)
+            for place, sample in enumerate(rollout.samples)
+        ]
+        for rollout in rollouts
+    }
 
 
 def towards(sample: Sample, scores: TokenScores | None, *, weight: float) -> SampleStreams:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores, Streams, by_agent
-from meshrl.algorithms.recipes.opd import towards
+from meshrl.algorithms.recipes.opd import streams_towards
 from meshrl.wire.types import Rollout
 
 
@@ -50,10 +50,4 @@ class SelfDistillation(Recipe):
         return requests
 
     def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
-        return {
-            rollout.rollout_id: [
-                towards(sample, scores.get((rollout.rollout_id, place)), weight=self._weight)
-                for place, sample in enumerate(rollout.samples)
-            ]
-            for rollout in rollouts
-        }
+        return streams_towards(rollouts, scores, weight=self._weight)
