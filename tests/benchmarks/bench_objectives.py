@@ -17,7 +17,8 @@ from pathlib import Path
 
 from meshrl.launch import demo
 from meshrl.launch.config.presets import PRESETS
-from meshrl.launch.demo_report import EDGE_STEPS, Record, ReportError, curves, read_records
+from meshrl.launch.demo_report import EDGE_STEPS, ReportError, curves, read_records
+from meshrl.wire.values import JsonObject
 
 RECIPE = "configs/reverse_text/rl.toml"
 DEADLINE_S = 900.0
@@ -53,7 +54,7 @@ def train(name: str, *, model: Path, steps: int, output_dir: Path) -> Row:
     return measure(read_records(output_dir / "metrics.jsonl"), time.monotonic() - started)
 
 
-def measure(records: Sequence[Record], seconds: float) -> Row:
+def measure(records: Sequence[JsonObject], seconds: float) -> Row:
     """The figures of a finished run. Raises ReportError when it was not evaluated at both ends."""
     points = curves(records)
     if len(points.held_out) < 2:
@@ -71,7 +72,7 @@ def measure(records: Sequence[Record], seconds: float) -> Row:
     )
 
 
-def _mean(records: Sequence[Record], name: str) -> float:
+def _mean(records: Sequence[JsonObject], name: str) -> float:
     values = [float(record[name]) for record in records if record.get(name) is not None]
     return sum(values) / len(values) if values else float("nan")
 
