@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +16,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.deltas.codec import DeltaError, Rows, encode, merge, read_stream, runs_of, write_stream
+from meshrl.versions.deltas.codec import (
+    DeltaError,
+    Rows,
+    batches,
+    encode,
+    merge,
+    read_stream,
+    runs_of,
+    unpack,
+    write_stream,
+)
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.words import UNSIGNED, from_ordered, ordered, unzigzag, zigzag
@@ -36,6 +47,19 @@ SHAPES = (
 PLAN = plan_tensors(SHAPES)
 SIZE = sum(entry.num_bytes for entry in PLAN)
 IMAGES = st.binary(min_size=SIZE, max_size=SIZE).map(lambda data: np.frombuffer(data, dtype=np.uint8))
+
+
+CUTS = pytest.mark.parametrize("cut", [(2**22, 2**18, 2**16), (16, 2**18, 7), (5, 20, 3)])
+"""Elements of a piece, changes that are decoded at once, words whose terms are computed at once; at most."""
+
+
+@contextmanager
+def cut_into(cut: tuple[int, int, int]) -> Iterator[None]:
+    """Cuts what the test does into parts of these sizes."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, size in zip(("codec.BLOCK_VALUES", "codec.BATCH_CHANGES", "digests.TILE_WORDS"), cut, strict=True):
+            patched.setattr(f"meshrl.versions.deltas.{name}", size)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +110,55 @@ def test_neighbours_in_the_order_are_one_step_apart_and_every_pattern_comes_back
         assert (np.diff(ordered(rising).astype(np.int64)) >= 0).all()
 
 
+@CUTS
 @settings(max_examples=60, deadline=None)
 @given(old=IMAGES, new=IMAGES)
 def test_a_delta_leads_to_any_bit_patterns_and_back(
-    old: NDArray[np.uint8], new: NDArray[np.uint8], threads: ThreadPoolExecutor
+    old: NDArray[np.uint8], new: NDArray[np.uint8], cut: tuple[int, int, int], threads: ThreadPoolExecutor
 ) -> None:
     before = manifest_of(1, old)
     after = manifest_of(2, new, before)
     image = image_of(before, old)
     try:
-        image.apply(after, delta(old, new, threads))
-        assert image.held.parts[0][1].tobytes() == new.tobytes()
-        assert image.root == after.result_root
-        image.revert()
+        with cut_into(cut):
+            image.apply(after, delta(old, new, threads))
+            assert image.held.parts[0][1].tobytes() == new.tobytes()
+            assert image.root == after.result_root
+            image.revert()
         assert image.held.parts[0][1].tobytes() == old.tobytes()
         assert image.root == before.result_root
     finally:
         image.close()
+
+
+def test_pieces_that_are_decoded_together_make_the_same_changes_and_must_each_hold_their_own(
+    threads: ThreadPoolExecutor,
+) -> None:
+    random = np.random.default_rng(2)
+    plan = plan_tensors([("a", "bfloat16", (4000,))])
+    old = random.integers(0, 2**16, 4000, dtype=np.uint16)
+    new = old.copy()
+    new[[0, 999, 1700, 3999]] ^= np.uint16(0x81)
+    new[2000:2600] = random.integers(0, 2**16, 600, dtype=np.uint16)  # big steps, which no byte holds
+    with cut_into((1000, 2**18, 7)):
+        pieces = [packed for _, packed in encode(Rows(plan), old.view(np.uint8), new.view(np.uint8), threads)]
+    assert [len(batch) for batch in batches(pieces)] == [4]
+    together, alone = unpack(*pieces), [unpack(piece) for piece in pieces]
+    places = [each.places + (each.run.start - together.run.start) // 2 for each in alone]
+    assert together.places.tolist() == np.concatenate(places).tolist() == np.flatnonzero(old != new).tolist()
+    assert together.steps.tolist() == np.concatenate([each.steps for each in alone]).tolist()
+    first, second = pieces[:2]
+    assert (first.changed, second.changed) == (2, 1)
+    swapped = [
+        replace(
+            gaps, changed=steps.changed, raw=(gaps.raw[0], *steps.raw[1:]), frames=(gaps.frames[0], *steps.frames[1:])
+        )
+        for gaps, steps in ((first, second), (second, first))
+    ]
+    with pytest.raises(DeltaError, match="does not hold the 1 changes"):  # as many in all
+        unpack(*swapped)
+    with pytest.raises(DeltaError, match="beyond its 900"):
+        unpack(replace(first, run=replace(first.run, values=900)), second)
 
 
 @pytest.mark.parametrize("block", [16, 2**22])
@@ -150,14 +206,20 @@ def test_changes_far_apart_and_many_blocks_are_encoded(
     assert [run.values for run in runs_of(plan, [(0, 68), (68, 2200)])] == [17, 1000, 100]
 
 
+@CUTS
 @settings(max_examples=150, deadline=None)
 @given(old=IMAGES, new=IMAGES, data=st.data())
 def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing(
-    old: NDArray[np.uint8], new: NDArray[np.uint8], data: st.DataObject, threads: ThreadPoolExecutor
+    old: NDArray[np.uint8],
+    new: NDArray[np.uint8],
+    data: st.DataObject,
+    cut: tuple[int, int, int],
+    threads: ThreadPoolExecutor,
 ) -> None:
     before = manifest_of(1, old)
     after = manifest_of(2, new, before)
-    stream = delta(old, new, threads).copy()
+    with cut_into(cut):
+        stream = delta(old, new, threads).copy()
     image = image_of(before, old)
     held = image.held.parts[0][1]
     try:
@@ -169,7 +231,8 @@ def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing
         as_it_was = held.tobytes()
         refused = None
         try:
-            image.apply(after, stream)
+            with cut_into(cut):
+                image.apply(after, stream)
         except MeshError as error:
             refused = error.reason
         if refused is None:  # a bit of a frame's header that says nothing about its content

@@ -12,6 +12,9 @@ A tensor with an odd number of bytes counts one zero byte more at its end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,7 +49,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
-    lanes = [0, 0]  # Python's integers: NumPy's scalars warn when they wrap, its arrays do not
+    lanes = np.zeros(2, dtype=np.uint64)
     places = np.arange(min(BLOCK_WORDS, len(words)), dtype=np.uint64) * np.uint64(GOLDEN)
     room = np.empty((2, len(places)), dtype=np.uint64)
     for at in range(0, len(words), BLOCK_WORDS):
@@ -54,26 +57,29 @@ def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
         z, spare = room[:, : len(block)]
         np.add(places[: len(block)], np.uint64((first_word + at + 1) * GOLDEN % 2**64), out=z)
         z += block
-        for lane, found in enumerate(sums_of(z, spare)):
-            lanes[lane] += int(found)
-    return np.array([lane % 2**64 for lane in lanes], dtype=np.uint64)
+        lanes += sums_of(z, spare)[0]
+    return lanes
 
 
-def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The two lanes of words to which their places were added: w_i + (i + 1) * GOLDEN; of each row of several.
+def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64], begins: Sequence[int] = (0,)) -> NDArray[np.uint64]:
+    """The lanes (..., S, 2) of S stretches of words (..., W) to which their places were added: w_i + (i + 1) * GOLDEN.
 
-    Both arrays (..., W) are written over; with BLOCK_WORDS of them they stay in a core's cache, which is what counts
-    here.
+    A stretch goes from one of `begins`, which rise from 0, to the next. `z` and `spare` are written over; with
+    BLOCK_WORDS of them they stay in a core's cache.
     """
+
+    stretches = [slice(begin, end) for begin, end in pairwise([*begins, z.shape[-1]])]
+
+    def totals() -> NDArray[np.uint64]:  # `add.reduceat` would hold the interpreter's lock
+        return np.stack([z[..., stretch].sum(axis=-1) for stretch in stretches], axis=-1)
+
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         z ^= np.right_shift(z, np.uint64(shift), out=spare)
         z *= np.uint64(factor)
     z ^= np.right_shift(z, np.uint64(31), out=spare)
-    first = z.sum(axis=-1, dtype=np.uint64)
-    np.right_shift(z, np.uint64(29), out=spare)
-    spare ^= z
-    spare *= np.uint64(SPREAD)
-    return first, spare.sum(axis=-1, dtype=np.uint64)
+    first = totals()
+    z ^= np.right_shift(z, np.uint64(29), out=spare)
+    return np.stack([first, totals() * np.uint64(SPREAD)], axis=-1)
 
 
 def _on_gpu(words: torch.Tensor, first_word: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 import zstandard
@@ -28,6 +29,8 @@ from meshrl.wire.types import TensorEntry
 
 BLOCK_VALUES = 2**22
 """Elements of a piece, at most: as many as one thread takes at once."""
+BATCH_CHANGES = 2**18
+"""Changes of several pieces that are decoded at once. Threads hand the interpreter's lock on at each call of NumPy."""
 ESCAPE = 255
 MAX_PIECE_VALUES = 2**31
 MOST_THREADS = 8
@@ -35,6 +38,8 @@ _LEVEL = 1
 _HEAD = struct.Struct("<4sHHQ")
 _ROW = struct.Struct("<QQQIIIIII")
 _MAGIC, _FORMAT = b"MRDL", 1
+Frame: TypeAlias = bytes | memoryview
+"""A zstd frame; of a delta that was read, a view of its bytes."""
 
 
 class DeltaError(Exception):
@@ -66,7 +71,7 @@ class Packed:
     run: Stretch
     changed: int
     raw: tuple[int, int, int]
-    frames: tuple[bytes, bytes, bytes]
+    frames: tuple[Frame, Frame, Frame]
 
 
 def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | None = None) -> list[Stretch]:
@@ -155,44 +160,67 @@ def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...])
     return Packed(run=run, changed=changed, raw=sizes, frames=(gaps, steps, escapes))
 
 
-def unpack(piece: Packed) -> Changes:
-    """Decodes a piece. Raises DeltaError for bytes that `pack` does not make."""
-    run, dtype = piece.run, UNSIGNED[piece.run.width]
+def batches(pieces: Iterable[Packed]) -> list[list[Packed]]:
+    """Groups pieces that follow each other to be decoded at once: of one width, with BATCH_CHANGES or one piece."""
+    found: list[list[Packed]] = []
+    changed = 0
+    for piece in pieces:
+        changed += piece.changed
+        if not found or found[-1][0].run.width != piece.run.width or changed > BATCH_CHANGES:
+            found.append([])
+            changed = piece.changed
+        found[-1].append(piece)
+    return found
+
+
+def unpack(*pieces: Packed) -> Changes:
+    """Decodes pieces of one width in the order of the stream, as changes of the run from the first to the last of them.
+
+    Raises DeltaError for bytes that `pack` does not make.
+    """
+    first, last, width = pieces[0].run, pieces[-1].run, pieces[0].run.width
+    run = Stretch(start=first.start, values=(last.start - first.start) // width + last.values, width=width)
+    decompressor = zstandard.ZstdDecompressor()  # for one thread
     gap_bytes, step_bytes, escapes = (
-        _decompressed(frame, size) for frame, size in zip(piece.frames, piece.raw, strict=True)
+        np.concatenate([_decompressed(decompressor, piece.frames[stream], piece.raw[stream]) for piece in pieces])
+        for stream in range(3)
     )
-    ends = gap_bytes < ESCAPE
-    onward = gap_bytes.astype(np.int16)  # from an element that changes, or an escape, to the next
+    ends, wide = gap_bytes < ESCAPE, step_bytes == ESCAPE
+    onward = gap_bytes.astype(np.int64)  # from an element that changes, or an escape, to the next
     onward += ends
-    onward[:1] -= 1
-    places = np.cumsum(onward, dtype=np.int64)[ends]
-    wide = step_bytes == ESCAPE
-    num_wide = int(np.count_nonzero(wide))
-    if len(places) != piece.changed or len(step_bytes) != piece.changed or len(escapes) != num_wide * run.width:
-        raise DeltaError(f"the piece at {run.start} does not hold the {piece.changed} changes that it names")
-    if piece.changed and places[-1] >= run.values:
-        raise DeltaError(f"the piece at {run.start} changes an element beyond its {run.values}")
-    codes = step_bytes.astype(dtype)
-    if num_wide:
-        codes[wide] = escapes.view(dtype)
-    codes += dtype.type(1)
+    passed = np.cumsum(onward)  # without a cast, which would hold the interpreter's lock
+    places = passed[ends]
+    gaps = changed = 0  # of the pieces before
+    for piece in pieces:
+        its_gaps, its_changes = slice(gaps, gaps + piece.raw[0]), slice(changed, changed + piece.changed)
+        num_ends, num_wide = int(np.count_nonzero(ends[its_gaps])), int(np.count_nonzero(wide[its_changes]))
+        if (num_ends, num_wide * width) != (piece.changed, piece.raw[2]):
+            raise DeltaError(f"the piece at {piece.run.start} does not hold the {piece.changed} changes that it names")
+        begin = (piece.run.start - run.start) // width
+        places[its_changes] += begin - 1 - (passed[gaps - 1] if gaps else 0)
+        gaps, changed = its_gaps.stop, its_changes.stop
+        if piece.changed and places[changed - 1] >= begin + piece.run.values:
+            raise DeltaError(f"the piece at {piece.run.start} changes an element beyond its {piece.run.values}")
+    codes = step_bytes.astype(UNSIGNED[width])
+    codes[wide] = escapes.view(codes.dtype)
+    codes += codes.dtype.type(1)
     return Changes(run=run, places=places, steps=unzigzag(codes))
 
 
-def _decompressed(frame: bytes, size: int) -> NDArray[np.uint8]:
+def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: Frame, size: int) -> NDArray[np.uint8]:
     if not size:
         return np.empty(0, np.uint8)
     try:
         if zstandard.frame_content_size(frame) != size:  # before any room is made for it
             raise DeltaError(f"a frame does not hold the {size} bytes that its piece names")
-        return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), dtype=np.uint8)
+        return np.frombuffer(decompressor.decompress(frame), dtype=np.uint8)
     except zstandard.ZstdError as error:
         raise DeltaError(f"a frame cannot be decompressed: {error}") from error
 
 
 def write_stream(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
     """Puts a delta's byte stream together: a header, a table of the pieces, then their frames."""
-    stream = [_HEAD.pack(_MAGIC, _FORMAT, 0, len(pieces))]
+    stream: list[Frame] = [_HEAD.pack(_MAGIC, _FORMAT, 0, len(pieces))]
     for piece in pieces:
         run, lengths = piece.run, map(len, piece.frames)
         stream.append(_ROW.pack(run.start, run.values, piece.changed, run.width, *piece.raw[::2], *lengths))
@@ -206,7 +234,10 @@ def stream_bytes(pieces: Iterable[Packed]) -> int:
 
 
 def read_stream(stream: NDArray[np.uint8]) -> list[Packed]:
-    """Takes a delta's byte stream apart into pieces. Raises DeltaError for bytes that are no delta."""
+    """Takes a delta's byte stream apart into pieces, which are views of it.
+
+    Raises DeltaError for bytes that are no delta.
+    """
     view = memoryview(stream)  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on
     if len(view) < _HEAD.size:
         raise DeltaError("a delta has at least a header")
@@ -222,7 +253,7 @@ def read_stream(stream: NDArray[np.uint8]) -> list[Packed]:
             raise DeltaError(f"row {row} of the table of pieces makes no sense")
         frames = []
         for length in lengths:
-            frames.append(bytes(view[at : at + length]))
+            frames.append(view[at : at + length])
             at += length
         pieces.append(
             Packed(

@@ -7,7 +7,7 @@ version this way, and agents check a version's root without reading the rest of 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,11 +16,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.versions.collective.digest import BLOCK_WORDS, GOLDEN, sums_of
+from meshrl.versions.collective.digest import GOLDEN, sums_of
 from meshrl.versions.deltas.codec import Changes, Rows, Stretch, words_of
 from meshrl.versions.deltas.words import Words, equal_runs
 from meshrl.wire.types import TensorEntry
 
+TILE_WORDS = 2**16
+"""16-bit words whose terms are computed at once: a few more than fit into a core's cache, for the sake of few calls."""
 Lanes = NDArray[np.uint64]
 """(T, 2) digests of tensors, or differences of them, modulo 2^64."""
 Differences = Mapping[int, Lanes]
@@ -86,17 +88,18 @@ class Digester:
         """How an edit of elements of 16 bits and more changes the digests, by the index of the tensor."""
         if not len(edit.places):
             return {}
-        run, places = edit.run, edit.places
+        run, places, halves = edit.run, edit.places, edit.run.width // 2
         first, last = (bisect_right(self._offsets, run.start + int(place) * run.width) - 1 for place in places[[0, -1]])
         starts = [(offset - run.start) // run.width for offset in self._offsets[first + 1 : last + 1]]
-        inner = np.searchsorted(places, starts).tolist() if starts else []
-        found: dict[int, Lanes] = {}
-        for owner, (begin, end) in enumerate(pairwise([0, *inner, len(places)]), first):
+        edges = [0, *(np.searchsorted(places, starts).tolist() if starts else ()), len(places)]
+        number = _halves(places, halves)
+        begins: dict[int, int] = {}
+        for owner, (begin, end) in enumerate(pairwise(edges), first):
             if begin < end:
-                before = (run.start - self._offsets[owner]) // 2  # 16-bit words of the tensor before the run
-                words = np.stack([edit.old[begin:end], edit.new[begin:end]]).view("<u2")
-                found[owner] = _difference(_halves(places[begin:end], run.width // 2, before), words)
-        return found
+                number[begin * halves : end * halves] += (run.start - self._offsets[owner]) // 2
+                begins[owner] = begin * halves
+        words = np.stack([edit.old, edit.new]).view("<u2")
+        return dict(zip(begins, _differences(number, words, list(begins.values())), strict=True))
 
     def after(
         self,
@@ -137,7 +140,7 @@ class Digester:
             for row, elements in zip(words, (old[begin:end], new[begin:end]), strict=True):
                 row |= elements[low]
                 row[~alone[low]] |= elements[~low].astype(np.uint16) << np.uint16(8)
-            found[owner] = _difference(place[low] // 2, words)
+            found[owner] = _differences(place[low] // 2 + 1, words, [0])[0]
         return found
 
     def _owners(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -152,24 +155,27 @@ def with_lanes(tensors: Sequence[TensorEntry], lanes: Lanes) -> tuple[TensorEntr
     )
 
 
-def _halves(places: NDArray[np.int64], halves: int, before: int) -> NDArray[np.int64]:
-    """Places of the 16-bit words that elements at `places` consist of, which begin `before` words into their tensor."""
+def _halves(places: NDArray[np.int64], halves: int) -> NDArray[np.int64]:
+    """Numbers, from 1 on, of the 16-bit words that elements at `places` consist of."""
     if halves == 1:
-        return places + before
-    return ((places * halves + before)[:, None] + np.arange(halves)).reshape(-1)
+        return places + 1
+    return ((places * halves)[:, None] + np.arange(1, halves + 1)).reshape(-1)
 
 
-def _difference(place: NDArray[np.int64], words: NDArray[np.uint16]) -> Lanes:
-    """(2,) lanes of W 16-bit words at `place` (W,) of a tensor after a change, less those before: `words` (2, W)."""
-    lanes = np.zeros(2, dtype=np.uint64)
-    room = np.empty((2, 2, min(BLOCK_WORDS, len(place))), dtype=np.uint64)
-    for at in range(0, len(place), BLOCK_WORDS):
-        block = place[at : at + BLOCK_WORDS].view(np.uint64)
-        z, spare = room[..., : len(block)]
-        np.multiply(block, np.uint64(GOLDEN), out=z[0])
-        z[0] += np.uint64(GOLDEN)
-        np.add(z[0], words[1, at : at + BLOCK_WORDS], out=z[1])
-        z[0] += words[0, at : at + BLOCK_WORDS]
-        for lane, (before, after) in enumerate(np.stack(sums_of(z, spare))[:, :, None]):
-            lanes[lane : lane + 1] += after - before
+def _differences(number: NDArray[np.int64], words: NDArray[np.uint16], begins: Sequence[int]) -> Lanes:
+    """(S, 2) lanes of S tensors after a change less those before, of which W words are given.
+
+    `number` (W,) is each word's in its tensor, from 1 on; `words` (2, W) are before and after. The words of each tensor
+    are those from its place in `begins`, which rise from 0, to the next.
+    """
+    lanes = np.zeros((len(begins), 2), dtype=np.uint64)
+    room = np.empty((2, 2, min(TILE_WORDS, len(number))), dtype=np.uint64)
+    for at in range(0, len(number), TILE_WORDS):
+        tile = slice(at, min(at + TILE_WORDS, len(number)))
+        owners = slice(bisect_right(begins, at) - 1, bisect_left(begins, tile.stop))
+        z, spare = room[..., : tile.stop - at]
+        np.multiply(number[tile].view(np.uint64), np.uint64(GOLDEN), out=spare[0])
+        np.add(spare[0], words[:, tile], out=z)
+        before, after = sums_of(z, spare, [max(begin - at, 0) for begin in begins[owners]])
+        lanes[owners] += after - before
     return lanes

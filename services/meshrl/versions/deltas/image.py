@@ -12,13 +12,14 @@ Blocking, for any thread; calls are carried out one after the other.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from meshrl.versions.deltas.codec import Changes, DeltaError, Packed, read_stream, unpack, words_of
+from meshrl.versions.deltas.codec import DeltaError, Packed, batches, read_stream, unpack, words_of
 from meshrl.versions.deltas.digests import Differences, Digester, Edit, lanes_of, with_lanes
 from meshrl.versions.deltas.words import from_ordered, ordered
 from meshrl.versions.files import HostBytes
@@ -94,7 +95,7 @@ class WeightImage:
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
                 raise DeltaError("it changes what lies beyond the weights")
             digester = Digester(manifest.tensors)
-            pairs = list(self._threads.map(lambda piece: self._edit(piece, digester, forward=forward), pieces))
+            pairs = list(self._threads.map(lambda batch: self._edit(batch, digester, forward=forward), batches(pieces)))
         except DeltaError as error:
             raise _refused(manifest, str(error)) from error
         edits = [edit for edit, _ in pairs]
@@ -111,9 +112,9 @@ class WeightImage:
         self.manifest = manifest
         self._hashing.submit(self._hash_at_rest)
 
-    def _edit(self, piece: Packed, digester: Digester, *, forward: bool) -> tuple[Edit, Differences]:
-        """A piece's edit and, unless its elements are bytes, the change of the digests. (Bytes count in pairs.)"""
-        found: Changes = unpack(piece)
+    def _edit(self, batch: Sequence[Packed], digester: Digester, *, forward: bool) -> tuple[Edit, Differences]:
+        """The edit by some pieces and, unless elements are bytes, the change of the digests. (Bytes count in pairs.)"""
+        found = unpack(*batch)
         old = words_of(self._bytes, found.run).take(found.places)
         rank = ordered(old)
         if forward:
