@@ -49,7 +49,7 @@ SIZE = sum(entry.num_bytes for entry in PLAN)
 IMAGES = st.binary(min_size=SIZE, max_size=SIZE).map(lambda data: np.frombuffer(data, dtype=np.uint8))
 
 
-CUTS = pytest.mark.parametrize("cut", [(2**22, 2**18, 2**16), (16, 2**18, 7), (5, 20, 3)])
+CUTS = pytest.mark.parametrize("cut", [(2**22, 2**20, 2**17), (16, 2**20, 7), (5, 20, 3)])
 """Elements of a piece, changes that are decoded at once, words whose terms are computed at once; at most."""
 
 
@@ -140,7 +140,7 @@ def test_pieces_that_are_decoded_together_make_the_same_changes_and_must_each_ho
     new = old.copy()
     new[[0, 999, 1700, 3999]] ^= np.uint16(0x81)
     new[2000:2600] = random.integers(0, 2**16, 600, dtype=np.uint16)  # big steps, which no byte holds
-    with cut_into((1000, 2**18, 7)):
+    with cut_into((1000, 2**20, 7)):
         pieces = [packed for _, packed in encode(Rows(plan), old.view(np.uint8), new.view(np.uint8), threads)]
     assert [len(batch) for batch in batches(pieces)] == [4]
     together, alone = unpack(*pieces), [unpack(piece) for piece in pieces]

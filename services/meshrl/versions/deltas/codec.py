@@ -29,7 +29,7 @@ from meshrl.wire.types import TensorEntry
 
 BLOCK_VALUES = 2**22
 """Elements of a piece, at most: as many as one thread takes at once."""
-BATCH_CHANGES = 2**18
+BATCH_CHANGES = 2**20
 """Changes of several pieces that are decoded at once. Threads hand the interpreter's lock on at each call of NumPy."""
 ESCAPE = 255
 MAX_PIECE_VALUES = 2**31

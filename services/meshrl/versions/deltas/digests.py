@@ -21,8 +21,8 @@ from meshrl.versions.deltas.codec import Changes, Rows, Stretch, words_of
 from meshrl.versions.deltas.words import Words, equal_runs
 from meshrl.wire.types import TensorEntry
 
-TILE_WORDS = 2**16
-"""16-bit words whose terms are computed at once: a few more than fit into a core's cache, for the sake of few calls."""
+TILE_WORDS = 2**17
+"""16-bit words whose terms are computed at once: more than fit into a core's cache, for the sake of few calls."""
 Lanes = NDArray[np.uint64]
 """(T, 2) digests of tensors, or differences of them, modulo 2^64."""
 Differences = Mapping[int, Lanes]
