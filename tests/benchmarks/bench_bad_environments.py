@@ -166,9 +166,10 @@ async def measure(client: RolloutClient, kind: str, options: argparse.Namespace)
     alone = (alone + await phase(options.seconds / 2)) / 2
     await healthy.end()
     words = "; ".join(f"{count} x {what}" for what, count in bad.words.most_common(2)) or "none has ended"
-    failed = sum(count for what, count in healthy.words.items() if what != "finished")
+    failures = Counter({what: count for what, count in healthy.words.items() if what != "finished"})
+    words += "".join(f"; of the healthy one {count} x {what}" for what, count in failures.most_common())
     shares = " | ".join(f"{part / alone:.2f}" if alone else "-" for part in (finding, after, beside))
-    return f"| {kind} | {alone:.1f} | {shares} | {failed} | {words} |"
+    return f"| {kind} | {alone:.1f} | {shares} | {failures.total()} | {words} |"
 
 
 async def main() -> None:
