@@ -131,6 +131,24 @@ async def test_others_leave_a_worker_that_one_blocks_for_the_standby_and_the_blo
     await asyncio.wait({blocking})
 
 
+async def test_others_leave_a_worker_that_stays_shared_for_another(start_mesh, engine, make_group, tokens):
+    gate = Gate(engine, tokens)
+    blocks = zoo("blocks", deadlines={"blocked_s": 3600.0})
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, blocks], workers=2, standby=False, blocked_s=3600.0)
+    few, many = (
+        asyncio.create_task(collect(mesh, make_group(group_size=size, deadline_s=PATIENCE_S))) for size in (1, 3)
+    )
+    for _ in range(4):
+        await gate.held.get()
+    blocking = asyncio.create_task(collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S)))
+    await gate.held.get()  # the one beside which the worker stands still is played once more, in the other worker
+    gate.opened.set()
+    assert [(await healthy)[-1].finished for healthy in (few, many)] == [1, 3]
+    assert not blocking.done()
+    blocking.cancel()
+    await asyncio.wait({blocking})
+
+
 async def test_what_blocks_the_only_worker_fails_and_gets_one_of_its_own(start_mesh, engine, make_group, said):
     env = [{"id": "mesh_echo"}, zoo("blocks")]
     mesh = await start_mesh([engine], env=env, workers=1, standby=False, blocked_s=1.0)

@@ -68,7 +68,7 @@ class WorkerGroup:
         environment, lost = self._request.environment, ""
         async with self._placing:
             for _ in range(MOST_TRIES):
-                if self._places and self._fleet.plays_here(environment, self._places[-1][0]):
+                if self._places and self._has(*self._places[-1]):
                     return self._places[-1]
                 worker, number = await self._fleet.worker_for(environment), self._fleet.next_group()
                 try:
@@ -79,6 +79,10 @@ class WorkerGroup:
                     self._places.append((worker, number))
                     return self._places[-1]
         raise MeshError(Reason.ENVIRONMENT_FAILED, lost)
+
+    def _has(self, worker: WorkerProcess, number: int) -> bool:
+        """Whether the group goes on in this worker: it may be lost, or be left to what blocks it."""
+        return number in worker.groups and self._fleet.plays_here(self._request.environment, worker)
 
     async def play(self, index: int) -> EpisodeResult:
         """Raises nothing but CancelledError."""
