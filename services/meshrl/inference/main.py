@@ -11,7 +11,7 @@ from meshrl.core.heap import loading
 from meshrl.core.identity import as_member
 from meshrl.core.interpreter import start_anew_in
 from meshrl.core.program import log_as, run, run_traced
-from meshrl.core.torch_threads import sleep_between_loops
+from meshrl.core.torch_threads import wait_briefly
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     """Console script `inference`."""
     config = load_config(InferenceProgramConfig, prog="inference", instead=_elsewhere)
     if config.engine != "vllm":  # whose processes have the cores of a CPU for themselves
-        sleep_between_loops(os.environ)
+        wait_briefly(os.environ)
     name = f"inference-{config.engine_id}" if config.engine_id else "inference"
     log_as(name, config)
     if config.headless:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
 from meshrl.core.program import GROUP_LOG, ProgramConfig, log_as, run_log
-from meshrl.core.torch_threads import sleep_between_loops
+from meshrl.core.torch_threads import wait_briefly
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.deployment import DeploymentConfig, is_rank, own_rank
 
@@ -46,7 +46,7 @@ def rank_main(
     are called, since that takes seconds and an agent needs none of it. Only rank 0 writes the program's log file.
     """
     end_with_agent(os.environ)
-    sleep_between_loops(os.environ)
+    wait_briefly(os.environ)
     config = load()
     if own_rank(os.environ) == 0 and AGENT_PID not in os.environ:
         prepare(config)
