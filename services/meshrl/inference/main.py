@@ -7,8 +7,8 @@ import sys
 
 from meshrl.client.trust import Role
 from meshrl.core.config import load_config
+from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import loading
-from meshrl.core.identity import as_member
 from meshrl.core.interpreter import start_anew_in
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.torch_threads import wait_briefly

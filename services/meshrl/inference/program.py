@@ -10,11 +10,11 @@ from aiohttp import web
 from loguru import logger
 from opentelemetry.trace import Tracer
 
+from meshrl.core.credentials.https import kept_fresh, scheme, server_context
+from meshrl.core.credentials.secret import ADMIN_KEY, read_secret
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.https import kept_fresh, scheme, server_context
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import check_bind
-from meshrl.core.secret import ADMIN_KEY, read_secret
 from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
-from meshrl.core.secret import checked
+from meshrl.core.credentials.secret import checked
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.launch.gpus import VARIABLE, Placement, place

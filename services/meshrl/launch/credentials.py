@@ -19,8 +19,8 @@ from meshrl.client.credentials import PREFIX, TRUST_FILE, CredentialFiles
 from meshrl.client.trust import Role, TrustFile, write_private
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import TlsConfig
+from meshrl.core.credentials.secret import ADMIN_KEY
 from meshrl.core.paths import Layout
-from meshrl.core.secret import ADMIN_KEY
 from meshrl.launch.compose import Part
 from meshrl.launch.config import RLConfig
 

@@ -11,7 +11,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, load_config
-from meshrl.core.identity import as_member
+from meshrl.core.credentials.identity import as_member
 from meshrl.core.paths import Layout
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready

@@ -12,8 +12,8 @@ from opentelemetry.trace import Tracer
 
 from meshrl.client.trust import Role
 from meshrl.core.config import load_config
+from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded, loading
-from meshrl.core.identity import as_member
 from meshrl.core.orphans import children_end_too
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready

@@ -14,8 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.trust import Role
+from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.identity import as_member
 from meshrl.core.program import exit_code_of, leave, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer

@@ -14,8 +14,8 @@ from typing import Literal
 import aiohttp
 from loguru import logger
 
-from meshrl.core.https import client_context
-from meshrl.core.secret import read_secret
+from meshrl.core.credentials.https import client_context
+from meshrl.core.credentials.secret import read_secret
 from meshrl.sampling.retry import RunError
 from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialsConfig
 

@@ -18,7 +18,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
 from meshrl.core.config import ConfigError, dump_toml
-from meshrl.core.https import scheme
+from meshrl.core.credentials.https import scheme
 from meshrl.core.paths import Layout
 from meshrl.core.program import FAILED, run_program
 from meshrl.core.telemetry.log_folder import own_log

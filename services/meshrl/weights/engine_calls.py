@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from loguru import logger
 
-from meshrl.core.https import client_context
+from meshrl.core.credentials.https import client_context
 from meshrl.core.rpc.serve import EVERYWHERE
 from meshrl.core.waiting import set_within
 

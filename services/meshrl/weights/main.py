@@ -14,15 +14,15 @@ from meshrl.client.authority import Authority, AuthorityError
 from meshrl.client.credentials import CredentialFiles
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError, load_config
+from meshrl.core.credentials.identity import as_member
+from meshrl.core.credentials.secret import read_secret
 from meshrl.core.durable import disk_trouble
-from meshrl.core.identity import as_member
 from meshrl.core.paths import Layout
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.enrollment import SERVICE as ENROLLMENT
 from meshrl.core.rpc.enrollment import EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer
-from meshrl.core.secret import read_secret
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.v1.identity_pb2_grpc import add_EnrollmentServiceServicer_to_server

@@ -30,7 +30,7 @@ from meshrl.client.credentials import (
 from meshrl.client.enrollment import join, renew, revoked_members
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config.shared import TlsConfig
-from meshrl.core.identity import identify, kept_valid
+from meshrl.core.credentials.identity import identify, kept_valid
 from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.core.rpc.serve import GrpcServer

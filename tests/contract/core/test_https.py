@@ -15,7 +15,7 @@ from aiohttp import web
 from meshrl.client.authority import Authority, own_hosts
 from meshrl.client.credentials import CredentialFiles
 from meshrl.client.trust import Role
-from meshrl.core.https import client_context, kept_fresh, scheme, server_context
+from meshrl.core.credentials.https import client_context, kept_fresh, scheme, server_context
 from meshrl.weights.engine_calls import EngineCaller
 
 DEADLINE_S = 60.0

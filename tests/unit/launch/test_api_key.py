@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from meshrl.core.config import ConfigError, dump_toml, load_config, to_toml
-from meshrl.core.secret import read_secret
+from meshrl.core.credentials.secret import read_secret
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig

@@ -19,7 +19,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
-from meshrl.core.https import scheme
+from meshrl.core.credentials.https import scheme
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
 from meshrl.inference.agent.fetching import VersionFetcher

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from meshrl.algorithms.recipes.base import Actor, Recipe
 from meshrl.client import WeightSyncClient
-from meshrl.core.secret import read_secret
+from meshrl.core.credentials.secret import read_secret
 from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.orchestrator.teachers.scorer import GroupScorer

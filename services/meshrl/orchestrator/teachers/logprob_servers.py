@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshrl.algorithms.recipes.base import TokenScores
 from meshrl.client.backoff import Backoff
-from meshrl.core.https import client_context
+from meshrl.core.credentials.https import client_context
 from meshrl.orchestrator.config import TeacherConfig
 from meshrl.sampling.retry import RunError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from opentelemetry.trace import Tracer
 
 from meshrl.client import ChannelOptions, WeightSyncClient
-from meshrl.core.secret import read_secret
+from meshrl.core.credentials.secret import read_secret
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.router import Discovery, EngineRouter

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from loguru import logger
 
-from meshrl.core.https import client_context
+from meshrl.core.credentials.https import client_context
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
