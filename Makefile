@@ -13,11 +13,11 @@ MAIN = $(shell git rev-parse --verify --quiet main || git rev-parse --verify --q
 # Engine of the demo: embedded, or vllm.
 ENGINE ?= embedded
 
-# One worker a core. Unit tests compute; the others start programs, which compute while they come up, and wait for them.
+# Unit tests compute: one worker a core. The others start programs and wait for them, too: one worker more.
 # WORKERS=0 runs those one at a time, on a machine that has little memory or other work to do.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 UNIT_WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
-WORKERS ?= $(UNIT_WORKERS)
+WORKERS ?= $(shell echo $$(($(UNIT_WORKERS) + 1)))
 UNIT := tests/unit tests/property tests/golden
 test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
 
