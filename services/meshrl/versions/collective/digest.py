@@ -67,7 +67,6 @@ def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64], begins: Sequence[i
     A stretch goes from one of `begins`, which rise from 0, to the next. `z` and `spare` are written over; with
     BLOCK_WORDS of them they stay in a core's cache.
     """
-
     stretches = [slice(begin, end) for begin, end in pairwise([*begins, z.shape[-1]])]
 
     def totals() -> NDArray[np.uint64]:  # `add.reduceat` would hold the interpreter's lock
