@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from meshrl.core.program import how_it_ended
 from meshrl.launch.supervise import Grace, Program, Supervisor
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -54,6 +53,13 @@ class Programs:
     def pid(self, name: str) -> int | None:
         path = self.folder / name
         return int(path.read_text()) if path.exists() and path.read_text() else None
+
+    def kill(self, name: str) -> int:
+        """Kills one that runs; returns its pid."""
+        pid = self.pid(name)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return pid
 
     async def up(self, *names: str) -> None:
         """Waits until the programs run."""
@@ -158,9 +164,7 @@ async def test_killed_program_ends_the_run_and_is_named_with_its_last_lines(
     running = asyncio.create_task(supervise(programs))
     await programs.up("server", "other", "leader")
     await until(lambda: "line 29" in programs.log(victim))
-    pid = programs.pid(victim)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    programs.kill(victim)
     assert await running == 1
     assert programs.alive() == []
     [error] = [message for message in messages if message.startswith("ERROR")]
@@ -239,9 +243,7 @@ async def test_children_of_programs_end_with_them(programs: Programs) -> None:
     programs.add("leader", SLEEP, leader=True)
     running = asyncio.create_task(supervise(programs))
     await programs.up("server", "server.child", "leader")
-    pid = programs.pid("server")
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    programs.kill("server")
     assert await running == 1
     assert gone(programs)
 
@@ -251,14 +253,10 @@ async def test_engine_that_may_restart_is_started_again(programs: Programs, mess
     programs.add("leader", SLEEP, leader=True)
     running = asyncio.create_task(supervise(programs))
     await programs.up("engine", "leader")
-    first = programs.pid("engine")
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
+    first = programs.kill("engine")
     await until(lambda: programs.pid("engine") not in (None, first))
     assert not running.done()
-    second = programs.pid("engine")
-    assert second is not None
-    os.kill(second, signal.SIGKILL)
+    programs.kill("engine")
     assert await running == 1
     assert programs.alive() == []
     assert "WARNING engine was killed by SIGKILL (9); starting it again (0 more times)\n" in messages
@@ -307,9 +305,7 @@ async def test_a_program_that_comes_after_another_runs_once_that_one_serves(
     assert "INFO trainer starts once engine serves\n" in messages
     serve.write_text("now\n")
     await programs.up("trainer")
-    first = programs.pid("trainer")
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
+    first = programs.kill("trainer")
     await until(lambda: programs.pid("trainer") not in (None, first))
     stop.set()
     assert await running == 0
@@ -333,9 +329,7 @@ async def test_restart_may_have_a_command_of_its_own(programs: Programs) -> None
     stop = asyncio.Event()
     running = asyncio.create_task(supervise(programs, stop))
     await programs.up("trainer", "leader")
-    pid = programs.pid("trainer")
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    programs.kill("trainer")
     await programs.up("resumed")
     stop.set()
     assert await running == 0
@@ -361,10 +355,14 @@ async def test_program_that_cannot_be_started_ends_the_run(programs: Programs, m
 
 def supervisor_process(programs: Programs, *, temporary: Path, change: str = "") -> "subprocess.Popen[bytes]":
     """A process that supervises the programs, with `change` made to its code before."""
+    fields = [
+        {"name": each.name, "command": list(each.command), "log": str(each.log), "leader": each.leader}
+        for each in programs.listed
+    ]
     code = textwrap.dedent(f"""
         import asyncio, os, pathlib, signal
         from meshrl.launch.supervise import Grace, Program, Supervisor
-        programs = [Program(**fields) for fields in {[vars_of(program) for program in programs.listed]!r}]
+        programs = [Program(**fields) for fields in {fields!r}]
         programs = [Program(**{{**vars(program), 'log': pathlib.Path(program.log)}}) for program in programs]
         {change}
         supervisor = Supervisor(programs, grace=Grace(failure_s=0.5), temporary=[pathlib.Path({str(temporary)!r})])
@@ -399,25 +397,4 @@ def test_nothing_is_left_when_the_supervisor_itself_is_killed(programs: Programs
         supervisor.kill()
         supervisor.wait(DEADLINE_S)
     assert gone(programs)
-    deadline = time.monotonic() + DEADLINE_S
-    while temporary.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not temporary.exists()
-
-
-def vars_of(program: Program) -> dict[str, object]:
-    return {"name": program.name, "command": list(program.command), "log": str(program.log), "leader": program.leader}
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (0, "ended with exit code 0"),
-        (-9, "was killed by SIGKILL (9)"),
-        (-11, "was killed by SIGSEGV (11)"),
-        (-64, "was killed by SIGRTMAX (64)"),
-        (None, "still runs"),
-    ],
-)
-def test_exit_codes_in_words(code: int | None, words: str) -> None:
-    assert how_it_ended(code) == words
+    asyncio.run(until(lambda: not temporary.exists()))

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from meshrl.core.config.base import ConfigError
-from meshrl.core.program import BLOCKING_THREADS, raise_open_file_limit, run
+from meshrl.core.program import BLOCKING_THREADS, how_it_ended, raise_open_file_limit, run
 from meshrl.core.rpc.serve import is_loopback
 from meshrl.wire.errors import MeshError, Reason
 
@@ -127,3 +129,17 @@ def test_the_start_of_a_program_raises_the_soft_limit_to_what_is_allowed():
     code = TOO_FEW.replace("(64, 64)", "(64, 512)").replace('print("up")', "print(resource.getrlimit(7)[0])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "512\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (-9, "was killed by SIGKILL (9)"),
+        (-11, "was killed by SIGSEGV (11)"),
+        (-64, "was killed by SIGRTMAX (64)"),
+        (None, "still runs"),
+    ],
+)
+def test_exit_codes_in_words(code: int | None, words: str) -> None:
+    assert how_it_ended(code) == words
