@@ -84,6 +84,15 @@ async def test_a_worker_plays_as_the_service_itself_does(start_mesh, engine, mak
         assert all(event.samples[0].version_spans[0].version == 4 for event in there[:-1])
 
 
+async def test_a_worker_finds_a_version_that_came_after_its_last_look_at_the_engines(start_mesh, engine, make_group):
+    engine.version = 5
+    mesh = await start_mesh([engine], workers=1, client={"probe_interval_s": 3600.0})
+    for version, bound in ((6, {"min_version": 6}), (7, {"exact_version": 7})):
+        engine.version = version
+        rollout, _ = await collect(mesh, make_group(deadline_s=PATIENCE_S, **bound))
+        assert rollout.oldest_version == version
+
+
 async def test_what_ends_a_shared_worker_fails_and_moves_out_and_the_standby_plays_the_others_again(
     start_mesh, engine, make_group, tokens, said
 ):

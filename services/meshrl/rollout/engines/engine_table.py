@@ -34,6 +34,10 @@ class Requirement:
         """What a group's request asks for."""
         return cls(pool=request.engine_pool, min_version=request.min_version, exact_version=request.exact_version)
 
+    @property
+    def names_a_version(self) -> bool:
+        return self.min_version is not None or self.exact_version is not None
+
     def met_by(self, version: int | None) -> bool:
         """True when a policy of `version` may sample; an unknown version meets no bound."""
         if self.exact_version is not None:

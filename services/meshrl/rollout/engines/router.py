@@ -120,6 +120,16 @@ class EngineRouter:
             self._round = asyncio.create_task(self._probe_all())
         await asyncio.shield(self._round)
 
+    async def _look_anew(self, need: Requirement) -> None:
+        """Asks every engine for its state after now, unless a round under way finds one that can serve `need`.
+
+        A version may have reached the engines since the last look; nobody should wait for the next for that.
+        """
+        if self._round is not None and not self._round.done():
+            await asyncio.shield(self._round)
+        if not self.engines.can_meet(need):
+            await self.refresh()
+
     async def require(self, need: Requirement) -> None:
         """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, or
         INVALID_REQUEST for an unknown pool.
@@ -131,11 +141,10 @@ class EngineRouter:
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
         if self.engines.can_meet(need):
             return
-        bound = need.min_version is not None or need.exact_version is not None
-        if bound or need.reshaped_by:
-            await self.refresh()
+        if need.names_a_version or need.reshaped_by:
+            await self._look_anew(need)
         self._refuse_biased(need)
-        if bound and not self.engines.can_meet(need):
+        if need.names_a_version and not self.engines.can_meet(need):
             raise self._not_available(need)
 
     def _refuse_biased(self, need: Requirement) -> None:
@@ -160,8 +169,11 @@ class EngineRouter:
         give_up_at = started + self._config.failover_s
         skip: set[str] = set()
         not_before: dict[str, float] = {}  # when a busy engine may be asked again, as it said
-        why = "no engine is reachable"
+        why, looked = "no engine is reachable", False
         while True:
+            if need.names_a_version and not (looked or self.engines.can_meet(need)):
+                session.doing, looked = f"looking for an engine with {need.describe()}", True
+                await self._look_anew(need)
             engine = self.engines.select(need, prefer=session.engine, skip=skip)
             if engine is None:
                 self._refuse_biased(need)
