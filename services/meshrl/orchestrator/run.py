@@ -1,4 +1,4 @@
-"""The state of one run that the loop's parts share: plan, journal, counters, batches, and how far its steps have come.
+"""The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has come.
 
 A process has one. The dispatcher adds groups to it, the loop makes batches of them, the uploader sends those to the
 trainer, and the finisher ends the steps.
@@ -7,13 +7,15 @@ trainer, and the finisher ends the steps.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from opentelemetry import trace
 
+from meshrl.core.telemetry.tracing import BATCH_SPAN, STEP_SPAN, traceparent_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.peers.batch_uploader import StepCursors
-from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.batches import SubmittedStep
 from meshrl.orchestrator.work.plan import WorkPlan
@@ -121,3 +123,44 @@ class Run:
     def refused(self) -> None:
         """The trainer has refused a batch: the loop looks for it."""
         self.changed.set()
+
+
+class StepTraces:
+    """The traces of steps: a span `rl.step` each, from the first rollout dispatched for it to its version committed.
+
+    Groups, batch and version of the step are traced under it.
+    """
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+        self._open: dict[int, trace.Span] = {}
+
+    def span(self, step: int) -> trace.Span:
+        """The span of a step, to make current around calls that belong to it; it starts with the first call."""
+        if step not in self._open:
+            self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
+        return self._open[step]
+
+    def traceparent(self, step: int) -> str:
+        """W3C context of the step's span, for what carries it over queues and restarts."""
+        return traceparent_of(self.span(step))
+
+    @contextmanager
+    def batch(self, step: int) -> Iterator[trace.Span]:
+        """The span of making the step's batch, for as long as the block runs."""
+        inside = trace.set_span_in_context(self.span(step))
+        with self._tracer.start_as_current_span(BATCH_SPAN, context=inside, attributes={"rl.step": step}) as span:
+            yield span
+
+    def end(self, step: int, attributes: Mapping[str, float]) -> None:
+        """The step's version is committed, or was skipped."""
+        if span := self._open.pop(step, None):
+            span.set_attributes(dict(attributes))
+            span.end()
+
+    def close(self) -> None:
+        """The run is over: ends the spans of steps that were not finished."""
+        for span in self._open.values():
+            span.set_status(trace.Status(trace.StatusCode.ERROR, "the run ended first"))
+            span.end()
+        self._open.clear()
