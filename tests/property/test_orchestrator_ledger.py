@@ -20,10 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.core.telemetry.monitor import JsonlSink
-from meshrl.orchestrator.build import make_plan
+from meshrl.orchestrator.build import make_journal, make_plan
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.audit import audit
-from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
@@ -126,7 +125,7 @@ class World:
         environment = EnvironmentInfo(name="e", taskset="e", num_tasks=5)
         mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
-        self.journal = open_journal(self.config, trainer, run, self.writer)
+        self.journal = make_journal(self.config, trainer, run, self.writer)
         self.plan = make_plan(self.config, mesh, Recipes(self.config))
         self.in_flight: list[tuple[GroupTicket, RolloutGroup]] = []
         start = self.journal.starting_point

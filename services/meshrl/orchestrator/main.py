@@ -23,10 +23,9 @@ from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, runs_alone, standing_in
 from meshrl.orchestrator.bench.summary import report_bench
-from meshrl.orchestrator.build import build_loop
+from meshrl.orchestrator.build import build_loop, make_journal
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
-from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
 from meshrl.sampling.retry import RunError
 
@@ -97,7 +96,7 @@ async def _train(
 ) -> None:
     """Trains from the journal's starting point on, until the last step or until `stop` is set."""
     layout = Layout(config.output_dir)
-    journal = await asyncio.to_thread(open_journal, config, mesh.trainer, mesh.run)
+    journal = await asyncio.to_thread(make_journal, config, mesh.trainer, mesh.run)
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
     try:

@@ -13,9 +13,8 @@ from local_ports import free_port
 from meshrl.core.config.shared import ServerConfig, ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
-from meshrl.orchestrator.build import build_loop
+from meshrl.orchestrator.build import build_loop, make_journal
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
-from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer
@@ -130,7 +129,7 @@ def start(tmp_path: Path):
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
             met = await wait_for_services(config, services)
-            journal = await asyncio.to_thread(open_journal, config, met.trainer, met.run)
+            journal = await asyncio.to_thread(make_journal, config, met.trainer, met.run)
             try:
                 tracer = trace.get_tracer("test")
                 async with services.watching():

@@ -12,9 +12,8 @@ import pytest
 from opentelemetry import trace
 
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
-from meshrl.orchestrator.build import build_loop, make_plan
+from meshrl.orchestrator.build import build_loop, make_journal, make_plan
 from meshrl.orchestrator.ledger.audit import audit
-from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.run import Run
@@ -50,7 +49,7 @@ class Orchestrator:
         monitor = Monitor([JsonlSink(self.config.output_dir / "metrics.jsonl")])
         met = await wait_for_services(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
-        journal = await asyncio.to_thread(open_journal, self.config, met.trainer, met.run, writer)
+        journal = await asyncio.to_thread(make_journal, self.config, met.trainer, met.run, writer)
         loop = build_loop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
         running = asyncio.create_task(loop.train())
         killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from meshrl.core.paths import Layout
+from meshrl.orchestrator.build import make_journal
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path, write_state
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import assemble
@@ -40,7 +40,7 @@ def reopened(folder: Path, trainer_step: int) -> Journal:
     trainer = TrainerInfo(
         world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
     )
-    return open_journal(config, trainer, run)
+    return make_journal(config, trainer, run)
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.paths import Layout
+from meshrl.orchestrator.build import make_journal
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
-from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord, seal
 from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.wire.types import RunInfo, TrainerInfo
@@ -29,7 +29,7 @@ def opened(folder: Path, trainer_step: int) -> Journal:
     trainer = TrainerInfo(
         world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
     )
-    return open_journal(config, trainer, run)
+    return make_journal(config, trainer, run)
 
 
 def run_of(folder: Path, steps: int) -> None:

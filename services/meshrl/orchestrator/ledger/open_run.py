@@ -12,7 +12,6 @@ from functools import partial
 from loguru import logger
 
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path
 from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
 from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
@@ -26,10 +25,20 @@ from meshrl.wire.types import Rollout, RunInfo, TrainerInfo
 
 
 def open_journal(
-    config: OrchestratorConfig, trainer: TrainerInfo, run: RunInfo, writer: Writer | None = None
+    layout: Layout,
+    trainer: TrainerInfo,
+    run: RunInfo,
+    *,
+    session: str,
+    least_rollouts: Mapping[str, int],
+    checkpoints: bool,
+    writer: Writer | None = None,
 ) -> Journal:
-    """Opens the ledger of `output_dir` for this run of the trainer. Blocks. Raises RunError when it cannot be used."""
-    layout = Layout(config.output_dir)
+    """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
+
+    `session`: that of the configuration; `least_rollouts`: what a group must have left, by training environment;
+    `checkpoints`: whether the run saves any.
+    """
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)
@@ -37,18 +46,16 @@ def open_journal(
     this = RunRow(
         run=0 if last is None else last.run,
         run_id=run.run_id,
-        session=config.session,
+        session=session,
         epoch=run.epoch,
         first_step=run.step + 1,
         metrics_offset=size,
     )
-    if last is not None and goes_on(
-        last, run_id=run.run_id, session=config.session, epoch=run.epoch, trainer_step=run.step
-    ):
+    if last is not None and goes_on(last, run_id=run.run_id, session=session, epoch=run.epoch, trainer_step=run.step):
         first_step = min(last.first_step, this.first_step)
         row = replace(this, first_step=first_step, metrics_offset=last.metrics_offset)
         past = store.resume(row, trainer_step=run.step)
-        start = _resume(config, trainer, ledger, store, past, step=run.step)
+        start = _resume(layout, trainer, ledger, store, past, step=run.step, least_rollouts=least_rollouts)
     else:
         store.begin(this)
         progress, drawn, algorithms = read_state(layout, run.step)
@@ -68,22 +75,28 @@ def open_journal(
         start,
         layout=layout,
         durable=run.durable_step,
-        checkpoints=config.checkpoint_interval is not None,
+        checkpoints=checkpoints,
     )
 
 
 def _resume(
-    config: OrchestratorConfig, trainer: TrainerInfo, ledger: Ledger, store: LedgerStore, past: Past, *, step: int
+    layout: Layout,
+    trainer: TrainerInfo,
+    ledger: Ledger,
+    store: LedgerStore,
+    past: Past,
+    *,
+    step: int,
+    least_rollouts: Mapping[str, int],
 ) -> StartingPoint:
     """Takes up what an earlier process left, for a trainer at `step`. Raises RunError when the totals are lost."""
-    layout = Layout(config.output_dir)
     logged = last_logged_step(layout.metrics_jsonl, past.run.metrics_offset)
     decide = partial(
         plan_resume,
         trainer_step=step,
         logged_step=logged,
         fits=lambda record: rows_fit(record, dp_size=trainer.dp_size, seq_len=trainer.seq_len),
-        environments={env.resolved_name: config.algo_of(env).least_rollouts for env in config.train.env},
+        environments=least_rollouts,
     )
     past, plan, rollouts = _plan_without_damage(store, past, decide)
     algorithms: Mapping[str, Mapping[str, float]] = {}
