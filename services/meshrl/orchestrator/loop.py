@@ -30,8 +30,7 @@ from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble
-from meshrl.orchestrator.work.refused_batches import at_fault, split_groups
+from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble, at_fault, split_groups
 from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
 from meshrl.orchestrator.work.tally import StepTally
 from meshrl.sampling.retry import RunError, first_cause
