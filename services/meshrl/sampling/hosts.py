@@ -10,11 +10,15 @@ import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.sampling.quarantine import Quarantine
 from meshrl.wire.types import EnvironmentInfo
 
 HALF_LIFE_S = 60.0
 """What a service achieved counts half after so long: one that slows down or recovers is noticed within minutes."""
+
+QUARANTINED_AFTER = 3
+FIRST_QUARANTINE_S = 30.0
+LONGEST_QUARANTINE_S = 960.0
+"""For so long a service is left out for an environment of which it failed QUARANTINED_AFTER groups in a row."""
 
 
 class HostState(enum.Enum):
@@ -25,6 +29,34 @@ class HostState(enum.Enum):
     """It finishes what it has and takes nothing new."""
     AWAY = "away"
     """It does not answer, or says that it does not serve."""
+
+
+@dataclass
+class Quarantine:
+    """Groups of one environment that failed or timed out in a row, and until when that leaves the service out.
+
+    Each time is twice as long as the one before; a group that came back well ends the count, and the doubling.
+    """
+
+    until_s: float = 0.0
+    in_a_row: int = 0
+    times: int = 0
+
+    def group_failed(self, now_s: float) -> float:
+        """A group brought nothing but failures, or timed out; returns for how long the service is left out, or 0.
+
+        After a time in quarantine one such group is enough for the next.
+        """
+        self.in_a_row += 1
+        if self.until_s > now_s or self.in_a_row < (1 if self.times else QUARANTINED_AFTER):
+            return 0.0
+        lasts_s = min(FIRST_QUARANTINE_S * 2.0**self.times, LONGEST_QUARANTINE_S)
+        self.until_s, self.in_a_row, self.times = now_s + lasts_s, 0, self.times + 1
+        return lasts_s
+
+    def group_went_well(self) -> None:
+        """A rollout of a group finished."""
+        self.in_a_row = self.times = 0
 
 
 @dataclass
