@@ -6,6 +6,7 @@ T tokens of a sample.
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,6 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 from verifiers.v1.types import Message
 
-from meshrl.rollout.conversations import conversations_of
 from meshrl.rollout.engines.sessions import Call, Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
@@ -218,3 +218,39 @@ def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans[-1] = replace(last, end=span.end)
     else:
         spans.append(span)
+
+
+def conversations_of(trace: Trace) -> tuple[str, ...]:
+    """What was said in each branch of a trace that trains, in the form of OpenAI's chat API: {"messages", "tools"}.
+
+    A trace has several branches where it keeps several histories, as after a compaction.
+    """
+    conversations = []
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue
+        conversation: dict[str, object] = {"messages": [_chat_message(node.message) for node in branch.nodes]}
+        if branch.tools:
+            conversation["tools"] = [
+                {
+                    "type": "function",
+                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+                }
+                for tool in branch.tools
+            ]
+        conversations.append(json.dumps(conversation, ensure_ascii=False))
+    return tuple(conversations)
+
+
+def _chat_message(message: Message) -> dict[str, object]:
+    """One message, without empty fields. Opaque state of a provider is left out: nothing can be learned from it."""
+    fields: dict[str, object] = message.model_dump(
+        mode="json", exclude_none=True, exclude={"provider_state", "tool_calls"}
+    )
+    fields.setdefault("content", "")
+    if calls := getattr(message, "tool_calls", None):
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return fields
