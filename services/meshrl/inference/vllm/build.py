@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from loguru import logger
 from transformers import GenerationConfig
 
 from meshrl.core.config.shared import ModelConfig
+from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
@@ -21,6 +23,7 @@ from meshrl.versions.layout import Layout, layout_of
 
 if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     from meshrl.inference.vllm.engine import VllmEngine
 
@@ -29,16 +32,16 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
     """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses."""
-    _prepare_environment(config.torch_threads)
-    vllm_config = await asyncio.to_thread(_vllm_config, config)
-    from vllm.v1.engine.async_llm import AsyncLLM
+    _prepare_environment(config)
+    with loading():
+        vllm_config = await asyncio.to_thread(_vllm_config, config)
+        from meshrl.inference.vllm.adapters import AdapterStore
+        from meshrl.inference.vllm.engine import VllmEngine
 
-    from meshrl.inference.vllm.adapters import AdapterStore
-    from meshrl.inference.vllm.engine import VllmEngine
-
+    forks = vllm_config.device_config.device_type == "cpu" and config.torch_threads == 1
     layout, eos_token_ids = await asyncio.to_thread(_describe, config.model, vllm_config.model_config.dtype)
     lora = vllm_config.lora_config
-    llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, vllm_config, disable_log_stats=True)
+    llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
     engine = VllmEngine(
         llm,
         layout=layout,
@@ -58,7 +61,7 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
 
 def run_headless(config: InferenceConfig) -> None:
     """Runs this node's share of a data-parallel engine whose front end is on another node; returns when that ends."""
-    _prepare_environment(config.torch_threads)
+    _prepare_environment(config)
     vllm_config = _vllm_config(config, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
@@ -94,14 +97,38 @@ def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConf
     return engine_config(arguments, headless=headless)
 
 
-def _prepare_environment(torch_threads: int | None) -> None:
-    """vLLM's processes are spawned: they must start quietly and take their threads from here."""
+def _prepare_environment(config: InferenceConfig) -> None:
+    """vLLM's processes take what they read from their environment from here: to start quietly, with these threads."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if torch_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(torch_threads)
+    if config.torch_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.torch_threads)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM counts and binds threads by itself
+    if config.vllm_argument("enforce_eager") and not torch.accelerator.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a few functions on a CPU even then
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
+    """Starts vLLM's processes; with `forks` out of this one, so that none of them imports vLLM again, for seconds each.
+
+    Only processes with one thread of torch and no GPU may be forked: in the new one OpenMP would wait for ever for
+    threads that only the old one has. vLLM's configuration of a CPU asks for new interpreters, whatever was set before.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if forks:
+        torch.set_num_threads(1)  # of this thread, which is the main one of the new process
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.register_at_fork(after_in_child=_forget_signals)
+    return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+
+
+def _forget_signals() -> None:
+    """In a forked process: its signals are not for the event loop of this program."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def _describe(model: ModelConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
