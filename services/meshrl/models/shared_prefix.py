@@ -164,7 +164,7 @@ class _CpuAttention(torch.autograd.Function):
             size = gather.numel()
             grad_BLHD = grad_PHD[base : base + size].view(*gather.shape, *grad_PHD.shape[1:])
             parts = [_block(tensor, gather) for tensor in (query_THD, key_TKD, value_TKD, out_THD)]
-            lse_BHL = lse_TH[gather].transpose(1, 2)
+            lse_BHL = lse_TH.index_select(0, gather.flatten()).view(*gather.shape, -1).transpose(1, 2)
             found = _cpu_backward(grad_BLHD.transpose(1, 2), parts, lse_BHL, causal=True, scale=ctx.scale)
             for kept, part in zip(pieces, found, strict=True):
                 kept.append(part.transpose(1, 2).flatten(0, 1))
@@ -187,7 +187,7 @@ def _one(tensor_NHD: torch.Tensor) -> torch.Tensor:
 
 def _block(tensor_THD: torch.Tensor, gather_BL: torch.Tensor) -> torch.Tensor:
     """(B, H, L, D) of the block's tokens."""
-    return tensor_THD[gather_BL].transpose(1, 2)
+    return tensor_THD.index_select(0, gather_BL.flatten()).view(*gather_BL.shape, *tensor_THD.shape[1:]).transpose(1, 2)
 
 
 def _cpu_forward(
