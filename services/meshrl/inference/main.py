@@ -11,7 +11,7 @@ from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import loading
 from meshrl.core.interpreter import start_anew_in
 from meshrl.core.program import log_as, run, run_traced
-from meshrl.core.torch_threads import wait_briefly
+from meshrl.core.torch_environment import wait_briefly
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
 from meshrl.core.program import GROUP_LOG, ProgramConfig, log_as, run_log
-from meshrl.core.torch_threads import wait_briefly
+from meshrl.core.torch_environment import grow_segments, wait_briefly
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.deployment import DeploymentConfig, is_rank, own_rank
 
@@ -47,6 +47,7 @@ def rank_main(
     """
     end_with_agent(os.environ)
     wait_briefly(os.environ)
+    grow_segments(os.environ)
     config = load()
     if own_rank(os.environ) == 0 and AGENT_PID not in os.environ:
         prepare(config)

@@ -1,4 +1,4 @@
-"""How OpenMP's threads are told to wait, and that torch is not loaded before."""
+"""How OpenMP's threads are told to wait and torch's allocator to grow, and that torch is not loaded before."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core.torch_threads import wait_briefly
+from meshrl.core.torch_environment import grow_segments, wait_briefly
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,20 @@ def test_what_the_environment_says_stays(given: dict[str, str], spins: str | Non
     environment = dict(given)
     wait_briefly(environment)
     assert environment.get("GOMP_SPINCOUNT") == spins
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+    ],
+)
+def test_an_allocator_that_the_environment_names_stays(given: dict[str, str], expected: dict[str, str]) -> None:
+    environment = dict(given)
+    grow_segments(environment)
+    assert environment == expected
 
 
 @pytest.mark.parametrize("program", ["trainer", "inference"])
