@@ -81,9 +81,14 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         check_has_device(device, environment)
         parallel = RankGroup.start(environment, device=device, dp_replicate=config.model.dp_replicate)
         lifeline = Lifeline.tie(parallel, environment)
-        check_fits(config.model, config.optim, parallel)
+        check_fits(config.model, config.optim, parallel, publishes=True)
         model, logits_bytes = resolve_auto(
-            config.model, config.optim, parallel, seq_len=config.seq_len, max_logits_mib=config.max_logits_mib
+            config.model,
+            config.optim,
+            parallel,
+            seq_len=config.seq_len,
+            max_logits_mib=config.max_logits_mib,
+            publishes=True,
         )
         started = time.perf_counter()
         learner = build_learner(

@@ -1,6 +1,7 @@
 """Chooses the settings that are `auto`, by model, row length and memory; called before a learner is built.
 
-Activation checkpointing: the least with which a row of seq_len tokens fits beside weights, gradients and optimizer.
+Activation checkpointing: the least with which a row of seq_len tokens fits beside weights, gradients, optimizer and
+the snapshot of a version that is being published.
 Compilation: on for the blocks of large models on a GPU. Logits: the output head works in pieces that leave room for the
 rest. Settings that a user gave stay as they are. Both trainers log what was chosen.
 
@@ -134,10 +135,12 @@ def resolve_auto(
     *,
     seq_len: int,
     max_logits_mib: int | None,
+    publishes: bool = False,
 ) -> tuple[TrainerModelConfig, int]:
     """The configuration with every `auto` resolved, and the bytes of logits at once; the same on every rank.
 
-    Collective. Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
+    `publishes` as in `memory_need`. Collective. Raises ModelError when there is no such model, and ValueError for
+    adapters that do not fit it.
     """
     on_gpu = parallel.device.type == "cuda"
     dtype = resolve_dtype(config)
@@ -146,7 +149,7 @@ def resolve_auto(
     shape = BlockShape.of(empty_model(config, dtype=torch.bfloat16).config)
     chosen = choose(
         shape,
-        memory_need(config, optim, parallel),
+        memory_need(config, optim, parallel, publishes=publishes),
         seq_len=seq_len,
         on_gpu=on_gpu,
         free_bytes=least,

@@ -3,9 +3,9 @@
 Both trainers ask it once they have joined their group, so that a run that cannot fit ends with a sentence that says
 what to change, instead of being killed by the system.
 
-The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once. Activations and
-what the libraries take come on top, so a model that passes may still be too large for a long row; that is then the
-step's error.
+The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once, and the snapshot
+of a trainer that publishes versions meanwhile. Activations and what the libraries take come on top, so a model that
+passes may still be too large for a long row; that is then the step's error.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ class MemoryNeed:
     weights: int
     gradients: int
     optimizer: int
+    snapshot: int = 0  # its rows of the version that is published while the next step is trained
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.snapshot
 
 
-def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup) -> MemoryNeed:
-    """What a rank of this group needs for this model.
+def memory_need(
+    config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup, *, publishes: bool = False
+) -> MemoryNeed:
+    """What a rank of this group needs for this model; `publishes`: versions of it go to engines.
 
     Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
     """
@@ -61,32 +64,35 @@ def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGr
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     shards = parallel.plan.shards
+    in_host_memory = config.fsdp_cpu_offload or config.lora is not None  # where the snapshot is; an adapter is small
     state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
     return MemoryNeed(
         parameters=sum(parameter.numel() for parameter in parameters),
         weights=0 if config.fsdp_cpu_offload else sum(p.numel() * p.itemsize for p in parameters) // shards,
         gradients=0 if config.fsdp_cpu_offload else trained * GRADIENT_BYTES // shards,
         optimizer=0 if config.fsdp_cpu_offload or config.optim_cpu_offload else trained * state_bytes // shards,
+        snapshot=trained * resolve_dtype(config).itemsize // shards if publishes and not in_host_memory else 0,
     )
 
 
-def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup) -> None:
+def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup, *, publishes: bool = False) -> None:
     """Raises ModelError, on every rank, when the model cannot be trained on some rank's device. Collective.
 
-    Raises ValueError for adapters that do not fit the model.
+    `publishes` as in `memory_need`. Raises ValueError for adapters that do not fit the model.
     """
-    need = memory_need(config, optim, parallel)
+    need = memory_need(config, optim, parallel, publishes=publishes)
     device = parallel.device
     there = available_bytes(device)
     ranks = parallel.plan.world_size if device.type == "cpu" else 1  # processes that share this memory
     too_large = there is not None and need.total * ranks > there
     if not parallel.any(too_large):
         return
+    snapshot = f", snapshot {_gib(need.snapshot)}" if need.snapshot else ""
     each = f", by each of {ranks} processes" if ranks > 1 else ""
     raise ModelError(
         f"model.name {config.name!r} does not fit: to train its {need.parameters / 1e9:.3g} billion parameters takes "
         f"{_gib(need.total)} of memory on {device}{each} (weights {_gib(need.weights)}, gradients "
-        f"{_gib(need.gradients)}, optimizer {_gib(need.optimizer)}; activations not counted), and "
+        f"{_gib(need.gradients)}, optimizer {_gib(need.optimizer)}{snapshot}; activations not counted), and "
         f"{_gib(there or 0)} are free here; shard it over more GPUs (deployment.num_train_gpus), train adapters "
         "(model.lora), move state to the host (model.optim_cpu_offload, model.fsdp_cpu_offload), or take a smaller one"
     )

@@ -18,12 +18,19 @@ ROWS = (4096, 16384, 65536)
 
 
 def chosen(
-    shape: str, gigabytes: float | None, *, on_gpu: bool = True, ranks: int = 1, lora: bool = False
+    shape: str,
+    gigabytes: float | None,
+    *,
+    on_gpu: bool = True,
+    ranks: int = 1,
+    lora: bool = False,
+    publishes: bool = False,
 ) -> list[Chosen]:
     config = TrainerModelConfig(
         name=str(SHAPES / f"qwen3-{shape}"), device="cpu", dtype="bfloat16", lora=LoraConfig() if lora else None
     )
-    need = memory_need(config, OptimConfig(), RankGroup(ParallelPlan(dp_shard=ranks, local_world_size=ranks)))
+    group = RankGroup(ParallelPlan(dp_shard=ranks, local_world_size=ranks))
+    need = memory_need(config, OptimConfig(), group, publishes=publishes)
     sizes = BlockShape.of(empty_model(config, dtype=torch.bfloat16).config)
     free = None if gigabytes is None else int(gigabytes * 1e9)
     return [
@@ -50,6 +57,12 @@ def test_longer_rows_and_less_memory_keep_less(
     found = chosen(shape, gigabytes, ranks=ranks, lora=lora)
     assert [one.ac for one in found] == expected
     assert all(one.compiled for one in found)
+
+
+def test_a_snapshot_that_is_published_meanwhile_takes_its_room() -> None:
+    """4B beside an engine, rows of 16k tokens: with `attention` the second step ran out of memory on an H200."""
+    assert [one.ac for one in chosen("4b", 92)][1] == "attention"
+    assert [one.ac for one in chosen("4b", 92, publishes=True)][1] == "full"
 
 
 def test_what_does_not_fit_is_checkpointed_in_full_and_said() -> None:

@@ -11,6 +11,7 @@ from meshrl.training import memory_estimate as fit
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import available_bytes, check_fits, check_has_device, memory_need
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
+from meshrl.training.parallel.plan import ParallelPlan
 from meshrl.training.parallel.rank_group import RankGroup
 
 HIDDEN, LAYERS, VOCAB = 64, 2, 128
@@ -74,6 +75,18 @@ def test_state_on_the_host_does_not_count(folder: str) -> None:
     assert memory_need(config, OptimConfig(), RankGroup()).total == 8 * PARAMETERS
     config = TrainerModelConfig(name=folder, device="cpu", fsdp_cpu_offload=True)
     assert memory_need(config, OptimConfig(), RankGroup()).total == 0
+
+
+def test_a_trainer_that_publishes_holds_a_snapshot_in_the_published_type(folder: str) -> None:
+    full = TrainerModelConfig(name=folder, device="cpu", dtype="bfloat16")
+    assert memory_need(full, OptimConfig(), RankGroup()).snapshot == 0
+    need = memory_need(full, OptimConfig(), RankGroup(), publishes=True)
+    assert (need.snapshot, need.total) == (2 * PARAMETERS, 18 * PARAMETERS)
+    shards = RankGroup(ParallelPlan(dp_shard=2, local_world_size=2))
+    assert memory_need(full, OptimConfig(), shards, publishes=True).snapshot == PARAMETERS
+    for elsewhere in ({"fsdp_cpu_offload": True}, {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}):
+        config = TrainerModelConfig.model_validate({**full.model_dump(), **elsewhere})
+        assert memory_need(config, OptimConfig(), RankGroup(), publishes=True).snapshot == 0
 
 
 def test_this_machine_has_some_memory() -> None:
