@@ -8,21 +8,26 @@ the run comes to the slower of the two (meshrl.orchestrator.bench.summary).
 
     python tests/benchmarks/bench_run.py --shape qwen3-0.6b --trainer-gpus 0 --engine-gpus 1
     python tests/benchmarks/bench_run.py --shape qwen3-4b --batch-size 256 --levels 2 -- --trainer.seq-len 32768
+    python tests/benchmarks/bench_run.py --trainer-gpus 0 --engine-gpus 0 -- --inference.gpu-memory-utilization 0.4
     python tests/benchmarks/bench_run.py --tiny          # the embedded engine and a small model, on this CPU
 
-What follows `--` goes to every run. An alone rate that lies in the folder already is not measured again.
+What follows `--` goes to every run. An alone rate that lies in the folder already is not measured again. Where both
+sides share their GPUs they are measured one after the other, and `efficiency` is the share of the run's time that the
+two would need for its tokens by turns: what they sample and train at their own rates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +131,7 @@ def end(program: subprocess.Popen[bytes], log: Path, deadline_s: float) -> bool:
 
 
 def measure_alone(model: Path, folder: Path, options: argparse.Namespace, longest: int) -> None:
-    """Leaves bench/trainer.json and bench/inference.json of the two sides in `folder`."""
+    """Leaves trainer.json and inference.json of the two sides in `folder`: measured at once, or by turns on one GPU."""
     shortest = longest if folder.name == "equal" else min(128, longest // 2)
     mean = str(MEAN_PROMPT + (shortest + longest) // 2)
     trainer = ["--bench.random-weights", "--bench.rows", str(options.rows), "--bench.lengths", "variable"]
@@ -145,8 +150,24 @@ def measure_alone(model: Path, folder: Path, options: argparse.Namespace, longes
         common += ["--bench.json-path", str(folder / f"{side}.json")]
         log = folder / f"{side}.log"
         started.append((start(f"meshrl.{side}.main", [*common, *flags], gpus=gpus, log=log), log))
+        if shared(options):
+            end(*started.pop(), options.deadline_s)
     for program, log in started:
         end(program, log, options.deadline_s)
+
+
+def shared(options: argparse.Namespace) -> bool:
+    """Whether trainer and engine work on the same GPUs."""
+    return bool(set(options.trainer_gpus) & set(options.engine_gpus))
+
+
+def by_turns(found: dict[str, Any]) -> float | None:
+    """The share of a run's time that both sides would need by turns for its tokens, each at its rate alone."""
+    sides = [
+        (found[f"{what}_tokens_per_s"], found[f"{side}_alone_tokens_per_s"])
+        for what, side in (("sampled", "engines"), ("trained", "trainer"))
+    ]
+    return None if any(None in side for side in sides) else sum(achieved / alone for achieved, alone in sides)
 
 
 def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, longest: int) -> dict[str, Any] | None:
@@ -157,8 +178,10 @@ def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, l
     for side in ("trainer", "inference"):
         if (folder / f"{side}.json").exists():
             shutil.copy(folder / f"{side}.json", output / "bench" / f"{side}.json")
-    places = [str(place) for place in range(len(options.trainer_gpus) + len(options.engine_gpus))]
-    cut = len(options.trainer_gpus)
+    gpus = list(dict.fromkeys([*options.trainer_gpus, *options.engine_gpus]))
+    trainer, engine = (
+        ",".join(str(gpus.index(gpu)) for gpu in chosen) for chosen in (options.trainer_gpus, options.engine_gpus)
+    )
     flags = ["--bench", "--max-steps", str(options.steps), "--max-async-level", str(level), "--output-dir", str(output)]
     flags += ["--model.name", str(model), "--orchestrator.batch-size", str(options.batch_size)]
     flags += ["--orchestrator.sampling.max-tokens", str(longest), "--inference.engine", options.engine]
@@ -170,19 +193,17 @@ def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, l
     ]
     flags += ["--trainer.seq-len", str(options.seq_len), "--orchestrator.seq-len", str(options.seq_len)]
     flags += ["--no-orchestrator.filters.zero-signal", *environments(PROMPT_CHARACTERS)]
-    if places:
-        flags += ["--trainer-gpu-ids", ",".join(places[:cut]), "--inference-gpu-ids", ",".join(places[cut:])]
-        flags += ["--deployment.num-train-gpus", str(cut)]
+    if gpus:
+        flags += ["--trainer-gpu-ids", trainer, "--inference-gpu-ids", engine]
+        flags += ["--deployment.num-train-gpus", str(len(options.trainer_gpus))]
     log = output / "rl.log"
-    program = start(
-        "meshrl.launch.main", [*flags, *options.flags], gpus=[*options.trainer_gpus, *options.engine_gpus], log=log
-    )
+    program = start("meshrl.launch.main", [*flags, *options.flags], gpus=gpus, log=log)
     end(program, log, options.deadline_s)
     summary = output / "bench" / "run.json"
     if not summary.exists():
         return None
     found: dict[str, Any] = json.loads(summary.read_text())  # a run that is stopped in time tells of the steps it made
-    return found
+    return found | ({"efficiency": by_turns(found)} if shared(options) else {})
 
 
 def parse() -> argparse.Namespace:
@@ -229,7 +250,10 @@ def main() -> None:
     )
     for lengths in options.lengths:
         place = folder / lengths
-        model = make_model(shape, place / "model", ragged=lengths == "ragged", mean_tokens=longest // 2)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # whose end frees the GPU
+            ragged = lengths == "ragged"
+            making = pool.submit(make_model, shape, place / "model", ragged=ragged, mean_tokens=longest // 2)
+            model = making.result()
         measure_alone(model, place, options, longest)
         for level in options.levels:
             began = time.perf_counter()
