@@ -60,6 +60,9 @@ class PushConfig(BaseConfig):
     private: bool = True
     """Make it for nobody else to see; of no effect on one that is there."""
 
+    timeout_s: float = Field(default=120.0, gt=0.0)
+    """How long the hub may keep a request waiting without sending or taking a byte."""
+
 
 class TrialsConfig(BaseConfig):
     """Plays tasks of environments with a fixed model and keeps every rollout; resumable by the same command."""

@@ -6,12 +6,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, get_session
 from huggingface_hub.errors import HfHubHTTPError
 from loguru import logger
 
 from meshrl.sampling.retry import RunError
 from meshrl.trials.config import PushConfig
+
+NO_ANSWER: type[Exception] = HfHubHTTPError.__mro__[1]
+"""No connection, or none in time: all errors of the HTTP library that this release of huggingface_hub uses."""
 
 
 def push(config: PushConfig, *, default_name: str, files: Sequence[Path], card: str) -> None:
@@ -21,6 +24,7 @@ def push(config: PushConfig, *, default_name: str, files: Sequence[Path], card: 
     """
     there = [path for path in files if path.exists() and path.stat().st_size]
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    get_session().timeout = config.timeout_s  # the library itself waits for ever
     try:
         repo = api.create_repo(
             config.repo or default_name, repo_type="dataset", private=config.private, exist_ok=True
@@ -29,8 +33,8 @@ def push(config: PushConfig, *, default_name: str, files: Sequence[Path], card: 
         additions.append(CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=card.encode()))
         message = f"{len(there)} files of meshrl"
         done = api.create_commit(repo, additions, repo_type="dataset", commit_message=message)
-    except (HfHubHTTPError, OSError, ValueError) as error:  # refused, unreachable, no token
-        why = " ".join(str(error).split())
+    except (HfHubHTTPError, NO_ANSWER, OSError, ValueError) as error:  # refused, unreachable, no token
+        why = " ".join(str(error).split()) or type(error).__name__
         raise RunError(
             f"nothing was pushed to the hub: {why}; set HF_TOKEN or run `hf auth login`, check push.repo, and run the"
             " same command again: it plays nothing twice"

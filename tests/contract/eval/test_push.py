@@ -37,6 +37,23 @@ async def test_files_and_card_are_committed_to_a_dataset_of_the_hub(hub: HubServ
     }  # fmt: skip
 
 
+async def test_a_hub_that_is_not_there_or_never_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    async def keep_waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client goes
+        writer.close()
+
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused_tcp_port}")
+    config = PushConfig(repo="lab/scores", timeout_s=0.5)
+    with pytest.raises(RunError, match=r"nothing was pushed to the hub: .*refused"):
+        await asyncio.to_thread(push, config, default_name="other", files=[], card="")
+    async with await asyncio.start_server(keep_waiting, "127.0.0.1", unused_tcp_port), asyncio.timeout(60.0):
+        with pytest.raises(RunError, match=r"nothing was pushed to the hub: .*timed out"):
+            await asyncio.to_thread(push, config, default_name="other", files=[], card="")
+
+
 async def test_a_hub_that_refuses_is_said_in_one_sentence(hub: HubServer) -> None:
     hub.refuse = True
     with pytest.raises(RunError, match=r"nothing was pushed to the hub: .*403.*plays nothing twice"):
