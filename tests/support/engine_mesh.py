@@ -90,7 +90,6 @@ class Program:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             READY_FILE: str(self.ready),
             "PYTHONPATH": os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH")))),
         }

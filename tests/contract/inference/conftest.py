@@ -21,7 +21,7 @@ DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")
 CONNECTIONS = 6  # made before a test needs them: a busy machine takes its time for one
 CONFIGS: dict[str, dict[str, Any]] = {
     "embedded": {"kv_cache_bytes": 2**28, "torch_threads": 1},
-    "vllm": {"enforce_eager": True, "torch_threads": 1},
+    "vllm": {"enforce_eager": True, "torch_threads": 1, "kv_cache_bytes": 2**27},
 }
 
 
