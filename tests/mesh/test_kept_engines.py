@@ -78,5 +78,6 @@ def test_two_runs_in_a_row_train_against_one_kept_engine(
         answer = version(kept_engine) or {}
         served.append((answer["version"], answer["root"]))
         assert not run.left_running()
+    assert "the engine waits for another" not in (tmp_path / "kept.txt").read_text()  # as if the first hub came back
     assert [number for number, _ in served] == [2, 2]
     assert served[0][1] != served[1][1]  # of two runs, though both are version 2; wrong ones would have ended the run

@@ -13,6 +13,7 @@ import torch
 
 from local_ports import free_port
 from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.client.credentials import Credentials
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.agent.agent import WeightAgent
@@ -153,6 +154,7 @@ class Mesh:
         self.folder = folder
         self.settings: dict[str, object] = {"lease_s": 1.0, "commit_deadline_s": 3.0}
         self.port = free_port()
+        self.credentials: Credentials | None = None
         self.hub: Hub
         self._server: GrpcServer | None = None
         self._clients: list[WeightSyncClient] = []
@@ -163,7 +165,7 @@ class Mesh:
         config = WeightsConfig(server=server, output_dir=self.folder, **self.settings)  # type: ignore[arg-type] # test keys
         self.hub = build_hub(config)
         await self.hub.start()
-        self._server = GrpcServer(server)
+        self._server = GrpcServer(server, credentials=self.credentials)
         self._server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(self.hub))
         self.port = await self._server.start()
         self._server.set_serving()

@@ -14,6 +14,8 @@ import pytest
 from aiohttp import web
 from loguru import logger
 
+from meshrl.client.credentials import CredentialFiles, credentials_of
+from meshrl.client.trust import Role, TrustFile
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import EngineStats
@@ -58,8 +60,9 @@ def _stats() -> EngineStats:
 
 
 @pytest.fixture
-async def kept(new_engine: Callable[[int], Any]) -> AsyncIterator[Kept]:
-    kept = Kept(new_engine(7), away_s=0.5)
+async def kept(request: pytest.FixtureRequest, new_engine: Callable[[int], Any]) -> AsyncIterator[Kept]:
+    """Its parameter is how long it lets a hub be away."""
+    kept = Kept(new_engine(7), away_s=getattr(request, "param", 0.5))
     await kept.runner.setup()
     site = web.TCPSite(kept.runner, "127.0.0.1", 0)
     await site.start()
@@ -91,10 +94,10 @@ def lines() -> Any:
 
 
 @asynccontextmanager
-async def calling(mesh: Any, *urls: str, key: str = KEY) -> AsyncIterator[None]:
+async def calling(mesh: Any, *urls: str, key: str = KEY, token: str | None = None) -> AsyncIterator[None]:
     stop = asyncio.Event()
     caller = EngineCaller(
-        urls, host="127.0.0.1", port=mesh.port, api_key=key, every_s=0.05,
+        urls, host="127.0.0.1", port=mesh.port, api_key=key, token=token, every_s=0.05,
         registered=lambda: {engine.url for engine in mesh.hub.list_engines("")},
     )  # fmt: skip
     task = asyncio.create_task(caller.run(stop))
@@ -150,6 +153,22 @@ async def test_a_hub_that_was_started_again_is_followed_on(mesh: Any, kept: Kept
         await mesh.publisher(Transport.STREAM).publish(1, state(1))
         await mesh.client().activate_version(run_id="run", version=1, prepare_deadline_s=DEADLINE_S)
     assert kept.engine.holds(state(1))
+
+
+@pytest.mark.parametrize("kept", [600.0], indirect=True)
+async def test_a_hub_at_the_same_address_that_wants_another_token_is_followed_at_once(
+    mesh: Any, kept: Kept, tmp_path: Path
+) -> None:
+    """It was started again, or is that of the next run: the token of the one before counts no more."""
+    trust = TrustFile(tmp_path / "credentials" / "trust.sqlite")
+    trust.create()
+    mesh.credentials = credentials_of(CredentialFiles(trust=trust.path))
+    for _ in range(2):
+        await mesh.kill_hub()
+        token = trust.add_token(Role.AGENT, id_="called-engine")
+        await mesh.start_hub()
+        async with calling(mesh, kept.url, token=token):
+            await mesh.until_registered()
 
 
 async def test_who_cannot_follow_is_named_once(mesh: Any, kept: Kept, lines: list[str]) -> None:

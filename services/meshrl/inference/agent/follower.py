@@ -34,6 +34,7 @@ class _Following:
     """One hub and the agent that follows it."""
 
     hub: str
+    token: str
     agent: WeightAgent
     task: asyncio.Task[None]
     leave: asyncio.Event
@@ -90,12 +91,13 @@ class HubFollower:
     async def follow(self, hub: str, url: str, token: str = "") -> None:
         """Follows the hub at `hub` from now on and tells it that this engine is reached at `url`; returns once the hub
         has answered. The hub that is followed already is followed on. `token` is what the hub wants to be shown; empty
-        shows it what this program has.
+        shows it what this program has. With another token it is another hub at the same address, that of the next run.
 
         Raises MeshError: RUN_LIMIT_REACHED while another hub is there, UNREACHABLE for one that does not answer.
         """
         async with self._changing:
-            if self.hub == hub and self._following is not None and not self._following.task.done():
+            now = self._following
+            if now is not None and (now.hub, now.token) == (hub, token) and not now.task.done():
                 return
             if self.connected:
                 raise MeshError(
@@ -105,8 +107,8 @@ class HubFollower:
                 )
             async with WeightSyncClient(hub) as client:
                 await client.wait_until_serving(REACH_S)
-            if self._following is not None:
-                logger.info("the hub at {} has gone; the one at {} is followed now", self.hub, hub)
+            if now is not None:
+                logger.info("the hub at {} has gone; the one at {} is followed now", now.hub, hub)
             await self._leave(LEAVE_S)
             await self._engine.leave_group()
             self._begin(hub, url=url, away_s=self._away_s, token=token)
@@ -118,7 +120,7 @@ class HubFollower:
         agent = WeightAgent(client, self._engine, self._config, at, url=url, away_s=away_s)
         agent.waits = self._waits
         task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
-        self._following = _Following(hub=hub, agent=agent, task=task, leave=leave)
+        self._following = _Following(hub=hub, token=token, agent=agent, task=task, leave=leave)
         self._changed.beat()
 
     async def _leave(self, deadline_s: float) -> None:
