@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Protocol
 
 import google_crc32c
 import numpy as np
@@ -32,8 +32,6 @@ WAIT_S = (0.1, 2.0)  # between two attempts, doubled from the first to the secon
 RETRY_FOR_S = 60.0
 SEAL_S = 30.0
 HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
-
-_T = TypeVar("_T")
 
 
 def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
@@ -82,22 +80,6 @@ class Attempts:
         await asyncio.sleep(wait_s)
 
 
-async def _resumed(
-    what: str,
-    attempts: Attempts,
-    attempt: Callable[[], Awaitable[_T]],
-    left: Callable[[MeshError], Awaitable[int | None]],
-) -> _T:
-    """Repeats `attempt` until it succeeds or `attempts` gives up; `left` counts the chunks to go after a failure."""
-    while True:
-        try:
-            return await attempt()
-        except MeshError as error:
-            to_go = await left(error)
-            await attempts.another(error, left=to_go)
-            logger.warning("{} goes on, {} chunks to go: {}", what, "some" if to_go is None else to_go, error)
-
-
 class Moved(Protocol):
     """Called whenever a transfer moves; `unseen_s`: how long the other side may now be at work without a sign."""
 
@@ -134,26 +116,25 @@ class Uploader:
         Raises MeshError as `WeightSyncClient.create_version` does, for what another attempt does not mend.
         """
         missing: Sequence[int] = () if buffer is None else tuple(chunk.offset for chunk in manifest.chunks)
-
-        async def send() -> StagedVersion:
-            nonlocal missing
-            staged = await self._send(manifest, buffer, missing)
-            missing = staged.missing_offsets
-            if missing:
-                raise MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {len(missing)} chunks")
-            return staged
-
-        async def left(error: MeshError) -> int | None:
-            nonlocal missing
-            if buffer is not None and error.reason in TRANSIENT | NO_ROOM:
-                try:
-                    missing = (await self._client.create_version(manifest)).missing_offsets
-                except MeshError:  # it is still away, and is sent what it is not known to have
-                    return None
-            return len(missing)
-
         attempts = Attempts(self._retry_for_s, left=len(missing), also=INCOMPLETE | NO_ROOM)
-        return await _resumed(f"upload of version {manifest.version}", attempts, send, left)
+        while True:
+            try:
+                staged = await self._send(manifest, buffer, missing)
+                missing = staged.missing_offsets
+                if not missing:
+                    return staged
+                raise MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {len(missing)} chunks")
+            except MeshError as error:
+                left: int | None = len(missing)
+                if buffer is not None and error.reason in TRANSIENT | NO_ROOM:
+                    try:
+                        missing = (await self._client.create_version(manifest)).missing_offsets
+                        left = len(missing)
+                    except MeshError:  # it is still away, and is sent what it is not known to have
+                        left = None
+                await attempts.another(error, left=left)
+                to_go = "some" if left is None else left
+                logger.warning("upload of version {} goes on, {} chunks to go: {}", manifest.version, to_go, error)
 
     async def _send(
         self, manifest: Manifest, buffer: NDArray[np.uint8] | None, missing: Sequence[int]
