@@ -150,20 +150,10 @@ def _rows(
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
-    """The sample's first seq_len tokens, the first of which belongs to no term: nothing predicts it."""
-    _check(sample)
-    weights = {name: getattr(sample, name) for name in _ARRAYS}
-    cut = {name: array[:seq_len].copy() for name, array in weights.items() if array is not None}
-    mask = sample.loss_mask[:seq_len].copy()
-    for tokens in (mask, cut.get("ce_weights"), cut.get("ref_kl_weights")):
-        if tokens is not None:
-            tokens[:1] = 0
-    return replace(
-        sample, token_ids=sample.token_ids[:seq_len], loss_mask=mask, logprobs=sample.logprobs[:seq_len], **cut
-    )
+    """The sample's first seq_len tokens, the first of which belongs to no term: nothing predicts it.
 
-
-def _check(sample: TrainSample) -> None:
+    Raises ValueError for arrays that do not go together.
+    """
     length, what = len(sample.token_ids), f"sample of rollout {sample.rollout_id!r}"
     if len(sample.loss_mask) != length or len(sample.logprobs) != length:
         raise ValueError(
@@ -179,6 +169,15 @@ def _check(sample: TrainSample) -> None:
     ids, logprobs = sample.ref_top_ids, sample.ref_top_logprobs
     if (None if ids is None else ids.shape) != (None if logprobs is None else logprobs.shape):
         raise ValueError(f"{what}: ref_top_ids and ref_top_logprobs go together, of one shape; give both or neither")
+    weights = {name: getattr(sample, name) for name in _ARRAYS}
+    cut = {name: array[:seq_len].copy() for name, array in weights.items() if array is not None}
+    mask = sample.loss_mask[:seq_len].copy()
+    for tokens in (mask, cut.get("ce_weights"), cut.get("ref_kl_weights")):
+        if tokens is not None:
+            tokens[:1] = 0
+    return replace(
+        sample, token_ids=sample.token_ids[:seq_len], loss_mask=mask, logprobs=sample.logprobs[:seq_len], **cut
+    )
 
 
 def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: int) -> MicroBatch:

@@ -306,17 +306,14 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         denied = await self._gate(call.id, name, arguments if parsed is None else parsed)
         if denied is not None:
             return dict(bound_tool_message(denied))
-        if isinstance(parsed, dict):
-            content = await self._call_tool(name, parsed)
+        if isinstance(parsed, dict) and name in self._dispatch:
+            with self._doing(f"in a call of tool {name}"):
+                content = await call_mcp(self._servers, self._dispatch, name, parsed)
+        elif isinstance(parsed, dict):
+            known = ", ".join(sorted(self._dispatch)) or "none"
+            content = f"error: unknown tool {name!r}; the tools are: {known}"
         message = {"role": "tool", "tool_call_id": call.id, "name": name, "content": content}
         return dict(bound_tool_message(message))
-
-    async def _call_tool(self, name: str, arguments: Mapping[str, object]) -> object:
-        if name not in self._dispatch:
-            known = ", ".join(sorted(self._dispatch)) or "none"
-            return f"error: unknown tool {name!r}; the tools are: {known}"
-        with self._doing(f"in a call of tool {name}"):
-            return await call_mcp(self._servers, self._dispatch, name, arguments)
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:

@@ -74,26 +74,27 @@ class Evaluator:
         """
         self.busy = True
         began_s = self._clock.now()
+        metrics: dict[str, float] = {}
         try:
             async with self._one_at_a_time, asyncio.timeout(self._deadline_s):
-                scores = [await self._score_in_span(env, version, step) for env in envs]
+                for env in envs:
+                    # A span of its own, which every rollout of the evaluation links to.
+                    with self._tracer.start_as_current_span(
+                        EVALUATION_SPAN,
+                        context=Context(),
+                        attributes={"rl.step": step, "rl.version": version, "meshrl.environment": env.resolved_name},
+                    ) as span:
+                        scores = await self._score_environment(env, version)
+                        span.set_attributes({name: value for name, value in scores.items() if "@" in name})
+                        metrics |= scores
         except TimeoutError:
             raise RunError(
                 f"evaluation of version {version} did not end within {self._deadline_s:g} s;"
                 " lower orchestrator.eval.num_examples or raise orchestrator.deadlines.eval_s"
             ) from None
-        metrics = {name: value for part in scores for name, value in part.items()}
         metrics |= {"time/eval": self._clock.now() - began_s, "eval/version": float(version)}
         self.busy = False
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
-
-    async def _score_in_span(self, env: EvalEnvConfig, version: int, step: int) -> dict[str, float]:
-        """`_score_environment` in a span of its own, which every rollout links to."""
-        named: dict[str, str | int] = {"rl.step": step, "rl.version": version, "meshrl.environment": env.resolved_name}
-        with self._tracer.start_as_current_span(EVALUATION_SPAN, context=Context(), attributes=named) as span:
-            scores = await self._score_environment(env, version)
-            span.set_attributes({name: value for name, value in scores.items() if "@" in name})
-            return scores
 
     async def _score_environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
         """The scores of one environment. The log says how many rollouts they are over, and why others are missing."""

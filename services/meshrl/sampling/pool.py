@@ -226,11 +226,15 @@ class RolloutPool:
         why = await client.why_not_serving(LOOK_DEADLINE_S)
         if not why and host.state is not HostState.SERVING:
             infos = await client.list_environments(LOOK_DEADLINE_S)
-            if differs := self._differs(host, infos):
+            fresh = RolloutHost(address=host.address, environments={info.name: info for info in infos})
+            others = [other for other in self.table.hosts if other is not host]
+            if differs := "; ".join(differing([*others, fresh])):
                 if host.why != differs:
                     logger.warning(f"the rollout service at {host.address} is not used: {differs}")
                 return HostState.AWAY, differs
-            host.environments = self._without_orphans(host) | {info.name: info for info in infos}
+            # What nobody else hosts stays, should it be gone here: the group that is refused says so.
+            orphans = {name: info for name, info in host.environments.items() if self.table.hosting(name) == [host]}
+            host.environments = {**orphans, **fresh.environments}
         if await self._drains(host):
             return HostState.DRAINING, why or "it is draining"
         return (HostState.AWAY, why) if why else (HostState.SERVING, "")
@@ -252,16 +256,6 @@ class RolloutPool:
         host.slots = status.max_concurrent or None
         host.others = max(0, status.running + status.queued - ours)
         return status.draining
-
-    def _differs(self, host: RolloutHost, infos: Sequence[EnvironmentInfo]) -> str:
-        """Why a service that came back cannot be used."""
-        fresh = RolloutHost(address=host.address, environments={info.name: info for info in infos})
-        others = [other for other in self.table.hosts if other is not host]
-        return "; ".join(differing([*others, fresh]))
-
-    def _without_orphans(self, host: RolloutHost) -> dict[str, EnvironmentInfo]:
-        """What a service hosted before and nobody else does: should it be gone, the group that is refused says so."""
-        return {name: info for name, info in host.environments.items() if self.table.hosting(name) == [host]}
 
     def _turn(self, host: RolloutHost, state: HostState, why: str) -> None:
         """A service is in this state now; the log says when that is news."""

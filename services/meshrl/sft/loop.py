@@ -70,9 +70,6 @@ class SFTLoop:
                 began = time.perf_counter()
                 self._checkpointer.save_as(self._ckpt)
                 save_s = time.perf_counter() - began
-        return self._save_last()
-
-    def _save_last(self) -> Path:
         if self._ckpt is not None and not self._ckpt.weights_only:
             self._checkpointer.save()
             self._checkpointer.prune(self._ckpt)

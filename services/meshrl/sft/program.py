@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
 
 import torch
 from loguru import logger
@@ -43,7 +42,12 @@ def run_rank(config: SFTConfig, rank: int) -> None:
         raise_open_file_limit()
         if rank == 0:
             dump_toml(config, Layout(config.output_dir).config("sft"))
-        parallel = _join(config, os.environ)
+        device = resolve_device(config.model.device)
+        check_has_device(device, os.environ)
+        try:
+            parallel = RankGroup.start(os.environ, device=device, dp_replicate=config.model.dp_replicate)
+        except ValueError as error:
+            raise ModelError(str(error)) from error
         lifeline = Lifeline.tie(parallel, os.environ)
         stop = threading.Event()
         for signum in (signal.SIGTERM, signal.SIGINT):  # only now: a rank that waits for others ends at once
@@ -102,15 +106,6 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
     finally:
         feed.close()
         monitor.close()
-
-
-def _join(config: SFTConfig, environment: Mapping[str, str]) -> RankGroup:
-    device = resolve_device(config.model.device)
-    check_has_device(device, environment)
-    try:
-        return RankGroup.start(environment, device=device, dp_replicate=config.model.dp_replicate)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
 
 
 def _build(config: SFTConfig, parallel: RankGroup) -> Learner:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,18 +41,16 @@ class Muon(torch.optim.Optimizer):
         assert closure is None, "gradients come from the learner"
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(mean, group["momentum"]).bfloat16()
-        step = _orthogonal_part(update) if isinstance(update, DTensor) else orthogonal(update)
-        scale = 0.2 * math.sqrt(max(parameter.shape))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"] * scale)
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+                update = gradient.lerp(mean, group["momentum"]).bfloat16()
+                step = _orthogonal_part(update) if isinstance(update, DTensor) else orthogonal(update)
+                scale = 0.2 * math.sqrt(max(parameter.shape))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"] * scale)
 
 
 def orthogonal(update_MN: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,15 @@ class _Download:
         try:
             began_s, before = self._now(), 0
             while not self._over.is_set():
-                self._open(self._downloader.count.count)
+                count = self._downloader.count.count
+                for number in set(range(count)) - self._numbers:  # those beyond end after what they are at
+                    self._numbers.add(number)
+                    self._workers |= {asyncio.create_task(self._work(number)) for _ in range(CALLS)}
+                    parent, is_first = self._downloader.parents.choose(self._now()), number not in self._used
+                    self._used.add(number)
+                    much = self._queue.unclaimed >= RENEWED_FROM * count
+                    if is_first and much and parent.is_far and self._downloader.connections.is_open(parent, number):
+                        self._workers.add(asyncio.create_task(self._renew(parent, number)))
                 await asyncio.wait({over, *self._workers}, timeout=WINDOW_S, return_when=asyncio.FIRST_COMPLETED)
                 for ended in {worker for worker in self._workers if worker.done()}:
                     self._workers.discard(ended)
@@ -127,17 +135,6 @@ class _Download:
 
     def __str__(self) -> str:
         return f"the fetch of version {self._manifest.version}, with {self._queue.chunks_left} chunks to go,"
-
-    def _open(self, count: int) -> None:
-        """Puts as many connections to work; those beyond end after what they are at."""
-        for number in set(range(count)) - self._numbers:
-            self._numbers.add(number)
-            self._workers |= {asyncio.create_task(self._work(number)) for _ in range(CALLS)}
-            parent, is_first = self._downloader.parents.choose(self._now()), number not in self._used
-            self._used.add(number)
-            much = self._queue.unclaimed >= RENEWED_FROM * count
-            if is_first and much and parent.is_far and self._downloader.connections.is_open(parent, number):
-                self._workers.add(asyncio.create_task(self._renew(parent, number)))
 
     async def _renew(self, parent: Parent, number: int) -> None:
         """Replaces a connection by a new one."""

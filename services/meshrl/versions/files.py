@@ -138,28 +138,25 @@ class Spool:
         Raises MeshError OVERLOADED: no room.
         """
         try:
-            return self._allocated(manifest)
+            header = safetensors_header(manifest.tensors)
+            size = len(header) + manifest.num_bytes
+            folder = self._folder(size)
+            folder.mkdir(parents=True, exist_ok=True)
+            fd, name = tempfile.mkstemp(dir=folder, prefix=f"version_{manifest.version}-", suffix=".safetensors")
+            path = Path(name)
+            try:
+                os.posix_fallocate(fd, 0, size)  # now, since a write to a page that cannot be had kills the process
+                os.pwrite(fd, header, 0)
+                payload = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)[len(header) :]
+            except OSError:
+                with suppress(OSError):
+                    path.unlink()
+                raise
+            finally:
+                os.close(fd)
+            return HostBytes(parts=((0, payload),), files=(path,), own=path)
         except OSError as error:
             raise no_room(manifest.version, self._choices, error) from error
-
-    def _allocated(self, manifest: Manifest) -> HostBytes:
-        header = safetensors_header(manifest.tensors)
-        size = len(header) + manifest.num_bytes
-        folder = self._folder(size)
-        folder.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=folder, prefix=f"version_{manifest.version}-", suffix=".safetensors")
-        path = Path(name)
-        try:
-            os.posix_fallocate(fd, 0, size)  # now, since a write to a page that cannot be had kills the process
-            os.pwrite(fd, header, 0)
-            payload = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)[len(header) :]
-        except OSError:
-            with suppress(OSError):
-                path.unlink()
-            raise
-        finally:
-            os.close(fd)
-        return HostBytes(parts=((0, payload),), files=(path,), own=path)
 
     def _folder(self, size: int) -> Path:
         for choice in self._choices:

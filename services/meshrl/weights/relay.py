@@ -84,7 +84,11 @@ class Relay:
         """
         self._fetches[artifact_id] += 1
         try:
-            self._start_pull(artifact_id)
+            comes = artifact_id in self._pulls  # it is fetched once for all who ask
+            if not comes and (artifact_id not in self._manifests or self._store.missing(artifact_id)):
+                self._failed.pop(artifact_id, None)
+                self._pulls[artifact_id] = pull = asyncio.create_task(self._pull(artifact_id))
+                pull.add_done_callback(lambda task: self._pull_ended(artifact_id, task))
             while artifact_id not in self._manifests:
                 changed = self._pull_changed.upcoming
                 if artifact_id in self._failed:
@@ -108,14 +112,6 @@ class Relay:
         return artifact_id in self._pulls
 
     # --- from upstream ----------------------------------------------------------------------------
-
-    def _start_pull(self, artifact_id: str) -> None:
-        """Starts to fetch an artifact that is not whole here, once for all who ask."""
-        if artifact_id in self._pulls or (artifact_id in self._manifests and not self._store.missing(artifact_id)):
-            return
-        self._failed.pop(artifact_id, None)
-        self._pulls[artifact_id] = pull = asyncio.create_task(self._pull(artifact_id))
-        pull.add_done_callback(lambda task: self._pull_ended(artifact_id, task))
 
     async def _pull(self, artifact_id: str) -> None:
         manifest, _ = await self._upstream.get_manifest(artifact_id=artifact_id)

@@ -42,7 +42,16 @@ def _check(sample: Sample, streams: SampleStreams, what: str) -> None:
     if (streams.ref_kl_weights is None) != (streams.ref_logprobs is None):
         raise ValueError(f"{what}: ref_kl_weights and ref_logprobs go together; give both or neither")
     if streams.ref_top_ids is not None or streams.ref_top_logprobs is not None:
-        _check_candidates(sample, streams, what)
+        ids, logprobs = streams.ref_top_ids, streams.ref_top_logprobs
+        if ids is None or logprobs is None or streams.ref_kl_weights is None:
+            raise ValueError(f"{what}: ref_top_ids and ref_top_logprobs go together, with ref_kl_weights")
+        if ids.ndim != 2 or ids.shape != logprobs.shape or len(ids) != len(sample.token_ids):
+            raise ValueError(
+                f"{what}: ref_top_ids and ref_top_logprobs must be ({len(sample.token_ids)}, K), got shapes"
+                f" {ids.shape} and {logprobs.shape}"
+            )
+        if not np.isfinite(logprobs).all():
+            raise ValueError(f"{what}: ref_top_logprobs must be finite")
     arrays: dict[str, NDArray[np.float32] | None] = {
         name: getattr(streams, name) for name in ("ce_weights", "ref_kl_weights", "ref_logprobs")
     }
@@ -54,16 +63,3 @@ def _check(sample: Sample, streams: SampleStreams, what: str) -> None:
                 f"{what}: {name} must be {len(sample.token_ids)} finite numbers, one a token of the sample, got shape"
                 f" {array.shape}"
             )
-
-
-def _check_candidates(sample: Sample, streams: SampleStreams, what: str) -> None:
-    ids, logprobs = streams.ref_top_ids, streams.ref_top_logprobs
-    if ids is None or logprobs is None or streams.ref_kl_weights is None:
-        raise ValueError(f"{what}: ref_top_ids and ref_top_logprobs go together, with ref_kl_weights")
-    if ids.ndim != 2 or ids.shape != logprobs.shape or len(ids) != len(sample.token_ids):
-        raise ValueError(
-            f"{what}: ref_top_ids and ref_top_logprobs must be ({len(sample.token_ids)}, K), got shapes {ids.shape} and"
-            f" {logprobs.shape}"
-        )
-    if not np.isfinite(logprobs).all():
-        raise ValueError(f"{what}: ref_top_logprobs must be finite")

@@ -113,19 +113,16 @@ class VersionFetcher:
                 arrival = _ChunkArrival(manifest, held.parts[0][1], self._arrive)
                 await self._downloader.fetch(manifest, artifact_id, arrival)
             else:
-                await self._fetch_hashed(manifest, artifact_id, held)
+                hashed = _TensorArrival(manifest, held, self._arrive)
+                try:
+                    await self._downloader.fetch(manifest, artifact_id, hashed)
+                    await hashed.check_rest()
+                finally:
+                    hashed.stop()
         except BaseException:  # abandoned fetches leave no file either
             held.release()
             raise
         return held
-
-    async def _fetch_hashed(self, manifest: Manifest, artifact_id: str, held: HostBytes) -> None:
-        arrival = _TensorArrival(manifest, held, self._arrive)
-        try:
-            await self._downloader.fetch(manifest, artifact_id, arrival)
-            await arrival.check_rest()
-        finally:
-            arrival.stop()
 
 
 class _ChunkArrival:

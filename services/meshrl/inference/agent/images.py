@@ -59,7 +59,12 @@ class ImageKeeper:
             if step.layout_signature != self._layout:
                 raise _unreachable(version, f"it leads over version {step.version} of another model")
             if step.kind is VersionKind.FULL:
-                await self._open(step)
+                self.drop()
+                artifact_id = await asyncio.to_thread(manifests.artifact_id, step)
+                with self._times.part("fetched"):
+                    held = await self._fetcher.fetch(step, artifact_id)
+                threads = min(MAX_THREADS, os.cpu_count() or 1)
+                self._image = await asyncio.to_thread(WeightImage, step, held, num_threads=threads)
                 continue
             with self._times.part("fetched"):
                 delta = await self._fetcher.fetch_delta(step)
@@ -89,15 +94,6 @@ class ImageKeeper:
         image, self._image = self._image, None
         if image is not None:
             image.close()
-
-    async def _open(self, full: Manifest) -> None:
-        """Fetches a full version into a new image."""
-        self.drop()
-        artifact_id = await asyncio.to_thread(manifests.artifact_id, full)
-        with self._times.part("fetched"):
-            held = await self._fetcher.fetch(full, artifact_id)
-        threads = min(MAX_THREADS, os.cpu_count() or 1)
-        self._image = await asyncio.to_thread(WeightImage, full, held, num_threads=threads)
 
 
 def _unreachable(manifest: Manifest, why: str) -> MeshError:

@@ -70,7 +70,12 @@ class VersionLoader:
         """Has the engine stage a version. Raises MeshError as `VersionFetcher.fetch`, `stage` and `receive` do."""
         manifest = found.manifest
         if manifest.layout_signature != self.signature:
-            raise self._refusal(manifest)
+            theirs = ((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.tensors)
+            differs = None
+            if manifest.kind is not VersionKind.LORA:
+                differs = mismatch(manifest.version, self._engine.layout(), theirs)
+            text = f"version {manifest.version} is for a model of another layout than the engine's"
+            raise differs or MeshError(Reason.LAYOUT_MISMATCH, text)
         if is_for_images(manifest):
             await self._stage(manifest, await self._load_image(found))
             await self.images.wait_until_hashed()
@@ -108,12 +113,3 @@ class VersionLoader:
                     files=held.files if self._engine.stages_from_files else (),
                 )
             )
-
-    def _refusal(self, manifest: Manifest) -> MeshError:
-        """Says for a person where a version and the engine's model differ."""
-        theirs = ((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.tensors)
-        differs = None
-        if manifest.kind is not VersionKind.LORA:
-            differs = mismatch(manifest.version, self._engine.layout(), theirs)
-        text = f"version {manifest.version} is for a model of another layout than the engine's"
-        return differs or MeshError(Reason.LAYOUT_MISMATCH, text)

@@ -82,9 +82,11 @@ class Access:
         """Whether a Host header names this machine. An address does: it cannot be made to point elsewhere."""
         try:
             name = (URL(f"http://{host}").host or "").lower()
-        except ValueError:  # nothing that a name or address looks like
+            if name not in self._own_names and not name.endswith(".localhost"):
+                ipaddress.ip_address(name)
+        except ValueError:  # another name, or nothing that a name or address looks like
             return False
-        return name in self._own_names or name.endswith(".localhost") or _is_address(name)
+        return True
 
 
 def _not_json(request: web.Request) -> HttpRefusal | None:
@@ -95,14 +97,6 @@ def _not_json(request: web.Request) -> HttpRefusal | None:
         return None
     text = f"{request.path} takes JSON, got {request.content_type}; send it with Content-Type: application/json"
     return HttpRefusal(status=415, message=text)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:  # a name
-        return False
-    return True
 
 
 def _is_loopback(remote: str | None) -> bool:

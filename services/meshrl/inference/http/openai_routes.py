@@ -84,23 +84,20 @@ class OpenAIRoutes:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = parse(CompletionBody, await request.read())
         async with self._serving.deadline():
-            prompts = await self._prompts(body)
+            prompt = body.prompt
+            if isinstance(prompt, str):
+                prompt = [prompt]
+            if not prompt:
+                raise MeshError(Reason.INVALID_REQUEST, "prompt: an empty list; send at least one prompt or token id")
+            if isinstance(prompt[0], int):
+                prompt = [prompt]
+            encode = self._codec.encode
+            prompts = [
+                await encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else tuple(each)
+                for each in prompt
+            ]
         choices = self._choices(body, prompts, body.logprobs is not None, body.logprobs or 0)
         return await self._serve(request, body, choices)
-
-    async def _prompts(self, body: CompletionBody) -> list[tuple[int, ...]]:
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            prompt = [prompt]
-        if not prompt:
-            raise MeshError(Reason.INVALID_REQUEST, "prompt: an empty list; send at least one prompt or token id")
-        if isinstance(prompt[0], int):
-            prompt = [prompt]
-        encode = self._codec.encode
-        return [
-            await encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else tuple(each)
-            for each in prompt
-        ]
 
     def _choices(
         self, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]], logprobs: bool, tops: int

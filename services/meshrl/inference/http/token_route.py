@@ -51,12 +51,26 @@ class TokenRoute:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = parse(GenerateBody, await request.read())
-        requests = self._requests(body)
+        prompt_ids = tuple(body.token_ids)
+        room = self._serving.room(len(prompt_ids))
+        sampling = body.sampling_params
+        request_id = body.request_id or f"generate-{uuid.uuid4().hex}"
+        requests = [
+            GenerateRequest(
+                request_id=request_id,
+                prompt_ids=prompt_ids,
+                sampling=sampling.params(
+                    room=room, index=index, logprobs=sampling.logprobs is not None, top_logprobs=sampling.alternatives
+                ),
+                stream=body.stream,
+            )
+            for index in range(sampling.n)
+        ]
         if body.stream:
             return await send_events(self._serving, request, self._events(body, requests))
         async with self._serving.deadline():
             completions = await gather([self._serving.complete(each) for each in requests])
-        request_id, version = requests[0].request_id, completions[0].version
+        version = completions[0].version
         if body.sampling_params.fits_a_frame and MEDIA_TYPE in request.headers.get("Accept", ""):
             logprobs = body.sampling_params.logprobs is not None
             frame = CompletionFrame(
@@ -77,23 +91,6 @@ class TokenRoute:
             spans = [span for completion in completions for span in completion.version_spans]
             return frame_answer(frame, version, syncs=self._serving.spans.syncs(spans))
         return json_answer(self._answer(body, request_id, completions), version)
-
-    def _requests(self, body: GenerateBody) -> list[GenerateRequest]:
-        prompt_ids = tuple(body.token_ids)
-        room = self._serving.room(len(prompt_ids))
-        sampling = body.sampling_params
-        request_id = body.request_id or f"generate-{uuid.uuid4().hex}"
-        return [
-            GenerateRequest(
-                request_id=request_id,
-                prompt_ids=prompt_ids,
-                sampling=sampling.params(
-                    room=room, index=index, logprobs=sampling.logprobs is not None, top_logprobs=sampling.alternatives
-                ),
-                stream=body.stream,
-            )
-            for index in range(sampling.n)
-        ]
 
     def _answer(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> str:
         prompt_logprobs = None

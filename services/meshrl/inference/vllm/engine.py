@@ -179,7 +179,15 @@ class VllmEngine:
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        self._admit(request)
+        check_request(self, request, capacity=self.num_slots + self._max_queue, vocab_size=self.vocab_size)
+        sampling = request.sampling
+        changed = sampling.reweighted or sampling.truncated or sampling.temperature not in (0.0, 1.0)
+        if sampling.raw_logprobs and changed:
+            raise MeshError(
+                Reason.NOT_SUPPORTED,
+                "vLLM reports one kind of logprobs, those sampled from; leave raw_logprobs out, or sample at "
+                "temperature 1 without cuts, penalties and biases, where both are the same",
+            )
         with self._in_flight.one():  # from here on it does not fall asleep
             try:
                 await self._sleeper.wake()
@@ -202,17 +210,6 @@ class VllmEngine:
                 raise MeshError(Reason.ENGINE_FAILED, "vLLM's engine process is gone; its log says why") from error
             except self._client_errors as error:
                 raise MeshError(Reason.INVALID_REQUEST, f"vLLM refuses the request: {error}") from error
-
-    def _admit(self, request: GenerateRequest) -> None:
-        check_request(self, request, capacity=self.num_slots + self._max_queue, vocab_size=self.vocab_size)
-        sampling = request.sampling
-        changed = sampling.reweighted or sampling.truncated or sampling.temperature not in (0.0, 1.0)
-        if sampling.raw_logprobs and changed:
-            raise MeshError(
-                Reason.NOT_SUPPORTED,
-                "vLLM reports one kind of logprobs, those sampled from; leave raw_logprobs out, or sample at "
-                "temperature 1 without cuts, penalties and biases, where both are the same",
-            )
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -261,7 +258,15 @@ class VllmEngine:
         with self._versions_under_way.one():
             await self._sleeper.wake()
             if host.adapter is not None or self._adapters is not None:
-                self._staged = await self._stage_adapter(host)
+                if self._adapters is None:
+                    raise MeshError(
+                        Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.vllm.enable_lora"
+                    )
+                if host.adapter is None:
+                    raise MeshError(
+                        Reason.NOT_SUPPORTED, "an engine with LoRA takes adapters; publish them without merging"
+                    )
+                self._staged = await asyncio.to_thread(self._adapters.write, host, self._layout)
                 return
             refused = mismatch(host.version, self._layout, layout_of(host.tensors))
             if refused is not None:
@@ -269,15 +274,6 @@ class VllmEngine:
             await self._calls.rpc("meshrl_stage", host.version, [str(path) for path in host.files])
             await self._calls.wait_for_job(STAGE_DEADLINE_S)
             self._staged = host.version
-
-    async def _stage_adapter(self, host: HostVersion) -> StagedAdapter:
-        if self._adapters is None:
-            raise MeshError(
-                Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.vllm.enable_lora"
-            )
-        if host.adapter is None:
-            raise MeshError(Reason.NOT_SUPPORTED, "an engine with LoRA takes adapters; publish them without merging")
-        return await asyncio.to_thread(self._adapters.write, host, self._layout)
 
     async def apply(self, version: int, root: bytes) -> None:
         staged = self._staged

@@ -123,8 +123,19 @@ class DialedInWorker:
                 self._note_status(message.heartbeat.status, message.heartbeat.room)
                 answer = pb.HeartbeatAnswer(number=message.heartbeat.number)
                 stream.send(pb.AttachResponse(answer=answer))
+            case "event" if message.event.call_id not in self._book.calls:  # its lease ran out, or nobody waits for it
+                stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=message.event.call_id, unneeded=True)))
+                stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
             case "event":
-                self._receive(message.event, stream)
+                event = message.event
+                try:
+                    is_new = self._book.receive(event.call_id, event.seq, event)
+                except SkippedEventError as error:
+                    raise MeshError(Reason.INVALID_REQUEST, f"{error}; an event follows the one before it") from error
+                if is_new:
+                    self._news[event.call_id].set()
+                else:
+                    stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
             case "hello":
                 raise MeshError(Reason.INVALID_REQUEST, "hello must be the first message of a stream, and no other")
             case _:  # of a newer contract
@@ -162,21 +173,6 @@ class DialedInWorker:
         self._status, self._room = convert.rollout_status_from_proto(status), room
 
     # --- its calls --------------------------------------------------------------------------------
-
-    def _receive(self, event: pb.CallEvent, stream: WorkerStream) -> None:
-        call = self._book.calls.get(event.call_id)
-        if call is None:  # its lease ran out, or nobody waits for it
-            stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=event.call_id, unneeded=True)))
-            stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
-            return
-        try:
-            is_new = self._book.receive(event.call_id, event.seq, event)
-        except SkippedEventError as error:
-            raise MeshError(Reason.INVALID_REQUEST, f"{error}; an event follows the one before it") from error
-        if is_new:
-            self._news[event.call_id].set()
-        else:
-            stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
 
     def _start(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
         request = convert.rollout_request_to_proto(self._requests[call.call_id])
@@ -253,7 +249,13 @@ class DialedInWorker:
                     yield parsed
                 self._acknowledge(call)
         finally:
-            self._forget(call)
+            # Nobody waits for the call any more; one that is not over is stopped at the worker.
+            del self._requests[call.call_id], self._news[call.call_id]
+            if self._book.end(call.call_id) is not None and self._stream is not None:
+                unbooked = len(call.waiting)
+                self._stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call.call_id, unneeded=True)))
+                if unbooked:
+                    self._stream.send(pb.AttachResponse(credit=pb.EventCredit(events=unbooked)))
         if event.end.reason:
             reason = Reason.__members__.get(event.end.reason, Reason.INTERNAL)
             raise MeshError(reason, event.end.message, retry_after_s=event.end.retry_after_s or None)
@@ -286,12 +288,3 @@ class DialedInWorker:
             except TimeoutError:
                 raise MeshError(Reason.DEADLINE_PASSED, f"{self.address} did not end the group in time") from None
         return call.waiting[0]
-
-    def _forget(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
-        """Nobody waits for the call any more; one that is not over is stopped at the worker."""
-        del self._requests[call.call_id], self._news[call.call_id]
-        if self._book.end(call.call_id) is not None and self._stream is not None:
-            unbooked = len(call.waiting)
-            self._stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call.call_id, unneeded=True)))
-            if unbooked:
-                self._stream.send(pb.AttachResponse(credit=pb.EventCredit(events=unbooked)))

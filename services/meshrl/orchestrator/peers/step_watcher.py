@@ -156,28 +156,25 @@ class StepWatcher:
                     return
                 logger.debug(f"trainer: step {event.step} {event.state.value}")
                 self._heard_s = self._clock.now()
-                self._handle(event)
+                self._seen = event.revision
+                self._on_durable(event.durable_step)
+                match event.state:
+                    case StepState.QUEUED:
+                        self._failed.pop(event.step, None)
+                    case StepState.FAILED:
+                        self._failed[event.step] = event
+                    case StepState.DONE if not self._done[event.step].done():
+                        self._done[event.step].set_result(event)
+                if self._caught_up:
+                    for step, future in self._done.items():
+                        if step <= self._run.step and not future.done():
+                            future.set_result(self._done_without_metrics(step))
 
     def _failure(self) -> str:
         event = self._failed[min(self._failed)]
         return (
             f"failed step {event.step}: {event.reason}: {event.message}; the weights are those of step {event.step - 1}"
         )
-
-    def _handle(self, event: StepEvent) -> None:
-        self._seen = event.revision
-        self._on_durable(event.durable_step)
-        match event.state:
-            case StepState.QUEUED:
-                self._failed.pop(event.step, None)
-            case StepState.FAILED:
-                self._failed[event.step] = event
-            case StepState.DONE if not self._done[event.step].done():
-                self._done[event.step].set_result(event)
-        if self._caught_up:
-            for step, future in self._done.items():
-                if step <= self._run.step and not future.done():
-                    future.set_result(self._done_without_metrics(step))
 
     @property
     def _caught_up(self) -> bool:

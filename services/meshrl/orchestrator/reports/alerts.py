@@ -37,19 +37,10 @@ class Alerts:
         for name in ("reward/all/mean", "mismatch_kl/all/mean", "time/wait_for_batch", "time/train_step"):
             if name in metrics:
                 self._seen.setdefault(name, deque(maxlen=REMEMBERED)).append(metrics[name])
-        found = {name: words for name, words in self._found(metrics, lags_s).items() if words}
-        for name in sorted(found.keys() - self._on):
-            logger.warning("alert {}: {}", name, found[name])
-        for name in sorted(self._on - found.keys()):
-            logger.info("alert {} is over", name)
-        self._on = set(found)
-        return {f"alert/{name}": 1.0 for name in found}
-
-    def _found(self, metrics: Mapping[str, float], lags_s: Mapping[str, float]) -> dict[str, str]:
         late = [f"{name} answers {lag_s:.1f} s late" for name, lag_s in sorted(lags_s.items()) if lag_s > LATE_S]
         errored = metrics.get("errored_rollouts/all", 0.0)
         failing = f"{errored:.0%} of the rollouts fail; meshrl rollouts tail --state failed says why"
-        return {
+        looked_at = {
             "reward_collapse": self._reward_collapse(),
             "mismatch_growth": self._mismatch_growth(),
             "starved_trainer": self._starved_trainer(),
@@ -57,6 +48,13 @@ class Alerts:
             "errored_rollouts": failing if errored > ERRORED else "",
             "loop_lag": ", ".join(late),
         }
+        found = {name: words for name, words in looked_at.items() if words}
+        for name in sorted(found.keys() - self._on):
+            logger.warning("alert {}: {}", name, found[name])
+        for name in sorted(self._on - found.keys()):
+            logger.info("alert {} is over", name)
+        self._on = set(found)
+        return {f"alert/{name}": 1.0 for name in found}
 
     def _reward_collapse(self) -> str:
         """The mean of the last steps is far below the best that as many steps in a row had."""

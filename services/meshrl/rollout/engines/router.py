@@ -178,7 +178,10 @@ class EngineRouter:
             if engine is None:
                 self._refuse_biased(need)
                 if time.monotonic() >= give_up_at or self.engines.is_past(need):
-                    raise self._no_engine(need, why)
+                    if any(one.healthy for one in self.engines.candidates(need)) and not self.engines.can_meet(need):
+                        raise self._not_available(need)
+                    failover_s = self._config.failover_s
+                    raise MeshError(Reason.ENGINE_FAILED, f"no engine took the call within {failover_s:g} s: {why}")
                 session.doing = f"waiting for an engine to take its model call ({why})"
                 await self._wait_for_change(give_up_at)
                 skip = {url for url, time_s in not_before.items() if time_s > time.monotonic()}
@@ -199,11 +202,6 @@ class EngineRouter:
                 continue
             session.engine = engine.url
             return answer
-
-    def _no_engine(self, need: Requirement, why: str) -> MeshError:
-        if any(engine.healthy for engine in self.engines.candidates(need)) and not self.engines.can_meet(need):
-            return self._not_available(need)
-        return MeshError(Reason.ENGINE_FAILED, f"no engine took the call within {self._config.failover_s:g} s: {why}")
 
     def _not_available(self, need: Requirement) -> MeshError:
         newest = self.engines.newest(need)

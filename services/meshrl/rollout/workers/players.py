@@ -68,8 +68,10 @@ class WorkerGroup:
         environment, lost = self._request.environment, ""
         async with self._placing:
             for _ in range(MOST_TRIES):
-                if self._places and self._has(*self._places[-1]):
-                    return self._places[-1]
+                if self._places:
+                    worker, number = self._places[-1]  # it may be lost, or be left to what blocks it
+                    if number in worker.groups and self._fleet.plays_here(environment, worker):
+                        return worker, number
                 worker, number = await self._fleet.worker_for(environment), self._fleet.next_group()
                 try:
                     await worker.open(number, environment, self._request.group_size, self._payload)
@@ -80,34 +82,27 @@ class WorkerGroup:
                     return self._places[-1]
         raise MeshError(Reason.ENVIRONMENT_FAILED, lost)
 
-    def _has(self, worker: WorkerProcess, number: int) -> bool:
-        """Whether the group goes on in this worker: it may be lost, or be left to what blocks it."""
-        return number in worker.groups and self._fleet.plays_here(self._request.environment, worker)
-
     async def play(self, index: int) -> EpisodeResult:
         """Raises nothing but CancelledError."""
         try:
-            return await self._play(index)
+            for tries_left in reversed(range(MOST_TRIES)):
+                self._waiting_since[index] = time.time()
+                worker, number = self._playing[index] = await self.place()
+                try:
+                    return await worker.play(number, index)
+                except asyncio.CancelledError:
+                    worker.cancel(number, index)
+                    raise
+                except WorkerLostError as error:
+                    if error.guilty or not tries_left:
+                        raise MeshError(Reason.ENVIRONMENT_FAILED, str(error)) from error
+                self._playing.pop(index, None)
+            raise AssertionError("the last try returns or raises")
         except MeshError as error:
             return rollout_failure(self._request, error, str(uuid.uuid4()))
         finally:
             self._playing.pop(index, None)
             self._waiting_since.pop(index, None)
-
-    async def _play(self, index: int) -> EpisodeResult:
-        for tries_left in reversed(range(MOST_TRIES)):
-            self._waiting_since[index] = time.time()
-            worker, number = self._playing[index] = await self.place()
-            try:
-                return await worker.play(number, index)
-            except asyncio.CancelledError:
-                worker.cancel(number, index)
-                raise
-            except WorkerLostError as error:
-                if error.guilty or not tries_left:
-                    raise MeshError(Reason.ENVIRONMENT_FAILED, str(error)) from error
-            self._playing.pop(index, None)
-        raise AssertionError("the last try returns or raises")
 
     def stage(self, index: int) -> RolloutStage | None:
         if (playing := self._playing.get(index)) is not None:

@@ -100,7 +100,13 @@ class Snapshotter:
     def capture(self, version: int) -> Captured:
         """Copies the current weights; collective. Rank 0 gives the publisher what this returns."""
         if not self._in_shares:
-            return self._gather()
+            # The whole weights, or the whole adapter, on rank 0; the other ranks keep nothing of them.
+            keep = self._parallel.rank == 0
+            if self._adapter_only:
+                state = peft_state(adapter_state(self._model, keep=keep))
+            else:
+                state = gather_state(self._model, self._dtype, keep=keep)
+            return Captured(gathered=GatheredWeights(state) if keep else None)
         assert self.share is not None, "a rank that captures rows has a share"
         began_s = time.perf_counter()
         reuse = self.share.release_snapshot()
@@ -126,15 +132,6 @@ class Snapshotter:
         digests = self._parallel.sum(lanes.numpy())
         parts_s = {"snapshot": taken_s - began_s, "digest": time.perf_counter() - taken_s}
         return Captured(digests=digests, parts_s=parts_s)
-
-    def _gather(self) -> Captured:
-        """The whole weights, or the whole adapter, on rank 0; the other ranks keep nothing of them."""
-        keep = self._parallel.rank == 0
-        if self._adapter_only:
-            state = peft_state(adapter_state(self._model, keep=keep))
-        else:
-            state = gather_state(self._model, self._dtype, keep=keep)
-        return Captured(gathered=GatheredWeights(state) if keep else None)
 
 
 def open_snapshotter(

@@ -224,7 +224,20 @@ class Checkpointer:
         folder, group = self._folder(step), self._group
         names = group.plan.share(sorted(manifest.files))
         self._group.together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
-        self._load(folder, manifest)
+        optimizer = train_state.optimizer_kind(self._learner)
+        if manifest.optimizer != optimizer:
+            raise CheckpointError(
+                f"{folder} was trained with the optimizer {manifest.optimizer}, this run has {optimizer}; set "
+                "optim.type as it was"
+            )
+        reader, control = FileSystemReader(folder), self._group.control
+        with self._learner.optimizer.state_open():
+            tensors = train_state.tensors_to_fill(self._learner, reader.read_metadata(), folder)
+            try:
+                state_dict_loader.load(tensors, storage_reader=reader, process_group=control, no_dist=not control)
+            except CheckpointException as error:  # a BaseException, as torch has it
+                raise files.damaged(folder, reason(error)) from error
+            train_state.take_over(self._learner, tensors)
         train_state.seed_rank(self._seed, step, group.plan.rank)
         if manifest.ranks == group.plan.world_size:
             saved = train_state.read_random_state(folder / train_state.random_file(group.plan.rank))
@@ -255,22 +268,6 @@ class Checkpointer:
         return step, self._group.together(
             "read the checkpoint", lambda: CheckpointManifest.read(self._folder(step), step=step)
         )
-
-    def _load(self, folder: Path, manifest: CheckpointManifest) -> None:
-        optimizer = train_state.optimizer_kind(self._learner)
-        if manifest.optimizer != optimizer:
-            raise CheckpointError(
-                f"{folder} was trained with the optimizer {manifest.optimizer}, this run has {optimizer}; set "
-                "optim.type as it was"
-            )
-        reader, control = FileSystemReader(folder), self._group.control
-        with self._learner.optimizer.state_open():
-            tensors = train_state.tensors_to_fill(self._learner, reader.read_metadata(), folder)
-            try:
-                state_dict_loader.load(tensors, storage_reader=reader, process_group=control, no_dist=not control)
-            except CheckpointException as error:  # a BaseException, as torch has it
-                raise files.damaged(folder, reason(error)) from error
-            train_state.take_over(self._learner, tensors)
 
     # --- writing, on the training thread or beside it -----------------------------------------------
 

@@ -82,7 +82,10 @@ class Receiver:
             self.abort()
             raise
         began_s = time.perf_counter()
-        self._check(manifest, torch.stack(digests))
+        for entry, lanes in zip(manifest.tensors, torch.stack(digests).cpu(), strict=True):
+            if digest_bytes(lanes) != entry.digest:
+                text = f"tensor {entry.name!r} of version {manifest.version} is not what its manifest says"
+                raise MeshError(Reason.DIGEST_MISMATCH, text)
         times["verify"] += time.perf_counter() - began_s
         return ReceiveTimes(wire_s=times["wire"], load_s=times["load"], verify_s=times["verify"])
 
@@ -142,12 +145,6 @@ class Receiver:
                 whole = whole.clone()  # behind a piece of a narrower type
             tensors.append((entry.name, whole.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)))
         return tensors
-
-    def _check(self, manifest: Manifest, lanes_T2: torch.Tensor) -> None:
-        for entry, lanes in zip(manifest.tensors, lanes_T2.cpu(), strict=True):
-            if digest_bytes(lanes) != entry.digest:
-                text = f"tensor {entry.name!r} of version {manifest.version} is not what its manifest says"
-                raise MeshError(Reason.DIGEST_MISMATCH, text)
 
     def abort(self) -> None:
         """Ends the group, from any thread; a receive under way raises GROUP_BROKEN."""

@@ -55,16 +55,12 @@ def link_base(base: Path, folder: Path) -> None:
     while below.exists():
         into.mkdir(parents=True)
         for name in (MANIFEST, PAYLOAD):
-            _link(below / name, into / name)
+            try:
+                os.link(below / name, into / name)
+            except OSError:  # a file system without links
+                shutil.copyfile(below / name, into / name)
         below, into = below / _BASE, into / _BASE
     making.rename(target)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, target)
 
 
 def chain_of(manifest: Manifest, folder: Path) -> list[StoredPart]:
