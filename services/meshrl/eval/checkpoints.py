@@ -32,7 +32,11 @@ def weights_to_evaluate(weights_dir: Path | None, steps: Sequence[int] | None, *
     if weights_dir is None:
         return found
     weights_dir = weights_dir.resolve()
-    there = _steps_in(weights_dir)
+    if not weights_dir.is_dir():
+        raise ConfigError(f"weights_dir {str(weights_dir)!r}: there is no such folder")
+    # One that is being written has another name.
+    matches = {path: STEP_FOLDER.fullmatch(path.name) for path in weights_dir.iterdir() if path.is_dir()}
+    there = {int(match[1]): path for path, match in matches.items() if match}
     final = weights_dir / FINAL
     if not there and not steps and final.is_dir():
         return [*found, EvaluatedWeights(name=FINAL, step=1, folder=final)]
@@ -48,11 +52,3 @@ def weights_to_evaluate(weights_dir: Path | None, steps: Sequence[int] | None, *
         )
     chosen = sorted(set(steps)) if steps else sorted(there)
     return [*found, *(EvaluatedWeights(name=f"step_{step}", step=step, folder=there[step]) for step in chosen)]
-
-
-def _steps_in(weights_dir: Path) -> dict[int, Path]:
-    """The folders of checkpoints by step. One that is being written has another name."""
-    if not weights_dir.is_dir():
-        raise ConfigError(f"weights_dir {str(weights_dir)!r}: there is no such folder")
-    found = {path: STEP_FOLDER.fullmatch(path.name) for path in weights_dir.iterdir() if path.is_dir()}
-    return {int(match[1]): path for path, match in found.items() if match}

@@ -30,10 +30,6 @@ def main() -> None:
         clean=config.clean_output_dir,
         derived=(SUMMARY, TABLE, CURVE, METRICS),
     )
-    run_trials("eval", config, results, Evaluation(config, weights, _monitor(config)).run)
-
-
-def _monitor(config: EvaluationConfig) -> Monitor:
     sinks: list[Sink] = [ConsoleSink()]
     if config.wandb is not None:
         sinks.append(
@@ -47,7 +43,7 @@ def _monitor(config: EvaluationConfig) -> Monitor:
                 settings=config.model_dump(mode="json"),
             )
         )
-    return Monitor(sinks)
+    run_trials("eval", config, results, Evaluation(config, weights, Monitor(sinks)).run)
 
 
 if __name__ == "__main__":

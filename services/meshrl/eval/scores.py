@@ -84,7 +84,8 @@ def score(
         sums = np.array([sum(rewards) for rewards in tasks])
         average = _estimate(sums, np.array([len(rewards) for rewards in tasks], dtype=np.float64), draws)
     passes: dict[int, Estimate] = {}
-    for k in _ks(group_size):
+    powers = (2**power for power in range(group_size.bit_length()))  # none is larger than the group
+    for k in sorted({*powers, group_size}):
         shares = [
             pass_at_k(len(rewards), sum(reward >= pass_threshold for reward in rewards), k)
             for rewards in tasks
@@ -110,11 +111,6 @@ def pass_at_k(tried: int, passed: int, k: int) -> float:
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1: 1 - C(n - c, k) / C(n, k).
     """
     return 1.0 - comb(tried - passed, k) / comb(tried, k)
-
-
-def _ks(group_size: int) -> list[int]:
-    """1, 2, 4 and so on, and the group size."""
-    return sorted({*(2**power for power in range(group_size.bit_length()) if 2**power <= group_size), group_size})
 
 
 def _draws(tasks: int, resamplings: int) -> NDArray[np.int64]:

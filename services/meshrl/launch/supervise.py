@@ -233,7 +233,9 @@ class Supervisor:
             exits = [child.exited for child in self._children.values() if child.exited is not None]
             await stop_or_first(stop, *exits, *ends)
             if leading is not None and (stop.is_set() or leading.done()):
-                return await self._end_after(leading)
+                await asyncio.wait({leading}, timeout=self._grace.shutdown_s)
+                code = leading.result() if leading.done() else 1
+                return await self._end_in_order() or code
             if stop.is_set():
                 logger.info("ending all programs")
                 return await self._end_in_order()
@@ -251,12 +253,6 @@ class Supervisor:
                     self._report(child, failed)
                     return 1  # the caller's way out ends the others
                 await self._restart(child, failed)
-
-    async def _end_after(self, leading: asyncio.Future[int]) -> int:
-        """Lets what leads in this process end, then the programs that it used. Raises what it raises."""
-        await asyncio.wait({leading}, timeout=self._grace.shutdown_s)
-        code = leading.result() if leading.done() else 1
-        return await self._end_in_order() or code
 
     def _ended(self) -> list[_Child]:
         """Programs that have ended: a leader that is done first, a leader that failed (perhaps by others) last."""

@@ -39,7 +39,9 @@ class RowFile:
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
                 opening.callback(os.close, self._descriptor)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._cut_half_line()
+                content = self.path.read_bytes()
+                if content and not content.endswith(b"\n"):  # half a line
+                    os.truncate(self._descriptor, content.rfind(b"\n") + 1)
             except BlockingIOError as error:
                 raise ConfigError(
                     f"output_dir: {self.path} is written by another process; wait for its end, or choose another"
@@ -76,12 +78,6 @@ class RowFile:
                         " output_dir"
                     ) from error
                 yield row
-
-    def _cut_half_line(self) -> None:
-        """Cuts off what is behind the last line feed."""
-        content = self.path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(self._descriptor, content.rfind(b"\n") + 1)
 
 
 def key_of(row: JsonObject) -> TrialKey:

@@ -98,13 +98,9 @@ def start_call(
     path = f"/{method.containing_service.full_name}/{method.name}"
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     answer = message_factory.GetMessageClass(method.output_type)
-    stub = getattr(channel, kind)(path, _serialized, answer.FromString)
+    stub = getattr(channel, kind)(path, lambda message: message.SerializeToString(), answer.FromString)
     sent = _each(requests) if method.client_streaming else requests[0]
     return stub(sent, timeout=deadline_s, metadata=credentials.metadata())
-
-
-def _serialized(message: Message) -> bytes:
-    return message.SerializeToString()
 
 
 async def _each(requests: Sequence[Message]) -> AsyncIterator[Message]:

@@ -74,7 +74,9 @@ def tail(
     folder: RunFolder, number: int, environment: str | None, state: str | None, follow: bool, as_json: bool
 ) -> None:
     """List the rollouts whose state changed last, the newest at the end."""
-    where, values = _filter(environment, state)
+    wanted = {"rollouts.environment = ?": environment, "rollouts.state = ?": _IN_LEDGER.get(state or "", state)}
+    given = {clause: value for clause, value in wanted.items() if value}
+    where, values = " AND ".join(given) or "1", list(given.values())
     with closing(_open(folder)) as ledger:
         row = _rows(ledger)
         found = _read(ledger, f"{row} WHERE {where} ORDER BY updated_s DESC LIMIT ?", [*values, number])[::-1]
@@ -86,12 +88,6 @@ def tail(
                 news = _read(ledger, f"{row} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
                 _show(news, as_json=as_json)
                 found = news or found
-
-
-def _filter(environment: str | None, state: str | None) -> tuple[str, list[object]]:
-    wanted = {"rollouts.environment = ?": environment, "rollouts.state = ?": _IN_LEDGER.get(state or "", state)}
-    given = {clause: value for clause, value in wanted.items() if value}
-    return " AND ".join(given) or "1", list(given.values())
 
 
 def _show(found: Sequence[JsonObject], *, as_json: bool) -> None:

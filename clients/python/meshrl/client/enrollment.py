@@ -94,7 +94,9 @@ def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
             socket.create_connection((host.strip("[]"), int(port)), CALL_S) as raw,
             context.wrap_socket(raw, server_hostname=server_name(_SERVER)) as connection,
         ):
-            shown = _chain(connection)
+            # What the server shows, unverified. Public in ssl from Python 3.13 on; until then its object has it.
+            chain = connection._sslobj.get_unverified_chain()  # type: ignore[attr-defined]  # see above
+            shown = [x509.load_pem_x509_certificate(each.public_bytes().encode()) for each in chain or ()]
     except (OSError, ValueError) as error:
         raise MeshError(
             Reason.UNREACHABLE,
@@ -107,12 +109,6 @@ def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
         Reason.UNAUTHENTICATED,
         f"the server at {address} is not of the run with {ca_hash}: do not trust it; check address and hash",
     )
-
-
-def _chain(connection: ssl.SSLSocket) -> list[x509.Certificate]:
-    """What the server showed, unverified. Public in ssl from Python 3.13 on; until then its object has it."""
-    shown = connection._sslobj.get_unverified_chain()  # type: ignore[attr-defined]  # see above
-    return [x509.load_pem_x509_certificate(each.public_bytes().encode()) for each in shown or ()]
 
 
 async def _answer(call: Callable[..., Awaitable[_AnswerT]], request: Message, address: str) -> _AnswerT:

@@ -64,30 +64,26 @@ def encode(frame: CompletionFrame) -> bytes:
     header = _HEADER.pack(_MAGIC, FORMAT, 0, len(frame.choices), frame.prompt_tokens, len(name), 0)
     parts = [header, name, bytes(-len(name) % 8)]
     for choice in frame.choices:
-        _put(parts, choice)
+        count, kinds = len(choice.token_ids), 0
+        arrays = [choice.token_ids.astype("<i4", copy=False).tobytes()]
+        for bit, values in ((_LOGPROBS, choice.logprobs), (_RAW_LOGPROBS, choice.raw_logprobs)):
+            if values is not None:
+                if len(values) != count:
+                    raise ValueError(f"a choice of {count} tokens needs as many logprobs, got {len(values)}")
+                kinds |= bit
+                arrays.append(values.astype("<f4", copy=False).tobytes())
+        spans = choice.version_spans
+        prompt_version = spans[0].prompt_version if spans else None
+        if prompt_version is not None:
+            kinds |= _HAS_PROMPT_VERSION
+        stop = -1 if choice.stop_token_id is None else choice.stop_token_id
+        finish = FINISH_REASONS.index(choice.finish_reason)
+        parts.append(_CHOICE.pack(count, len(spans), stop, finish, kinds))
+        parts.extend(_SPAN.pack(span.start, span.end, span.version) for span in spans)
+        if prompt_version is not None:
+            parts.append(_PROMPT_VERSION.pack(prompt_version))
+        parts.extend(arrays)
     return b"".join(parts)
-
-
-def _put(parts: list[bytes], choice: FrameChoice) -> None:
-    count, kinds = len(choice.token_ids), 0
-    arrays = [choice.token_ids.astype("<i4", copy=False).tobytes()]
-    for bit, values in ((_LOGPROBS, choice.logprobs), (_RAW_LOGPROBS, choice.raw_logprobs)):
-        if values is not None:
-            if len(values) != count:
-                raise ValueError(f"a choice of {count} tokens needs as many logprobs, got {len(values)}")
-            kinds |= bit
-            arrays.append(values.astype("<f4", copy=False).tobytes())
-    spans = choice.version_spans
-    prompt_version = spans[0].prompt_version if spans else None
-    if prompt_version is not None:
-        kinds |= _HAS_PROMPT_VERSION
-    stop = -1 if choice.stop_token_id is None else choice.stop_token_id
-    finish = FINISH_REASONS.index(choice.finish_reason)
-    parts.append(_CHOICE.pack(count, len(spans), stop, finish, kinds))
-    parts.extend(_SPAN.pack(span.start, span.end, span.version) for span in spans)
-    if prompt_version is not None:
-        parts.append(_PROMPT_VERSION.pack(prompt_version))
-    parts.extend(arrays)
 
 
 def decode(data: bytes) -> CompletionFrame:

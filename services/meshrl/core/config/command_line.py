@@ -35,28 +35,25 @@ def parse_command_line(older: OlderSpellings, argv: Sequence[str]) -> CommandLin
     line, rest = CommandLine(), list(argv)
     while rest:
         with collected(line.problems):
-            _take(older, rest.pop(0), rest, line)
+            token = rest.pop(0)
+            if token in ("--help", "-h"):
+                line.help = line.help or "everyday"
+            elif token == "--help-all":
+                line.help = "every key"
+            elif token == "--dry-run" and older.root.step("dry_run") is None:
+                line.dry_run = True
+            elif token == "@":
+                line.files.append(((), _file_name("@", rest)))
+            elif token.startswith("@"):
+                raise ConfigError(_missing_space(token))
+            elif token.startswith("--") and len(token) > 2:
+                _take_flag(older, token, rest, line)
+            else:
+                raise ConfigError(
+                    f"unexpected argument {token!r}: values follow a flag (--key {token}) and files follow an @"
+                    f" (@ {token})"
+                )
     return line
-
-
-def _take(older: OlderSpellings, token: str, rest: list[str], line: CommandLine) -> None:
-    """Reads one argument and what belongs to it."""
-    if token in ("--help", "-h"):
-        line.help = line.help or "everyday"
-    elif token == "--help-all":
-        line.help = "every key"
-    elif token == "--dry-run" and older.root.step("dry_run") is None:
-        line.dry_run = True
-    elif token == "@":
-        line.files.append(((), _file_name("@", rest)))
-    elif token.startswith("@"):
-        raise ConfigError(_missing_space(token))
-    elif token.startswith("--") and len(token) > 2:
-        _take_flag(older, token, rest, line)
-    else:
-        raise ConfigError(
-            f"unexpected argument {token!r}: values follow a flag (--key {token}) and files follow an @ (@ {token})"
-        )
 
 
 def _missing_space(token: str) -> str:

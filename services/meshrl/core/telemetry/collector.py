@@ -73,7 +73,10 @@ class CollectorExporter(SpanExporter):
         """Sends from the oldest on, until one is refused; True when all are sent."""
         while self._held:
             if self._inner.export(self._held[0]) is SpanExportResult.SUCCESS:
-                self._took_one()
+                self._count -= len(self._held.popleft())
+                if self._tries:
+                    logger.info("the collector takes spans again, {} are held", self._count)
+                self._tries, self._retry_s, self._retry_at_s = 0, RETRY_S[0], 0.0
                 continue
             if not self._tries:
                 logger.warning(
@@ -88,12 +91,6 @@ class CollectorExporter(SpanExporter):
             self._retry_s = min(2 * self._retry_s, RETRY_S[1])
             return False
         return True
-
-    def _took_one(self) -> None:
-        self._count -= len(self._held.popleft())
-        if self._tries:
-            logger.info("the collector takes spans again, {} are held", self._count)
-        self._tries, self._retry_s, self._retry_at_s = 0, RETRY_S[0], 0.0
 
     def _lose(self) -> None:
         """Gives up the oldest batch."""

@@ -108,7 +108,11 @@ class ProgramWatch:
         for name, wait in late.items():
             if wait.seconds >= 2 * self._said_s.get(name, 0.0):
                 self._said_s[name] = wait.seconds
-                self._say(state, wait)
+                others = {} if self._output_dir is None else read_states(self._output_dir)
+                states = {**others, self._program: replace(state, waits=(wait,))}
+                usual = "" if wait.usual_s is None else f" (usually {wait.usual_s:.1f} s)"
+                chain = waiting_chain(states, self._program, state.at_s).removeprefix(f"{self._program} waits for ")
+                logger.info("waiting for {:.0f} s{}: {}", wait.seconds, usual, chain)
 
     def _say_troubles(self, state: ProgramState) -> None:
         if self._output_dir is None:
@@ -121,13 +125,6 @@ class ProgramWatch:
         for name in sorted((self._troubled - found.keys()) & current.keys()):
             logger.info("{} works again", name)
         self._troubled = set(found)
-
-    def _say(self, state: ProgramState, wait: WaitState) -> None:
-        others = {} if self._output_dir is None else read_states(self._output_dir)
-        states = {**others, self._program: replace(state, waits=(wait,))}
-        usual = "" if wait.usual_s is None else f" (usually {wait.usual_s:.1f} s)"
-        chain = waiting_chain(states, self._program, state.at_s).removeprefix(f"{self._program} waits for ")
-        logger.info("waiting for {:.0f} s{}: {}", wait.seconds, usual, chain)
 
     def _write(self, state: ProgramState) -> None:
         if self._path is None:

@@ -89,7 +89,12 @@ def probe_nodes(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], No
     token, file = uuid.uuid4().hex, layout.configs.absolute() / ".token"
     file.write_text(token)
     try:
-        said = _probe(names, file)
+        answer = on_each(names, "meshrl.launch.nodes.probe", str(file), str(PORTS_PER_NODE))
+        lines: list[_ProbeAnswer] = [json.loads(line) for line in answer.splitlines()]
+        said = {line["node"]: line for line in lines}
+        missing = [name for name in names if name not in said]
+        if missing:
+            raise ConfigError(f"nodes {', '.join(missing)} of the job did not say which ports are free there")
     finally:
         file.unlink(missing_ok=True)
     addresses = _addresses(names)
@@ -121,16 +126,6 @@ def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | Non
         f"--nodelist={','.join(names)}", sys.executable, "-m", module, *arguments, stdin=stdin,
         deadline_s=PROBE_DEADLINE_S,
     )  # fmt: skip
-
-
-def _probe(names: Sequence[str], file: Path) -> dict[str, _ProbeAnswer]:
-    answer = on_each(names, "meshrl.launch.nodes.probe", str(file), str(PORTS_PER_NODE))
-    lines: list[_ProbeAnswer] = [json.loads(line) for line in answer.splitlines()]
-    said = {line["node"]: line for line in lines}
-    missing = [name for name in names if name not in said]
-    if missing:
-        raise ConfigError(f"nodes {', '.join(missing)} of the job did not say which ports are free there")
-    return said
 
 
 def _addresses(names: Sequence[str]) -> dict[str, str]:

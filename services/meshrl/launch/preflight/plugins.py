@@ -70,14 +70,10 @@ def _questions(plan: Plan) -> dict[str, object]:
             "load": config.dry_run,
         }
         if plan.starts("rollout")
-        and (config.dry_run or any(not _is_known(entry) for entry in config.local_environments))
+        # Nothing can be wrong with a taskset of ours without options.
+        and (config.dry_run or any(entry.args or not is_bundled(entry.id) for entry in config.local_environments))
         else None,
     }
-
-
-def _is_known(entry: EnvConfig) -> bool:
-    """True for a taskset of ours without options: nothing can be wrong with it."""
-    return is_bundled(entry.id) and not entry.args
 
 
 def answer(questions: ReadTable) -> Iterator[Answer]:

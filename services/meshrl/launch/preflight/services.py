@@ -25,10 +25,14 @@ def check_running_services(plan: Plan) -> Iterator[Finding]:
     given = plan.config.orchestrator.services.given()
     for program, address in ((program, address) for program, several in given.items() for address in several):
         key = f"orchestrator.services.{program} {address!r}"
+        client = CLIENTS[program]
         try:
-            status = _health(address, program)
+            with default_credentials().open_blocking_channel(address, _OPTIONS, client.server_role) as channel:
+                request = health_pb2.HealthCheckRequest(service=client.service)
+                health = health_pb2_grpc.HealthStub(channel)
+                status = int(health.Check(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True).status)
         except grpc.RpcError as problem:
-            text = f"{key}: {_explained(problem, CLIENTS[program].service)}"
+            text = f"{key}: {_explained(problem, client.service)}"
             others = len(given[program]) > 1 or plan.starts(program)
             yield warning(f"{text}; the others are used until it serves") if others else error(text)
             continue
@@ -69,15 +73,6 @@ def check_hub(plan: Plan) -> Iterator[Finding]:
             f"weights.spool_dir: another hub is at work in {folder}; stop it, choose another output_dir, or use it with"
             " orchestrator.services.weights"
         )
-
-
-def _health(address: str, program: str) -> int:
-    """What grpc.health.v1 says of a program's service. Raises grpc.RpcError."""
-    client = CLIENTS[program]
-    with default_credentials().open_blocking_channel(address, _OPTIONS, client.server_role) as channel:
-        request = health_pb2.HealthCheckRequest(service=client.service)
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True)
-    return int(answer.status)
 
 
 def _environments(address: str) -> dict[str, str]:

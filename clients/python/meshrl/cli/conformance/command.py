@@ -105,13 +105,6 @@ def _cannot_reach(why: str) -> NoReturn:
     raise SystemExit(UNREACHABLE)
 
 
-def _show(results: list[RuleResult]) -> None:
-    print_table(("rule", "", "what was found"), [(one.rule, one.result, one.found) for one in results])
-    for one in results:
-        if one.result == "breaks":
-            click.echo(f"\n{one.rule}: {one.sentence}\n  found: {one.found}")
-
-
 @click.command(name="conformance")
 @folder_option
 @click.option("--address", required=True, metavar="HOST:PORT", help="The server; of exchange, where to listen.")
@@ -155,7 +148,10 @@ def conformance(folder: RunFolder, address: str, service: str, full: bool, deadl
         print_json({"address": address, "service": service, "full": full, "conforms": not broken,
                     "rules": [asdict(one) for one in results]})  # fmt: skip
     else:
-        _show(results)
+        print_table(("rule", "", "what was found"), [(one.rule, one.result, one.found) for one in results])
+        for one in results:
+            if one.result == "breaks":
+                click.echo(f"\n{one.rule}: {one.sentence}\n  found: {one.found}")
         kept = sum(one.result == "keeps" for one in results)
         skipped = len(results) - kept - len(broken)
         click.echo(f"\n{service} at {address}: {kept} rules kept, {len(broken)} broken, {skipped} not checked")

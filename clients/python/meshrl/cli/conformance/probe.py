@@ -47,25 +47,22 @@ class RefusedError(Exception):
         self.tells_when = False
         for key, value in error.trailing_metadata() or ():
             if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
-                self._read(value)
+                self.details_bytes = len(value)
+                status = status_pb2.Status()
+                with suppress(DecodeError):  # then there are none: errors.details says so
+                    status.ParseFromString(value)
+                    self.status = status
+                for detail in status.details:
+                    if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                        self.info = error_details_pb2.ErrorInfo()
+                        detail.Unpack(self.info)
+                    elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+                        bad = error_details_pb2.BadRequest()
+                        detail.Unpack(bad)
+                        self.fields += tuple(item.field for item in bad.field_violations)
+                    elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                        self.tells_when = True
         super().__init__(str(self))
-
-    def _read(self, packed: bytes) -> None:
-        self.details_bytes = len(packed)
-        status = status_pb2.Status()
-        with suppress(DecodeError):  # then there are none: errors.details says so
-            status.ParseFromString(packed)
-            self.status = status
-        for detail in status.details:
-            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-                self.info = error_details_pb2.ErrorInfo()
-                detail.Unpack(self.info)
-            elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-                bad = error_details_pb2.BadRequest()
-                detail.Unpack(bad)
-                self.fields += tuple(item.field for item in bad.field_violations)
-            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-                self.tells_when = True
 
     def __str__(self) -> str:
         reason = f" ({self.info.reason})" if self.info is not None else ""

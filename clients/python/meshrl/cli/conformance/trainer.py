@@ -67,19 +67,16 @@ async def _runs(probe: Probe) -> None:
     must(names == told, f"ListRuns lists {sorted(names)}, GetTrainer tells {sorted(told)}")
 
 
-async def _events_to(probe: Probe, run: Any, after: int) -> Sequence[Any]:
-    """The events of a run after a revision, up to the newest that the run tells."""
-    request = pb.WatchStepsRequest(run_id=run.run_id, after_revision=after)
-    return await probe.call("WatchSteps", request, until=lambda events: events[-1].revision >= run.revision)
-
-
 @checks("trainer.revisions")
 async def _revisions(probe: Probe) -> None:
     run = (await _trainer(probe)).runs[0]
     if run.revision < 2:
         raise NotCheckedError("the run has no history yet; watch it after its first step, or with --full")
     after = max(0, run.revision - 100)
-    revisions = [event.revision for event in await _events_to(probe, run, after)]
+    request = pb.WatchStepsRequest(run_id=run.run_id, after_revision=after)
+    # Up to the newest that the run tells.
+    events = await probe.call("WatchSteps", request, until=lambda events: events[-1].revision >= run.revision)
+    revisions = [event.revision for event in events]
     wanted = list(range(after + 1, after + 1 + len(revisions)))
     must(revisions == wanted, f"after revision {after} come {revisions[:8]}")
 

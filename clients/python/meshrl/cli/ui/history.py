@@ -76,17 +76,14 @@ class MetricsHistory:
             except ValueError:  # empty, or cut off by a full disk
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
-                self._add(record)
-
-    def _add(self, record: JsonObject) -> None:
-        step: int = record["step"]
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                column = self._columns.setdefault(name, Column())
-                column.steps.append(step)
-                column.values.append(value)
-        if "time/step" in record:
-            self.last = record
+                step: int = record["step"]
+                for name, value in record.items():
+                    if name != "step" and isinstance(value, int | float):
+                        column = self._columns.setdefault(name, Column())
+                        column.steps.append(step)
+                        column.values.append(value)
+                if "time/step" in record:
+                    self.last = record
 
     def series(self, names: Iterable[str], most: int) -> dict[str, tuple[list[int], list[float]]]:
         """At most `most` points of each of the metrics; those that nobody wrote are left out."""
