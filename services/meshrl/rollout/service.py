@@ -1,4 +1,4 @@
-"""The RolloutService servicer: checks requests at the door, converts, calls the group runner, converts back."""
+"""The RolloutService servicer: validates each request, converts it, calls the group runner, converts the answer."""
 
 from __future__ import annotations
 

@@ -1,23 +1,28 @@
 """The channel between the service's front and one worker: frames over a Unix socket, in both directions.
 
 A frame is a header (length of the payload, kind, group, rollout) and the payload: a serialised message of the contract,
-or JSON of this program's own. Front and worker are of one version, so this is no contract.
+or JSON of this program's own, such as a heartbeat. Front and worker are of one version, so this is no contract.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import json
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
+from meshrl.rollout.deadlines.stages import RolloutStage, StageKind
 from meshrl.rollout.engines.capacity import EpisodeSizes
 from meshrl.rollout.player import SerializedRollouts
 
 HEADER = struct.Struct("<IBIi")
 LENGTH = struct.Struct("<I")
 SIZES = struct.Struct("<Qddd")
+
+HEARTBEAT_EVERY_S = 0.5
 
 
 class FrameKind(enum.IntEnum):
@@ -128,3 +133,50 @@ def unpack_rollouts(payload: bytes) -> SerializedRollouts:
         messages.append(payload[position : position + length])
         position += length
     return SerializedRollouts(messages, sizes)
+
+
+# --- payloads in JSON ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """Worker `number` hosts the environments `names` of `config`, which is a RolloutConfig as JSON."""
+
+    number: int
+    config: str
+    names: Sequence[str]
+    max_memory_mib: int
+    mark: str = ""
+    """In the environment variables of every process that the worker starts, so that they can be found and ended."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> WorkerSettings:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Says that a worker's event loop runs.
+
+    `stages` are the rollout stages that changed since the last heartbeat, as (group, rollout, stage); `in_flight` has
+    the worker's model calls by engine URL.
+    """
+
+    stages: Sequence[tuple[int, int, RolloutStage]] = ()
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        stages = [(group, index, stage.what, stage.began_s, stage.kind.value) for group, index, stage in self.stages]
+        return json.dumps({"stages": stages, "in_flight": dict(self.in_flight)}).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Heartbeat:
+        values = json.loads(payload)
+        stages = [
+            (group, index, RolloutStage(what, began_s, StageKind(kind)))
+            for group, index, what, began_s, kind in values["stages"]
+        ]
+        return cls(stages, values["in_flight"])

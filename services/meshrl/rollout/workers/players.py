@@ -1,6 +1,6 @@
-"""Plays groups in worker processes: what `episodes` is for a service that plays itself.
+"""Plays groups in worker processes, as `episodes` does in this one.
 
-Asked by `group_runner`. A group is played in one worker; a rollout that a worker was lost with is played again in
+Called by `group_runner`. A group is played in one worker; a rollout that a worker was lost with is played again in
 another, where the loss was somebody else's doing, and is a failure that says what happened where it was its own.
 """
 

@@ -1,4 +1,4 @@
-"""The front's end of one worker process: hands it groups and rollouts, hears of them, and ends it.
+"""The front's side of one worker process: sends it groups and rollouts, receives what came of them, and ends it.
 
 Owned by a slot of the fleet, which starts another process when this one is lost. Every question to a worker ends with
 an answer or with `WorkerLostError`.
@@ -30,8 +30,7 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.rendering.tokenizer_folders import known_class
-from meshrl.rollout.workers.frames import Channel, FrameKind, unpack_rollouts
-from meshrl.rollout.workers.messages import Heartbeat, WorkerSettings
+from meshrl.rollout.workers.frames import Channel, FrameKind, Heartbeat, WorkerSettings, unpack_rollouts
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason, from_rpc_status

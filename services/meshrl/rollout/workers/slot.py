@@ -1,4 +1,4 @@
-"""One place for a worker: starts its process, sees how it fares, ends one that is stuck, starts the next.
+"""One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next.
 
 The fleet owns slots and is told of each worker that is lost and why; who is to blame is its business.
 """
@@ -15,7 +15,7 @@ from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
-from meshrl.rollout.workers.messages import WorkerSettings
+from meshrl.rollout.workers.frames import WorkerSettings
 from meshrl.rollout.workers.process import WorkerProcess
 
 START_DEADLINE_S = 900.0

@@ -39,8 +39,14 @@ from meshrl.rollout.engines.engine_table import PolicyServers
 from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.local import open_players
 from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
-from meshrl.rollout.workers.frames import Channel, FrameKind, pack_rollouts
-from meshrl.rollout.workers.messages import HEARTBEAT_EVERY_S, Heartbeat, WorkerSettings
+from meshrl.rollout.workers.frames import (
+    HEARTBEAT_EVERY_S,
+    Channel,
+    FrameKind,
+    Heartbeat,
+    WorkerSettings,
+    pack_rollouts,
+)
 from meshrl.rollout.workers.outputs import WorkerLogs, take_over_output
 from meshrl.rollout.workers.watchdog import Watchdog, playing
 from meshrl.v1 import rollout_pb2 as pb
