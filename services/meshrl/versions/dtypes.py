@@ -1,4 +1,4 @@
-"""Element types of the contract as torch names them; for everybody who lays weights into memory.
+"""Element types of the contract as torch names them; used wherever weights are laid out in memory.
 
 The table itself is `wire.tensors.DTYPES`, which clients without torch read too.
 """
