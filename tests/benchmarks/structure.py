@@ -35,7 +35,7 @@ def modules(root: Path) -> dict[Path, str]:
     return {path: path.read_text() for path in paths if "v1" not in path.parts}
 
 
-def one_caller(tree: ast.Module) -> int:
+def one_caller(tree: ast.Module) -> list[str]:
     """Private functions that are named once in their module beside their definition."""
     defined = Counter(
         node.name
@@ -49,7 +49,17 @@ def one_caller(tree: ast.Module) -> int:
         for node in ast.walk(tree)
         if isinstance(node, (ast.Name, ast.Attribute))
     )
-    return sum(defined[name] == named[name] == 1 for name in defined)
+    return [name for name in defined if defined[name] == named[name] == 1]
+
+
+def called_once(tree: ast.Module) -> int:
+    """Those of them that are called there. The others are handed on, as callbacks, threads' targets or routes."""
+    called = {
+        node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute))
+    }
+    return len(called.intersection(one_caller(tree)))
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -115,7 +125,8 @@ def main() -> None:
     print(f"lines: {len(lines)}")
     print(f"lines that name Any: {sum(ANY.search(line) is not None for line in lines)}")
     print(f"private functions: {len(private)}")
-    print(f"  of them with one caller: {sum(map(one_caller, trees.values()))}")
+    print(f"  of them with one caller: {sum(len(one_caller(tree)) for tree in trees.values())}")
+    print(f"    which calls them and does not hand them on: {sum(map(called_once, trees.values()))}")
     print(f"callables with {MANY_PARAMETERS} or more parameters: {len(wide)}")
     print(f"public class names used twice: {sum(count > 1 for count in classes.values())}")
     print(f"files of more than 400 lines: {sum(len(text.splitlines()) > 400 for text in texts.values())}")
