@@ -7,6 +7,7 @@ model is made without storage, prepared, sharded, and only then filled, so no ra
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from meshrl.algorithms.objective import Objective
 from meshrl.models.load import empty_model, fill_at_random, fill_model, load_model, resolve_dtype
@@ -49,14 +50,7 @@ def build_learner(
     model = (
         empty_model(config, dtype=stored_dtype) if sharded or random_weights else load_model(config, dtype=stored_dtype)
     )
-    if config.lora is not None:
-        apply_lora(
-            model,
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            dropout=config.lora.dropout,
-            target_modules=config.lora.target_modules,
-        )
+    add_adapters(model, config)
     policy = PackedPolicy(
         model,
         compute_dtype=compute_dtype,
@@ -91,3 +85,15 @@ def build_learner(
         parallel=parallel,
         optim_cpu_offload=config.optim_cpu_offload,
     )
+
+
+def add_adapters(model: nn.Module, config: TrainerModelConfig) -> None:
+    """Puts the adapters of the configuration, if it has any, on the model. Raises ValueError as `apply_lora` does."""
+    if config.lora is not None:
+        apply_lora(
+            model,
+            rank=config.lora.rank,
+            alpha=config.lora.alpha,
+            dropout=config.lora.dropout,
+            target_modules=config.lora.target_modules,
+        )

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
-from meshrl.models.lora import apply_lora
+from meshrl.training.build import add_adapters
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
@@ -53,14 +53,7 @@ def memory_need(
     """
     stored_dtype = torch.float32 if config.lora is None else resolve_dtype(config)
     model = empty_model(config, dtype=stored_dtype)
-    if config.lora is not None:
-        apply_lora(
-            model,
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            dropout=config.lora.dropout,
-            target_modules=config.lora.target_modules,
-        )
+    add_adapters(model, config)
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     shards = parallel.plan.shards
