@@ -14,19 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
+from meshrl.core.heap import loading
 
-from meshrl.algorithms.losses import dppo_kl_loss
-from meshrl.algorithms.objective import Objective
-from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.models.state import gather_state
-from meshrl.training.build import build_learner
-from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.wire.types import MicroBatch
+with loading():
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from meshrl.algorithms.losses import dppo_kl_loss
+    from meshrl.algorithms.objective import Objective
+    from meshrl.algorithms.packing import TrainSample, pack_samples
+    from meshrl.models.state import gather_state
+    from meshrl.training.build import build_learner
+    from meshrl.training.config import OptimConfig, SchedulerConfig
+    from meshrl.training.model_config import TrainerModelConfig
+    from meshrl.training.parallel.rank_group import RankGroup
+    from meshrl.wire.types import MicroBatch
 
 
 def stream_batch(

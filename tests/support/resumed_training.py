@@ -17,12 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from meshrl.core.heap import loading
 
-import checkpoint_kit as kit
-from meshrl.training.checkpoints.checkpointer import Checkpointer
-from meshrl.training.parallel.rank_group import RankGroup
+with loading():
+    import torch
+    import torch.distributed as dist
+
+    import checkpoint_kit as kit
+    from meshrl.training.checkpoints.checkpointer import Checkpointer
+    from meshrl.training.parallel.rank_group import RankGroup
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:

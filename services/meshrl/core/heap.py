@@ -15,14 +15,15 @@ def loading() -> Iterator[None]:
     It would look through all of that, half a million objects in half a second, three times over before it counts them
     as old, again in `freeze_loaded`, and twice when the process ends. Where all was imported before, nothing is hidden.
     """
-    modules = len(sys.modules)
+    modules, collects = len(sys.modules), gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if len(sys.modules) > modules:
             gc.freeze()
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def freeze_loaded() -> None:

@@ -12,11 +12,14 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-import torch
+from meshrl.core.heap import loading
 
-from meshrl.core.orphans import Lifeline
-from meshrl.trainer.ranks.commands import CommandSender
-from meshrl.training.parallel.rank_group import RankGroup
+with loading():
+    import torch
+
+    from meshrl.core.orphans import Lifeline
+    from meshrl.trainer.ranks.commands import CommandSender
+    from meshrl.training.parallel.rank_group import RankGroup
 
 
 def main(folder: Path, mode: str) -> None:

@@ -18,7 +18,7 @@ import resumed_training
 
 pytestmark = pytest.mark.timeout(700)  # processes of their own that import torch, on a machine that may be busy
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "lora": {"lora": {"rank": 4, "dropout": 0.3}}}
-HALF, WHOLE = 10, 20
+HALF, WHOLE = 6, 10  # the learning rate warms up for five steps
 SAVED = str(HALF)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 Results = dict[str, dict[str, Any]]
@@ -54,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 
     def begun(ranks: str) -> dict[str, Any]:
         return {
-            name: {"settings": settings, "folder": f"{folder}/{ranks}/{name}", "to": WHOLE, "save": [5, HALF]}
+            name: {"settings": settings, "folder": f"{folder}/{ranks}/{name}", "to": WHOLE, "save": [3, HALF]}
             | {"in_background": name == "plain"}
             for name, settings in SETTINGS.items()
         }

@@ -13,14 +13,18 @@ import pytest
 AGENT = """
 import os, sys
 from pathlib import Path
-from meshrl.training.parallel.torchrun import RankAgent
+from meshrl.core.heap import loading
+with loading():
+    from meshrl.training.parallel.torchrun import RankAgent
 agent = RankAgent("group_member", sys.argv[2:], ranks=2, log_dir=Path(sys.argv[1]), role="trainer")
 sys.exit(agent.run(os.environ))
 """
 # Raises the signal where torch's agent has begun the processes but has not said so yet.
 TOLD = """
 import signal
-from torch.distributed.elastic.multiprocessing.{module} import {name} as Part
+from meshrl.core.heap import loading
+with loading():
+    from torch.distributed.elastic.multiprocessing.{module} import {name} as Part
 method = Part.{method}
 def told(self):
     result = method(self)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from meshrl.core.heap import loading
 from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
 from meshrl.core.program import GROUP_LOG, ProgramConfig, log_as, run_log
@@ -52,7 +53,8 @@ def rank_main(
     if own_rank(os.environ) == 0 and AGENT_PID not in os.environ:
         prepare(config)
     if config.deployment.num_train_gpus > 1 and not is_rank(os.environ):
-        from meshrl.training.parallel.torchrun import run_ranks  # a rank has no use for it
+        with loading():
+            from meshrl.training.parallel.torchrun import run_ranks  # a rank has no use for it
 
         log_as(name, config, to_file=False)
         layout = Layout(config.output_dir)
