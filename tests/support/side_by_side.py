@@ -34,7 +34,7 @@ def group_of(nodeid: str) -> str:
 
 
 def rank_of(nodeid: str) -> int:
-    """Its place in the order of beginning; tests of vLLM, which takes a minute to start, are the first."""
+    """Its place in the order of beginning; tests of vLLM, one piece that takes minutes, are the first."""
     if group_of(nodeid).startswith(ENGINES) and "embedded" not in group_of(nodeid):
         return -1
     ranks = [rank for rank, folder in enumerate(LONGEST_FIRST) if nodeid.startswith(folder)]
