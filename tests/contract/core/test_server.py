@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,6 +76,27 @@ async def test_a_server_is_not_serving_before_it_says_so(make_mesh):
         asyncio.get_running_loop().call_later(0.1, mesh.server.set_serving)
         await client.wait_until_serving(60.0)
     await mesh.server.drain(0.0)
+
+
+async def test_a_server_that_is_away_for_long_is_looked_for_several_times_a_second():
+    """gRPC waits between two attempts to connect, and a server that comes is not found before the next of them."""
+    tried: list[float] = []
+    enough = asyncio.Event()
+
+    async def hang_up(reader, writer):
+        tried.append(time.monotonic())
+        writer.close()
+        if len(tried) == 11:
+            enough.set()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as nobody:
+        port = nobody.sockets[0].getsockname()[1]
+        async with RolloutClient(f"127.0.0.1:{port}") as client:
+            looking = asyncio.create_task(client.wait_until_serving(60.0))
+            await asyncio.wait_for(enough.wait(), 60.0)
+            looking.cancel()
+    waits = [after - before for before, after in pairwise(tried)]
+    assert min(waits[-4:]) < 1.0, waits  # the shortest: a busy machine makes waits longer, never shorter
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

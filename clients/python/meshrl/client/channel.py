@@ -28,6 +28,10 @@ from meshrl.wire.trace import TRACEPARENT, format_traceparent
 CONTRACT_KEY = "meshrl-contract"
 RECONNECT_S = (0.1, 2.0)
 """The first and the longest wait before a broken watch is opened again."""
+RECONNECT_MS = 250
+"""The longest wait between two attempts to connect: a server that comes, or comes back, is found by the next one."""
+CONNECT_MS = 2000
+"""For one such attempt: to far servers it takes several round trips."""
 
 _T = TypeVar("_T")
 
@@ -83,8 +87,8 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.lookahead_bytes", options.lookahead_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", int("grpc_proxy" in os.environ)),  # http_proxy is for the web
     ]
