@@ -6,7 +6,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from meshrl.client.backoff import Backoff
+from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.clock import Clock
 from meshrl.wire.errors import MeshError, Reason
 
@@ -35,7 +35,7 @@ class Patience:
         unreachable_s: float,
         retry_s: float,
         base_s: float = 0.05,
-        most_s: float = 2.0,
+        most_s: float = AWAY_S[1],
         jitter: Callable[[], float] = random.random,
         also: frozenset[Reason] = frozenset(),
     ) -> None:

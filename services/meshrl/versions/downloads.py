@@ -21,10 +21,10 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
-from meshrl.client.backoff import Backoff
+from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.versions.parents import ConnectionCount, Connections, Parent, Parents, RateLimit, TransferLimits
 from meshrl.versions.ranges import SMALLEST, Claim, RangeQueue
-from meshrl.versions.transfer import TRANSIENT, WAIT_S, sound_bytes
+from meshrl.versions.transfer import TRANSIENT, sound_bytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest
 
@@ -143,7 +143,7 @@ class _Download:
 
     async def _work(self, number: int) -> None:
         """Fetches range after range over one connection."""
-        rate, backoff = 0.0, Backoff(*WAIT_S)
+        rate, backoff = 0.0, Backoff(*AWAY_S)
         while not self._over.is_set() and number < self._downloader.count.count:
             claim = self._queue.claim(self._claim_bytes(rate), self._now(), rate)
             if claim is None:

@@ -19,7 +19,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
-from meshrl.client.backoff import Backoff
+from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.versions.parents import FAR_S, Connections, Parent, RateLimit, TransferLimits
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, StagedVersion
@@ -28,7 +28,6 @@ from meshrl.wire.types import Chunk, Manifest, StagedVersion
 TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
 INCOMPLETE = frozenset({Reason.CHUNKS_MISSING})
 NO_ROOM = frozenset({Reason.OVERLOADED})  # room may come: the hub retires versions meanwhile
-WAIT_S = (0.1, 2.0)  # between two attempts, doubled from the first to the second
 RETRY_FOR_S = 60.0
 SEAL_S = 30.0
 HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
@@ -59,7 +58,7 @@ class Attempts:
         """`left` is what is to be moved, in any unit; `also`: reasons to try again beside those in TRANSIENT."""
         self._stall_s, self._left, self._worth_it = stall_s, left, TRANSIENT.union(also)
         self._moved_s = asyncio.get_running_loop().time()
-        self._backoff = Backoff(*WAIT_S)
+        self._backoff = Backoff(*AWAY_S)
         self._progressed = True  # in the last attempt of which that is known
 
     async def another(self, failure: MeshError, *, left: int | None) -> None:

@@ -14,6 +14,11 @@ def test_waits_double_up_to_the_most() -> None:
     assert [waits.wait_s(BUSY, now_s=0.0) for _ in range(5)] == [0.1, 0.2, 0.4, 0.5, 0.5]
 
 
+def test_a_service_that_comes_back_is_called_within_half_a_second() -> None:
+    waits = patience(unreachable_s=60.0)
+    assert [waits.wait_s(AWAY, now_s=float(at)) for at in range(10)][-3:] == [0.5] * 3
+
+
 def test_the_wait_that_the_service_asks_for_wins() -> None:
     assert patience().wait_s(MeshError(Reason.VERSION_NOT_AVAILABLE, "", retry_after_s=1.5), now_s=0.0) == 1.5
 

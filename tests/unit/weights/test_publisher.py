@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,18 @@ def test_a_transfer_ends_when_no_attempt_brings_it_further_however_long_it_took(
     assert run_attempts([None, None], 0.6, 0.5) == 2  # nobody knows whether the second one did
     assert run_attempts([100, 100], 0.6, 0.5) == 1
     assert run_attempts([99, 100, 100], 0.6, 0.5) == 2
+
+
+def test_an_upload_goes_on_within_half_a_second_of_the_hubs_return() -> None:
+    async def waits() -> list[float]:
+        attempts, loop = Attempts(60.0, left=100), asyncio.get_running_loop()
+        ended = [loop.time()]
+        for _ in range(10):
+            await attempts.another(MeshError(Reason.UNREACHABLE), left=100)
+            ended.append(loop.time())
+        return [after - before for before, after in pairwise(ended)]
+
+    assert max(run_at_once(waits())) <= 0.5
 
 
 def test_epoch_grows_with_every_start(tmp_path: Path) -> None:

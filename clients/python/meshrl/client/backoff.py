@@ -8,6 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+AWAY_S = (0.1, 0.5)
+"""The first and the longest wait between two calls of a service that is away: it may be back right after one, and all
+that stands still meanwhile does so until the next."""
+
 
 class Backoff:
     """Waits that double from `first_s` to `most_s`, each shortened by up to `jitter` of itself, by chance.

@@ -19,15 +19,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
-from meshrl.client.backoff import Backoff
+from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.client.credentials import Credentials, default_credentials
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.trace import TRACEPARENT, format_traceparent
 
 # A server sends this with the initial metadata of every stream: the sign that the stream stands.
 CONTRACT_KEY = "meshrl-contract"
-RECONNECT_S = (0.1, 2.0)
-"""The first and the longest wait before a broken watch is opened again."""
 RECONNECT_MS = 250
 """The longest wait between two attempts to connect: a server that comes, or comes back, is found by the next one."""
 CONNECT_MS = 2000
@@ -298,7 +296,7 @@ class ServiceClient:
         loop = asyncio.get_running_loop()
         last_seen = after_revision
         lost_at: float | None = None
-        backoff = Backoff(*RECONNECT_S)
+        backoff = Backoff(*AWAY_S)
 
         def stands() -> None:
             nonlocal lost_at

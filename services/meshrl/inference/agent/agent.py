@@ -18,7 +18,7 @@ from loguru import logger
 from opentelemetry.trace import Span, Status, StatusCode
 
 from meshrl.client import WeightSyncClient
-from meshrl.client.backoff import Backoff
+from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.credentials.https import scheme
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
@@ -58,7 +58,7 @@ from meshrl.wire.types import (
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 APPLY_DEADLINE_S = 60.0
 SLEEP_DEADLINE_S = 240.0  # to fall asleep or wake up, beyond what an engine gives itself
-BACKOFF_S = (0.1, 5.0)
+STOOD_S = 5.0  # a session that lasted as long was a good one
 
 
 class WeightAgent:
@@ -116,7 +116,7 @@ class WeightAgent:
         self._live_root = self._engine.root or await self._engine.weights_root()
         stopping = asyncio.create_task(stop.wait())
         stopping.add_done_callback(lambda _: self._leave.set())
-        backoff = Backoff(*BACKOFF_S)
+        backoff = Backoff(*AWAY_S)
         gone_s: float | None = None  # when the hub was last there, while it is away
         try:
             while not self._leave.is_set():
@@ -135,7 +135,7 @@ class WeightAgent:
                         break
                 finally:
                     self.connected = False
-                if time.monotonic() - began_s > BACKOFF_S[1]:
+                if time.monotonic() - began_s > STOOD_S:
                     backoff.reset()
                 await set_within(self._leave, backoff.next_s())
         except StoppedError:  # by `stop` or by the hub

@@ -74,7 +74,7 @@ class VersionRelay:
     async def activate_first(self, version: int) -> Activation:
         """Commits the version that a run starts from, waiting until the trainer has published it. Raises RunError."""
         startup_s = self._config.deadlines.startup_s
-        patience = Patience(unreachable_s=startup_s, retry_s=startup_s, most_s=0.5, also=_NOT_THERE_YET)
+        patience = Patience(unreachable_s=startup_s, retry_s=startup_s, also=_NOT_THERE_YET)
         try:
             return await persist(lambda: self._commit(version, startup_s), patience, clock=self._clock)
         except MeshError as error:

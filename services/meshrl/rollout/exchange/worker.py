@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, aclosing, closing
 
 from loguru import logger
 
-from meshrl.client.backoff import Backoff
+from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.client.channel import ChannelOptions
 from meshrl.client.exchange import ExchangeClient
 from meshrl.core.telemetry.waits import CountedWait
@@ -39,9 +39,6 @@ LOOK_S = 0.5
 
 SILENT_HEARTBEATS = 3
 """Heartbeats without a sign after which a stream is taken for dead."""
-
-REDIAL_S = (0.2, 10.0)
-"""The first and the longest wait before the orchestrator is dialled again."""
 
 _FATAL = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 _REFUSED = frozenset({Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
@@ -135,7 +132,7 @@ class ExchangeWorker:
             logger.warning("{} groups are not acknowledged; they stay in the spool {}", held, self._spool.path)
 
     async def _dial_forever(self) -> None:
-        backoff, told, has_attached = Backoff(*REDIAL_S), "", False
+        backoff, told, has_attached = Backoff(*AWAY_S), "", False
         while True:
             try:
                 await self._attach(backoff)
