@@ -107,6 +107,22 @@ async def test_a_call_waits_for_an_engine_that_comes_back(start_mesh, make_group
     assert len(engine.requests) == 2
 
 
+async def test_the_only_engine_is_found_as_soon_as_it_is_back(start_mesh, make_group, engine):
+    """A call that waits looks for itself, and not only at the rounds of every probe_interval_s."""
+    mesh = await start_mesh([engine], client={"failover_s": 60.0, "probe_interval_s": 3600.0})
+    engine.health = 503
+
+    def lost(request, body):
+        if engine.health == 503:
+            cut(request, body)
+            asyncio.get_running_loop().call_later(0.5, setattr, engine, "health", 200)
+
+    engine.on_call = lost
+    rollout, _ = await collect(mesh, make_group(deadline_s=90.0))
+    assert isinstance(rollout, Rollout)
+    assert len(engine.requests) == 2
+
+
 async def test_a_busy_engine_is_not_asked_again_before_it_wants_to_be(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], client={"failover_s": 30.0})
     asked_s = []

@@ -116,9 +116,13 @@ class EngineRouter:
 
     async def refresh(self) -> None:
         """Asks every engine for its state now; callers at the same time share one round."""
+        await asyncio.shield(self._begin_round())
+
+    def _begin_round(self) -> asyncio.Task[None]:
+        """Begins a round of asking the engines, unless one is under way."""
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._probe_all())
-        await asyncio.shield(self._round)
+        return self._round
 
     async def _look_anew(self, need: Requirement) -> None:
         """Asks every engine for its state after now, unless a round under way finds one that can serve `need`.
@@ -183,7 +187,7 @@ class EngineRouter:
                     failover_s = self._config.failover_s
                     raise MeshError(Reason.ENGINE_FAILED, f"no engine took the call within {failover_s:g} s: {why}")
                 session.doing = f"waiting for an engine to take its model call ({why})"
-                await self._wait_for_change(give_up_at)
+                await self._wait_for_change(need, give_up_at)
                 skip = {url for url, time_s in not_before.items() if time_s > time.monotonic()}
                 continue
             session.doing = f"in a model call at {engine.url}"
@@ -270,13 +274,14 @@ class EngineRouter:
             if timing is None:
                 engine.rate.ended(running, time.monotonic())
 
-    async def _wait_for_change(self, until: float) -> None:
+    async def _wait_for_change(self, need: Requirement, until: float) -> None:
         left_s = min(BUSY_PAUSE_S, until - time.monotonic())
         try:
             async with asyncio.timeout(max(left_s, 0.01)):
                 await self._changed.next()
         except TimeoutError:  # a busy engine tells nobody when it is free again: look again after a moment
-            pass
+            if all(engine.version is None for engine in self.engines.candidates(need)):
+                self._begin_round()  # nor does one that is back: everything stands still until it is seen
 
     async def _refresh_forever(self) -> None:
         while True:
