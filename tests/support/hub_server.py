@@ -18,13 +18,17 @@ from aiohttp import web
 
 
 class HubServer:
-    """Repositories as folders, one revision each; whoever writes needs `token`, and `refuse` turns all writes down."""
+    """Repositories as folders, one revision each; whoever writes needs `token`.
+
+    `refuse` turns all writes down; `cut` breaks files off in the middle.
+    """
 
     def __init__(self, root: Path, token: str = "hf_token") -> None:
         self.root = root
         self.token = token
         self.url = ""
         self.refuse = False
+        self.cut = False
         self.created: list[dict[str, Any]] = []
         self.downloads: list[str] = []
 
@@ -69,7 +73,7 @@ class HubServer:
 
     # --- reading ----------------------------------------------------------------------------
 
-    async def _file(self, request: web.Request, kind: str, repo: str) -> web.Response:
+    async def _file(self, request: web.Request, kind: str, repo: str) -> web.StreamResponse:
         path = self.files(kind, repo).get(request.match_info["path"])
         if path is None:
             raise missing("EntryNotFound")
@@ -77,6 +81,13 @@ class HubServer:
             self.downloads.append(f"{kind}/{repo}/{request.match_info['path']}")
         data = path.read_bytes()
         headers = {"ETag": f'"{digest(data)}"', "X-Repo-Commit": self.commit_of(kind, repo)}
+        if self.cut and request.method == "GET":
+            half = web.StreamResponse(headers={**headers, "Content-Length": str(len(data))})
+            await half.prepare(request)
+            await half.write(data[: len(data) // 2])
+            assert request.transport is not None
+            request.transport.close()
+            return half
         return web.Response(body=data, headers=headers, content_type="application/octet-stream")
 
     async def _info(self, _request: web.Request, kind: str, repo: str) -> web.Response:

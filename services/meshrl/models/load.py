@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from meshrl.core.config.shared import ModelConfig
+from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.models.families import attention_implementation, refusal
 from meshrl.models.lora import is_adapter
 from meshrl.models.sharded import fill_from_whole
@@ -32,6 +32,8 @@ from meshrl.models.sharded import fill_from_whole
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+HUB_NAME = "hub name (no such folder here)"
 
 
 class ModelError(Exception):
@@ -158,10 +160,13 @@ def _weights_folder(config: ModelConfig) -> Path | None:
     """The folder with the checkpoint's safetensors files; None when there are none."""
     folder = Path(config.name)
     if not folder.is_dir():
+        give_up_on_silence()
         try:
             folder = Path(snapshot_download(config.name, allow_patterns=["*.safetensors", "*.json"]))
-        except (OSError, ValueError, HfHubHTTPError) as error:
-            raise ModelError(f"cannot download the weights of model.name {config.name!r}: {error}") from error
+        except (OSError, ValueError, NO_ANSWER) as error:
+            raise ModelError(
+                f"cannot download the weights of model.name {config.name!r}: {told(error)}; {HUB_ADVICE}"
+            ) from error
     return folder if any(folder.glob("*.safetensors")) else None
 
 
@@ -187,13 +192,16 @@ def _model_config(config: ModelConfig) -> PreTrainedConfig:
 def _from_pretrained(
     auto_class: type[AutoModelForCausalLM | AutoTokenizer | AutoConfig], source: ModelConfig, /, **kwargs: object
 ) -> PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig:
+    is_folder = Path(source.name).is_dir()
+    if not is_folder:
+        give_up_on_silence()
     try:
         return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code, **kwargs)
-    # A missing, broken or unknown model, or one that needs a package.
-    except (OSError, ValueError, ImportError) as error:
-        kind = "folder" if Path(source.name).is_dir() else "hub name (no such folder here)"
+    # A missing, broken or unknown model, one that needs a package, or a hub that does not answer.
+    except (OSError, ValueError, ImportError, NO_ANSWER) as error:
+        kind, why = ("folder", str(error)) if is_folder else (HUB_NAME, f"{told(error)}; {HUB_ADVICE}")
         raise ModelError(
-            f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {error}"
+            f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {why}"
         ) from error
 
 

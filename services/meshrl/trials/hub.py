@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_session
-from huggingface_hub.errors import HfHubHTTPError
 from loguru import logger
 
+from meshrl.core.hub import NO_ANSWER, told
 from meshrl.sampling.retry import RunError
 from meshrl.trials.config import PushConfig
-
-NO_ANSWER: type[Exception] = HfHubHTTPError.__mro__[1]
-"""No connection, or none in time: all errors of the HTTP library that this release of huggingface_hub uses."""
 
 
 def push(config: PushConfig, *, default_name: str, files: Sequence[Path], card: str) -> None:
@@ -33,10 +30,9 @@ def push(config: PushConfig, *, default_name: str, files: Sequence[Path], card: 
         additions.append(CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=card.encode()))
         message = f"{len(there)} files of meshrl"
         done = api.create_commit(repo, additions, repo_type="dataset", commit_message=message)
-    except (HfHubHTTPError, NO_ANSWER, OSError, ValueError) as error:  # refused, unreachable, no token
-        why = " ".join(str(error).split()) or type(error).__name__
+    except (NO_ANSWER, OSError, ValueError) as error:  # refused, unreachable, no token
         raise RunError(
-            f"nothing was pushed to the hub: {why}; set HF_TOKEN or run `hf auth login`, check push.repo, and run the"
-            " same command again: it plays nothing twice"
+            f"nothing was pushed to the hub: {told(error)}; set HF_TOKEN or run `hf auth login`, check push.repo, and"
+            " run the same command again: it plays nothing twice"
         ) from error
     logger.info("pushed to {}", done.commit_url)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import Conversation, DataError, Row, to_conversation
 
@@ -141,16 +142,18 @@ def _dataset(name: str, subset: str | None, split: str) -> Rows:
         elif path.suffix == ".parquet":
             loaded = datasets.load_dataset("parquet", data_files=name, split="train")
         else:
+            give_up_on_silence()
             loaded = datasets.load_dataset(name, subset, split=split)
     except KeyError as error:
         raise DataError(
             f"data.name {name!r} has no split {split!r}, but {', '.join(found)}; set data.split to one of them"
         ) from error
     # Files that are missing or broken, names that the hub does not know, and a hub that does not answer.
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, NO_ANSWER) as error:
         part = f"split {split!r}" + (f" of subset {subset!r}" if subset else "")
         kind = "folder" if path.is_dir() else "file" if path.is_file() else "name on the hub (no such folder here)"
-        raise DataError(f"cannot load data.name {name!r}, taken as a {kind}, {part}: {error}") from error
+        why = str(error) if path.exists() else f"{told(error)}; {HUB_ADVICE}"
+        raise DataError(f"cannot load data.name {name!r}, taken as a {kind}, {part}: {why}") from error
     return _DatasetRows(loaded)
 
 
