@@ -17,6 +17,7 @@ from loguru import logger
 
 from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
+from meshrl.core.waiting import first_of
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.sampling.hosts import GroupPlace, HostState, RolloutHost, describe_hosts
 from meshrl.sampling.pool import RolloutPool
@@ -282,10 +283,21 @@ class GroupAttempts:
                 return host
             serving = [one for one in self._pool.table.hosting(environment) if one.state is HostState.SERVING]
             if not serving:
-                await self._clock.sleep(self._away_s)
+                if await self._changes_within(self._away_s):
+                    continue
                 return self._pool.table.next_in_turn(environment)
             until_s = min(max(one.refuses_until_s, self._avoid_until_s.get(one.address, 0.0)) for one in serving)
-            await self._clock.sleep(max(0.01, until_s - now_s))
+            await self._changes_within(max(0.01, until_s - now_s))
+
+    async def _changes_within(self, wait_s: float) -> bool:
+        """Waits until a service comes or goes; False when none does for `wait_s`."""
+        change = self._pool.changed.upcoming
+
+        async def pause() -> None:
+            await self._clock.sleep(wait_s)
+
+        await first_of(change.wait(), pause())
+        return change.is_set()
 
     def failed_at(self, host: RolloutHost, error: MeshError, place: GroupPlace) -> None:
         """A call was refused, or broke off. Raises RunError when nobody will take the group."""
@@ -301,7 +313,6 @@ class GroupAttempts:
         if error.reason in _GONE:
             self._pool.refused(host, error, 0.0)
             self._away_s = self._while_away.next_s()
-            self._avoid_until_s[host.address] = self._clock.now() + self._away_s
             if self._pool.given_up(self._ticket.task.environment):
                 hosts = self._pool.table.hosting(self._ticket.task.environment)
                 name = "rollout service" if len(hosts) == 1 else "rollout services"

@@ -182,6 +182,25 @@ async def test_what_came_back_of_a_group_stays_when_its_service_is_lost(script) 
     assert (group.lost, group.failures, group.cut_short) == (0, [], "")
 
 
+async def test_a_group_goes_on_as_soon_as_its_service_is_seen_to_be_back(script) -> None:
+    script.engine_version = 0
+    waits = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:  # the group's own waits never end
+        waits.set()
+        await asyncio.Event().wait()
+
+    only = Host(script, {"echo": 50})
+    async with hosts(only) as addresses, pooled(addresses) as pool:
+        await only.kill()
+        sampler = sampler_of(pool, Clock(sleep=sleep))
+        sampling = asyncio.create_task(sampler.sample(ticket("echo", size=2), sampling=Sampling()))
+        await asyncio.wait_for(waits.wait(), 60.0)
+        await only.start()
+        group = await asyncio.wait_for(sampling, 60.0)
+    assert (len(group.rollouts), group.lost, group.cut_short) == (2, 0, "")
+
+
 async def test_groups_of_a_service_that_says_it_does_not_serve_move_though_their_streams_stand(script) -> None:
     script.engine_version = 0
     stuck, other = Host(script, {"echo": 50}, gate=asyncio.Event()), Host(script, {"echo": 50})
@@ -313,9 +332,9 @@ async def pooled(addresses: list[str], unreachable_s: float = 60.0) -> AsyncIter
         await pool.close()
 
 
-def sampler_of(pool: RolloutPool) -> GroupSampler:
+def sampler_of(pool: RolloutPool, clock: Clock | None = None) -> GroupSampler:
     deadlines = SamplerDeadlines(group_s=60.0, retry_s=60.0, unreachable_s=60.0)
-    return GroupSampler(pool, deadlines=deadlines, clock=Clock())
+    return GroupSampler(pool, deadlines=deadlines, clock=clock or Clock())
 
 
 def ticket(environment: str, *, size: int, seed: int | None = None, group_id: str = "g") -> GroupTicket:
