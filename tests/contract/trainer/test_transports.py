@@ -6,22 +6,24 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from opentelemetry import trace
 
-from meshrl.client import TrainerClient
+from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.models.state import hf_state
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
-from meshrl.trainer.publishing.transport_choice import shm_folder
+from meshrl.trainer.publishing.transport_choice import first_engines, shm_folder
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import LoraConfig
-from meshrl.wire.types import StepState, VersionKind
+from meshrl.wire.types import EngineInfo, StepState, VersionKind
 from ranked_trainer import Program, Transport, batch, configure, gone, two_ranks
 from served_engine import activate, serving_engine
 from trainer_kit import until, up
@@ -130,6 +132,21 @@ async def test_the_engine_has_the_rows_of_both_ranks_and_what_follows_their_deat
             _, manifest = await activate(hub, 1)
             assert manifest.epoch == 2
             assert served.differs_from(Path(folder)) == []
+
+
+async def test_the_start_looks_for_a_first_engine_several_times_a_second(hub: str) -> None:
+    looks: list[float] = []
+
+    class Watched(WeightSyncClient):
+        async def list_engines(
+            self, engine_pool: str = "", *, deadline_s: float | None = None
+        ) -> tuple[EngineInfo, ...]:
+            looks.append(time.monotonic())
+            return await super().list_engines(engine_pool)
+
+    async with Watched(hub) as client:
+        assert await first_engines(client, deadline_s=3.0) == ()
+    assert min(after - before for before, after in pairwise(looks)) < 0.5
 
 
 async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_removes_them(

@@ -20,7 +20,7 @@ from meshrl.wire.types import EngineInfo, Transport
 SHM = Path("/dev/shm")  # a file system in memory
 SHM_VERSIONS = 3  # one that is served, one that engines fetch, one that is written
 LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
-LOOK_S = 1.0
+LOOK_S = 0.1  # the run begins only after a look that finds an engine
 
 
 @dataclass(frozen=True, kw_only=True)
