@@ -265,7 +265,8 @@ class Supervisor:
     async def _restart(self, child: _Child, failed_starts: int) -> None:
         name, left = child.program.name, child.restarts_left - 1
         logger.warning("{} {}; starting it again ({} more times)", name, how_it_ended(child.process.returncode), left)
-        await asyncio.sleep(RESTART_PAUSE_S)
+        if failed_starts:  # what it needs may come
+            await asyncio.sleep(RESTART_PAUSE_S)
         again = child.program.again
         command = child.program.command if again is None else again()
         await self._start(child.program, command, left, failed_starts)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from meshrl.launch import supervise as supervise_module
 from meshrl.launch.supervise import Grace, Program, Supervisor
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -277,9 +278,10 @@ async def test_program_that_never_serves_is_started_three_times_and_not_for_ever
     assert error.endswith("\n    No module named verifiers\n")
 
 
-async def test_program_that_serves_between_its_deaths_has_all_its_restarts(
-    programs: Programs, messages: list[str]
+async def test_program_that_serves_between_its_deaths_has_all_its_restarts_and_each_at_once(
+    programs: Programs, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervise_module, "RESTART_PAUSE_S", 3600.0)
     programs.add("server", "from pathlib import Path; Path(os.environ['MESHRL_READY_FILE']).touch()", restarts=4)
     programs.add("leader", SLEEP, leader=True)
     assert await supervise(programs) == 1
