@@ -2,8 +2,11 @@
 
 import io
 import json
+import socketserver
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -11,6 +14,7 @@ from loguru import logger
 from pyarrow import parquet
 
 from meshrl.core.config.shared import PrimeMonitorConfig
+from meshrl.core.telemetry import prime
 from meshrl.core.telemetry.monitor import Monitor, SampleRow
 from meshrl.core.telemetry.prime import PrimeSink
 
@@ -120,6 +124,55 @@ def test_a_platform_that_refuses_or_is_gone_costs_a_warning_and_no_run(platform:
     platform.refuses = False
     shown.close()
     assert json.loads(platform.got[-1][3]) == {"status": "failed"}, "it ended before its last step"
+
+
+@contextmanager
+def answering(answer: bytes, *, then_wait: bool) -> Iterator[str]:
+    """A server that gives every call the same bytes and hangs up, or says no more."""
+    done = threading.Event()
+
+    class Answer(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(answer)
+            if then_wait:
+                done.wait(60.0)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        done.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 201 Created\r\nContent-Length: 99\r\n\r\n{", b""]
+)
+def test_a_platform_that_breaks_off_costs_a_warning_and_no_run(
+    platform: Platform, said: list[str], answer: bytes
+) -> None:
+    with answering(answer, then_wait=False) as url:
+        Monitor([PrimeSink(PrimeMonitorConfig(base_url=url), {})]).close()
+    (warning,) = said
+    assert "it did not register the run: the Prime platform does not answer POST" in warning
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n", b""])
+def test_a_platform_that_says_no_more_is_asked_again_after_ten_times_as_long(
+    platform: Platform, said: list[str], answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prime, "CALL_S", 0.5)
+    monkeypatch.setenv("RUN_ID", "run-1")
+    with answering(answer, then_wait=True) as url:
+        monitor = Monitor([PrimeSink(PrimeMonitorConfig(base_url=url), {})])
+        began = time.monotonic()
+        for step in range(8):
+            monitor.log(step, {"loss/mean": 1.0})
+        assert 0.5 <= time.monotonic() - began < 1.0
+    (warning,) = said
+    assert "the Prime platform does not answer POST" in warning
 
 
 def test_without_a_key_nothing_is_sent_and_that_is_said(

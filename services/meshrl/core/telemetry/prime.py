@@ -6,10 +6,12 @@ metrics, distributions, samples/presign and samples/confirm, and PUT external-ru
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import math
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,8 @@ from meshrl.core.telemetry.monitor import SampleRow, SinkError
 from meshrl.wire.values import JsonObject
 
 CALL_S = 30.0
+PATIENCE = 10.0
+"""After a call that failed the platform is left alone for so many times as long as that call took."""
 _STORED = Path(".prime") / "config.json"
 """Where `prime login` keeps the key, below the home folder."""
 
@@ -38,6 +42,7 @@ class PrimeSink:
         self._key = os.environ.get(config.api_key_var) or _stored_key()
         self._run_id = os.environ.get("RUN_ID", "")
         self._registered = False
+        self._ask_again_at = 0.0
         self._step, self._max_steps = 0, int(run.get("max_steps", 0))
         if not self._key:
             logger.warning(
@@ -87,7 +92,18 @@ class PrimeSink:
             self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})
 
     def _send(self, what: str, values: Mapping[str, object]) -> JsonObject:
-        return self._call("POST", what, {"run_id": self._run_id, **values}) if self._run_id else {}
+        """Raises SinkError. One that never answers costs a run a tenth of its time at most."""
+        if not self._run_id:
+            return {}
+        began = time.monotonic()
+        if began < self._ask_again_at:
+            raise SinkError("the Prime platform did not answer and is left alone for a while")
+        try:
+            return self._call("POST", what, {"run_id": self._run_id, **values})
+        except SinkError:
+            now = time.monotonic()
+            self._ask_again_at = now + PATIENCE * (now - began)
+            raise
 
     def _call(self, method: str, what: str, values: Mapping[str, object]) -> JsonObject:
         headers = {
@@ -107,13 +123,15 @@ def _request(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> 
         raise SinkError(f"{url!r} is no address of the Prime platform; set orchestrator.prime_monitor.base_url")
     request = urllib.request.Request(url, body, dict(headers), method=method)  # looked at above
     try:
-        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
-            return bytes(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            said = error.read(500).decode(errors="replace")
-        raise SinkError(f"the Prime platform refused {method} {url}: HTTP {error.code}: {said}") from error
-    except OSError as error:  # no such host, refused, too late
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_S) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(500).decode(errors="replace")
+            raise SinkError(f"the Prime platform refused {method} {url}: HTTP {error.code}: {said}") from error
+    # No such host, refused, too late, broken off, or not HTTP.
+    except (OSError, http.client.HTTPException) as error:
         raise SinkError(f"the Prime platform does not answer {method} {url}: {error}") from error
 
 
