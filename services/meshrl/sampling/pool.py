@@ -24,6 +24,9 @@ from meshrl.wire.types import EnvironmentInfo
 WATCH_S = 1.0
 """Between two looks at a service."""
 
+AWAY_WATCH_S = 0.2
+"""The same where it does not serve: groups may wait for it, and go on when a look finds it back."""
+
 LOOK_DEADLINE_S = 5.0
 """For a service to answer a look."""
 
@@ -194,7 +197,7 @@ class RolloutPool:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Looks at every service once a second for as long as the block runs."""
+        """Looks at every service again and again for as long as the block runs."""
         watchers = [asyncio.create_task(self._watch(host)) for host in self.table.hosts]
         try:
             yield
@@ -210,7 +213,7 @@ class RolloutPool:
                 self._give_up_groups(host)
             except Exception:  # noqa: BLE001  # a defect in looking must not leave a service unwatched
                 logger.exception(f"looking at the rollout service at {host.address} failed")
-            await self._clock.sleep(WATCH_S)
+            await self._clock.sleep(WATCH_S if host.state is HostState.SERVING else AWAY_WATCH_S)
 
     async def look(self, host: RolloutHost) -> None:
         """Asks a service for its health and status, and for its environments where it was away."""

@@ -201,6 +201,24 @@ async def test_a_group_goes_on_as_soon_as_its_service_is_seen_to_be_back(script)
     assert (len(group.rollouts), group.lost, group.cut_short) == (2, 0, "")
 
 
+async def test_a_service_that_is_away_is_looked_at_more_often(script) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await asyncio.sleep(seconds)
+
+    only = Host(script, {"echo": 50})
+    async with hosts(only) as addresses, pooled(addresses, clock=Clock(sleep=sleep)) as pool:
+        await until(lambda: slept)
+        assert slept[0] == pool_module.WATCH_S
+        await only.kill()
+        await until(lambda: pool.table.hosts[0].state is not HostState.SERVING)
+        slept.clear()
+        await until(lambda: len(slept) >= 3)
+        assert max(slept) <= 0.25
+
+
 async def test_groups_of_a_service_that_says_it_does_not_serve_move_though_their_streams_stand(script) -> None:
     script.engine_version = 0
     stuck, other = Host(script, {"echo": 50}, gate=asyncio.Event()), Host(script, {"echo": 50})
@@ -322,8 +340,10 @@ async def test_a_service_that_comes_back_with_other_tasks_is_not_used_and_one_wi
 
 
 @asynccontextmanager
-async def pooled(addresses: list[str], unreachable_s: float = 60.0) -> AsyncIterator[RolloutPool]:
-    pool = RolloutPool(addresses, unreachable_s=unreachable_s)
+async def pooled(
+    addresses: list[str], unreachable_s: float = 60.0, clock: Clock | None = None
+) -> AsyncIterator[RolloutPool]:
+    pool = RolloutPool(addresses, unreachable_s=unreachable_s, clock=clock)
     try:
         await pool.gather((), startup_s=60.0)
         async with pool.watching():
