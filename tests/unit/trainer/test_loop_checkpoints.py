@@ -14,7 +14,7 @@ from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import UpdateError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import StepState
-from training_loop import batch, build, running
+from training_loop import Running, batch, build, running
 
 
 async def test_checkpoints_at_interval_and_at_the_end_keep_the_last(tmp_path: Path) -> None:
@@ -61,6 +61,27 @@ async def test_a_checkpoint_that_was_asked_for_and_fails_is_the_callers_news(tmp
         assert raised.value.reason is Reason.CHECKPOINT_FAILED
         trainer.queue.submit(batch(1), "1")
         await trainer.until(StepState.DONE, 1)
+
+
+async def give_up(trainer: Running) -> None:
+    """Asks for a checkpoint, and goes away before there is one."""
+    asking = asyncio.create_task(trainer.queue.save_checkpoint(weights_only=True))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert asking.cancelled()
+
+
+async def test_a_caller_that_gives_up_on_its_checkpoint_harms_nobody(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        await give_up(trainer)
+        trainer.queue.submit(batch(1), "1")
+        await trainer.until(StepState.DONE, 1)
+        assert (tmp_path / "weights" / "step_0").is_dir()
+        await give_up(trainer)
+        trainer.queue.close()
+        await trainer.ended()
+        assert trainer.error is None
 
 
 @pytest.mark.parametrize("ckpt", [CheckpointConfig(keep_last=2), CheckpointConfig(), None])

@@ -71,6 +71,7 @@ class TrainingQueue:
         if self._closed:
             raise MeshError(Reason.DRAINING, "the trainer has finished; its last checkpoint is on disk if ckpt is on")
         request = SaveRequest(weights_only=weights_only)
+        request.saved.set_running_or_notify_cancel()  # a caller that gives up does not cancel the work
         self._saves.append(request)
         self._changed.beat()
         return await asyncio.wrap_future(request.saved)
