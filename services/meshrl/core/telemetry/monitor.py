@@ -43,6 +43,9 @@ CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
 )
 """What a step's console line shows, as (metric, label, format); metrics that a record lacks are left out."""
 
+WANDB_FINISH_S = 60.0
+"""How long a run that ends waits for W&B to take what is left, unless WANDB_FINISH_TIMEOUT says otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
@@ -196,6 +199,8 @@ class WandbSink:
         settings: Mapping[str, object],
     ) -> None:
         """WANDB_MODE of the environment, where it is set, comes before `offline`."""
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WANDB_FINISH_S))
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
         self._wandb: Any = None
         self._run: Any = None
         try:
@@ -244,7 +249,14 @@ class WandbSink:
         )
 
     def close(self) -> None:
-        self._guarded(lambda: self._run.finish())
+        def finish() -> None:
+            kept = Path(self._run.dir).parent
+            try:
+                self._run.finish()
+            except TimeoutError as error:
+                raise SinkError(f"it does not take what is left; `wandb sync {kept}` sends it") from error
+
+        self._guarded(finish)
 
     def _guarded(self, call: Callable[[], None]) -> None:
         if self._run is None:
