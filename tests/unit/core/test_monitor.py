@@ -216,6 +216,21 @@ def test_trackio_takes_metrics_samples_and_distributions_and_goes_on_after_a_res
     assert "Trackio" not in capfd.readouterr().out
 
 
+def test_trackio_that_does_not_start_costs_a_warning_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_said: list[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:1/")
+    monkeypatch.delenv("TRACKIO_WRITE_TOKEN", raising=False)
+    monitor = open_monitor(Layout(tmp_path), LogConfig(trackio=True), None, {})
+    monitor.log(1, {"a": 1.0})
+    monitor.close()
+    (said,) = warnings_said
+    assert said.startswith("no metrics go to Trackio: Self-hosted logging requires a write token")
+    assert said.endswith("; mend that, or leave out log.trackio")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}
+
+
 def test_trackio_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match=r"pip install 'meshrl\[trackio\]'"):

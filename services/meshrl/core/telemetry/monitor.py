@@ -350,7 +350,12 @@ def open_monitor(
     if log.tensorboard:
         sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))
     if log.trackio:
-        sinks.append(TrackioSink(layout.output_dir, settings))
+        try:
+            sinks.append(TrackioSink(layout.output_dir, settings))
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001  # its database or its settings: metrics are not worth a run
+            logger.warning("no metrics go to Trackio: {}; mend that, or leave out log.trackio", error)
     if wandb is not None:
         sinks.append(
             WandbSink(
