@@ -76,7 +76,10 @@ class ConversationDataset:
                 self._there.add(row["rollout_id"])
 
     def write_parquet(self) -> Path | None:
-        """Writes all rows of the file beside it as parquet; None without pyarrow. Blocks. Raises OSError."""
+        """Writes all rows of the file beside it as parquet; None without pyarrow, or where rows do not fit one table.
+
+        Blocks. Raises OSError.
+        """
         try:
             import pyarrow as pa  # comes with datasets, an extra
             import pyarrow.parquet as pq
@@ -90,7 +93,12 @@ class ConversationDataset:
         unfinished = path.with_name(path.name + ".tmp")
         # a table needs rows of one set of columns: of rows that others wrote, those that ours have
         columns = ("messages", "tools", "reward", "environment", "task", "task_key", "agent", "rollout_id", "model")
-        pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), unfinished)
+        try:
+            table = pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows])
+        except pa.ArrowException as error:  # such as contents that are text here and a list of parts there
+            logger.warning("no parquet file: the rows differ in their types ({}); {} has them", error, self._file.path)
+            return None
+        pq.write_table(table, unfinished)
         unfinished.replace(path)
         return path
 

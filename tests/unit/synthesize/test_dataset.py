@@ -102,6 +102,17 @@ def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
     assert (second["tools"], second["rollout_id"]) == (None, "r1")
 
 
+def test_rows_that_fit_no_table_leave_out_the_parquet_file_alone(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    parts = [{"type": "text", "text": "say abc"}]
+    said = [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "abc"}]}]
+    with dataset(tmp_path / "d.jsonl") as made:
+        made.take([rollout(0), rollout(1, conversations=said)])
+        assert made.write_parquet() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["d.jsonl"]
+    assert rows_of(tmp_path / "d.jsonl")[1]["messages"][0]["content"] == parts
+
+
 def test_a_file_that_is_no_dataset_is_let_go_of(tmp_path: Path) -> None:
     path = tmp_path / "dataset.jsonl"
     path.write_text("nonsense\n")
