@@ -268,9 +268,11 @@ class RolloutPool:
         self.changed.beat()
         if state is HostState.SERVING:
             host.refuses_until_s = 0.0
-            host.achieved.clear()  # another process, as a rule: what the one before was slow at says nothing of it
             logger.info(f"the rollout service at {host.address} serves again, after {now_s - since_s:.0f} s")
         elif before is HostState.SERVING:
+            host.achieved.clear()  # who comes back is another process, as a rule, and slow at other things
+            for place in host.groups.values():  # whose rollouts may come over another connection
+                host.achievement(place.environment).count(now_s, begun=place.left)
             alone = sorted(name for name in host.environments if not self.table.replaceable(host, name))
             patience_s = self._unreachable_s if host.patience_s is None else host.patience_s
             rest = f"; nobody else serves {', '.join(alone)}: waiting for up to {patience_s:g} s" if alone else ""
@@ -306,13 +308,12 @@ class RolloutPool:
         place = host.groups[group_id] = self.places[group_id]
         place.host, place.limit, place.waits_for, place.has_begun = host, limit, "", False
         place.finished_here = place.failed_here = 0
-        achieved = host.achievement(place.environment)
-        achieved.count(self._clock.now(), begun=place.left)
+        host.achievement(place.environment).count(self._clock.now(), begun=place.left)
         try:
             yield
             self._judge(host, place, place.failed_here > 0)
         except MeshError as error:
-            self._judge(host, place, error.reason in _BAD_ENDS)
+            self._judge(host, place, error.reason in _BAD_ENDS and host.state is not HostState.AWAY)
             raise
         except asyncio.CancelledError:
             self._judge(host, place, limit.expired() and host.state is not HostState.AWAY)
@@ -320,7 +321,7 @@ class RolloutPool:
         finally:
             del host.groups[group_id]
             place.host = place.limit = None
-            achieved.count(self._clock.now(), begun=-place.left)
+            host.achievement(place.environment).count(self._clock.now(), begun=-place.left)
 
     def _judge(self, host: RolloutHost, place: GroupPlace, is_bad: bool) -> None:
         """A group is over at a service; one that brought nothing and ended badly counts against it."""
