@@ -136,7 +136,9 @@ class RolloutHost:
     achieved: dict[str, Achievement] = field(default_factory=dict)
     """By environment."""
     version: int | None = None
-    """The newest that one of its engines serves; None while it does not say."""
+    """The newest that one of its engines served when it was looked at last; None while it does not say."""
+    needed: int | None = None
+    """The newest that groups needed at that look, 0 without groups; None before the first."""
     patience_s: float | None = None
     """Of a worker that dials in: how long a run waits for it where nobody else has its environments. None: as long as
     for any service."""
@@ -153,6 +155,8 @@ class RolloutHost:
         """Why others get its groups while they serve; empty where nothing speaks against it."""
         if self.achievement(environment).quarantine.until_s > now_s:
             return f"its groups of {environment!r} failed again and again"
+        if min_version is not None and self.needed is not None:
+            min_version = min(min_version, self.needed)  # what had all then may have what was made since
         if min_version is not None and self.version is not None and self.version < min_version:
             return f"its engines serve version {self.version}, and groups need {min_version}"
         return ""

@@ -254,7 +254,7 @@ class RolloutPool:
             self._has_no_status.add(host.address)  # it is weighed by what comes back alone
             return False
         versions = [one.version for one in status.engines if one.healthy and one.version is not None]
-        host.version = max(versions, default=None)
+        host.version, host.needed = max(versions, default=None), self._newest_needed or 0
         ours = sum(place.left for place in host.groups.values())
         host.slots = status.max_concurrent or None
         host.others = max(0, status.running + status.queued - ours)
@@ -339,9 +339,13 @@ class RolloutPool:
         found = next((host for host in self.table.hosts if host.address == address), None)
         if found is None or found.state is not HostState.SERVING:
             return "" if found is None else f"{found.state.value}: {found.why}"
-        newest = max((place.min_version for place in self.places.values()), default=None)
-        reasons = [found.why_not(name, self._clock.now(), newest) for name in sorted(found.environments)]
+        reasons = [found.why_not(name, self._clock.now(), self._newest_needed) for name in sorted(found.environments)]
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+
+    @property
+    def _newest_needed(self) -> int | None:
+        """The newest version that a group needs; None without groups."""
+        return max((place.min_version for place in self.places.values()), default=None)
 
     def came_back(self, group_id: str, *, left: int, failed: bool, tokens: int = 0) -> None:
         """A rollout of a group is back from the service that plays it; `left` of them are not."""

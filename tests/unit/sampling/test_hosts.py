@@ -113,6 +113,19 @@ def test_a_service_in_quarantine_or_with_engines_that_are_too_old_is_used_only_w
     assert table.choose("echo", 4, 9.0, min_version=3) is second
 
 
+def test_a_service_that_had_every_version_when_it_was_looked_at_gets_groups_that_need_a_newer_one(
+    table: HostTable,
+) -> None:
+    first, second = table.hosts
+    first.version, first.needed = 6, 4  # looked at a moment later than the other
+    second.version, second.needed = 4, 4
+    first.others = 100
+    assert table.choose("echo", 4, 9.0, min_version=6) is second
+    second.needed = 5
+    assert second.why_not("echo", 9.0, 6) == "its engines serve version 4, and groups need 5"
+    assert table.choose("echo", 4, 9.0, min_version=6) is first
+
+
 def test_others_load_counts(table: HostTable) -> None:
     first, second = table.hosts
     first.others = 100
