@@ -12,8 +12,7 @@ the run comes to the slower of the two (meshrl.orchestrator.bench.summary).
     python tests/benchmarks/bench_run.py --tiny          # the embedded engine and a small model, on this CPU
 
 What follows `--` goes to every run. An alone rate that lies in the folder already is not measured again. Where both
-sides share their GPUs they are measured one after the other, and `efficiency` is the share of the run's time that the
-two would need for its tokens by turns: what they sample and train at their own rates.
+sides share their GPUs they are measured one after the other, and `efficiency` is the summary's `by_turns`.
 """
 
 from __future__ import annotations
@@ -161,15 +160,6 @@ def shared(options: argparse.Namespace) -> bool:
     return bool(set(options.trainer_gpus) & set(options.engine_gpus))
 
 
-def by_turns(found: dict[str, Any]) -> float | None:
-    """The share of a run's time that both sides would need by turns for its tokens, each at its rate alone."""
-    sides = [
-        (found[f"{what}_tokens_per_s"], found[f"{side}_alone_tokens_per_s"])
-        for what, side in (("sampled", "engines"), ("trained", "trainer"))
-    ]
-    return None if any(None in side for side in sides) else sum(achieved / alone for achieved, alone in sides)
-
-
 def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, longest: int) -> dict[str, Any] | None:
     """One `rl --bench`, stopped at the deadline if it has not ended; what bench/run.json says, or None."""
     output = folder / f"level_{level}{options.label}"
@@ -203,7 +193,7 @@ def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, l
     if not summary.exists():
         return None
     found: dict[str, Any] = json.loads(summary.read_text())  # a run that is stopped in time tells of the steps it made
-    return found | ({"efficiency": by_turns(found)} if shared(options) else {})
+    return found | ({"efficiency": found["by_turns"]} if shared(options) else {})
 
 
 def parse() -> argparse.Namespace:

@@ -125,8 +125,10 @@ def test_the_bench_summary_weighs_steps_by_their_time_and_leaves_out_the_first()
         trainer_alone_tokens_per_s=600.0,
         trainer_alone_measured=True,
         efficiency=0.8,  # engines alone need 8 s for these steps, the trainer 6.7; they took 10
+        by_turns=pytest.approx(8.0 / 10.0 + 4000.0 / 600.0 / 10.0),
     )
     assert "80.0% of the slower side alone" in summary.table()
+    assert "146.7% of both by turns" in summary.table()
     two = summarise([{**one, "weights/engines": 2.0} for one in records], AloneRates(engines=150.0, trainer=600.0))
     assert two is not None
     assert (two.engines_alone_tokens_per_s, two.efficiency) == (300.0, pytest.approx(2.0 / 3.0))
@@ -135,7 +137,7 @@ def test_the_bench_summary_weighs_steps_by_their_time_and_leaves_out_the_first()
 def test_the_bench_summary_says_what_it_does_not_know() -> None:
     summary = summarise([{}, bench_record(5.0, wait_for_batch_s=1.0)], AloneRates())
     assert summary is not None
-    assert (summary.efficiency, summary.trainer_alone_tokens_per_s) == (None, 500.0)
+    assert (summary.efficiency, summary.by_turns, summary.trainer_alone_tokens_per_s) == (None, None, 500.0)
     assert "run `inference --bench` with this output_dir first" in summary.table()
     bare = summarise([{}, {"time/step": 2.0}], AloneRates(engines=1.0, trainer=1.0))
     assert bare is not None

@@ -4,6 +4,8 @@
     idle               trainer: its wait for batches; engines: the time in which no group was in flight, for the trainer
                        was waited for. Engines that run half empty at a step's tail do not count as idle.
     efficiency         steps/s achieved over the lower of what engines alone and trainer alone would make
+    by turns           the time that both sides alone would take for these steps, one after the other, over the time
+                       that they took: the measure where both share their GPUs, above 1 where doing both at once pays
 
 What a side would make alone is its own rate over its tokens of a step. The rates come from `bench/trainer.json` and
 `bench/inference.json` in the output folder, which `trainer --bench` and `inference --bench` write; the latter's counts
@@ -75,6 +77,7 @@ class BenchSummary:
     trainer_alone_tokens_per_s: float | None
     trainer_alone_measured: bool  # by `trainer --bench`; else its rate while it trained here
     efficiency: float | None
+    by_turns: float | None
 
     def table(self) -> str:
         """The numbers for a person."""
@@ -92,7 +95,10 @@ class BenchSummary:
         if self.efficiency is None:
             lines.append("efficiency      not known: run `inference --bench` with this output_dir first")
         else:
-            lines.append(f"efficiency      {_share(self.efficiency)} of the slower side alone")
+            lines.append(
+                f"efficiency      {_share(self.efficiency)} of the slower side alone"
+                f"   {_share(self.by_turns)} of both by turns, as on a GPU that they share"
+            )
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -117,8 +123,8 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
     trainer_alone = alone.trainer if alone.trainer is not None else _over(trained, busy_s)
     engines = max((m["weights/engines"] for m in measured if "weights/engines" in m), default=1.0)
     engines_alone = None if alone.engines is None else alone.engines * max(1.0, engines)
-    sides = (_over(engines_alone, sampled), _over(trainer_alone, trained))  # 1 / seconds for these steps, alone
-    slower = None if None in sides else min(side for side in sides if side is not None)
+    alone_s = (_over(sampled, engines_alone), _over(trained, trainer_alone))  # what each would take for these steps
+    known_s = [] if None in alone_s else [side_s for side_s in alone_s if side_s is not None]
     return BenchSummary(
         steps=len(measured),
         step_s=wall_s / len(measured),
@@ -133,7 +139,8 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
         engines_alone_tokens_per_s=engines_alone,
         trainer_alone_tokens_per_s=trainer_alone,
         trainer_alone_measured=alone.trainer is not None,
-        efficiency=_over(1.0 / wall_s, slower),
+        efficiency=max(known_s) / wall_s if known_s else None,
+        by_turns=sum(known_s) / wall_s if known_s else None,
     )
 
 
