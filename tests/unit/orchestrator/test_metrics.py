@@ -129,6 +129,11 @@ def test_the_bench_summary_weighs_steps_by_their_time_and_leaves_out_the_first()
     )
     assert "80.0% of the slower side alone" in summary.table()
     assert "146.7% of both by turns" in summary.table()
+    shared = summarise(
+        [{**one, "batch/shared_prefix_ratio": 0.5} for one in records], AloneRates(engines=500.0, trainer=500.0)
+    )
+    assert shared is not None
+    assert (shared.trained_tokens_per_s, shared.by_turns) == (400.0, pytest.approx(0.4 + 0.4))  # half of 4,000 in 4 s
     two = summarise([{**one, "weights/engines": 2.0} for one in records], AloneRates(engines=150.0, trainer=600.0))
     assert two is not None
     assert (two.engines_alone_tokens_per_s, two.efficiency) == (300.0, pytest.approx(2.0 / 3.0))

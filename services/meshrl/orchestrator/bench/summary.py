@@ -7,10 +7,10 @@
     by turns           the time that both sides alone would take for these steps, one after the other, over the time
                        that they took: the measure where both share their GPUs, above 1 where doing both at once pays
 
-What a side would make alone is its own rate over its tokens of a step. The rates come from `bench/trainer.json` and
-`bench/inference.json` in the output folder, which `trainer --bench` and `inference --bench` write; the latter's counts
-once for each engine of the run. Without them the trainer's is its rate while it trained in this run, and the engines'
-is not known.
+What a side would make alone is its own rate over its tokens of a step; a prompt that rows hold once for several samples
+counts once for the trainer, as it is computed once. The rates come from `bench/trainer.json` and `bench/inference.json`
+in the output folder, which `trainer --bench` and `inference --bench` write; the latter's counts once for each engine of
+the run. Without them the trainer's is its rate while it trained in this run, and the engines' is not known.
 """
 
 from __future__ import annotations
@@ -114,16 +114,20 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
         return None
     wall_s = sum(metrics["time/step"] for metrics in measured)
     sampled = _total(measured, lambda m: m["perf/inference_tokens_per_s"] * m["time/step"])
-    busy_s = _total(measured, lambda m: m["time/train_step"] - m["time/wait_for_batch"])
-    trained = _total(measured, lambda m: m["perf/throughput"] * (m["time/train_step"] - m["time/wait_for_batch"]))
-    work = _total(measured, lambda m: m["perf/mfu"] * (m["time/train_step"] - m["time/wait_for_batch"]))
+    busy_s = _total(measured, _busy_s)
+    trained = _total(measured, lambda m: m["perf/throughput"] * _busy_s(m))
+    computed = _total(
+        measured, lambda m: m["perf/throughput"] * _busy_s(m) * (1.0 - m.get("batch/shared_prefix_ratio", 0.0))
+    )
+    work = _total(measured, lambda m: m["perf/mfu"] * _busy_s(m))
     train_s = _total(measured, lambda m: m["time/train_step"])
     waited = _total(measured, lambda m: m["time/wait_for_batch"])
     no_group = _total(measured, lambda m: m["time/wait_for_ckpt"])
     trainer_alone = alone.trainer if alone.trainer is not None else _over(trained, busy_s)
     engines = max((m["weights/engines"] for m in measured if "weights/engines" in m), default=1.0)
     engines_alone = None if alone.engines is None else alone.engines * max(1.0, engines)
-    alone_s = (_over(sampled, engines_alone), _over(trained, trainer_alone))  # what each would take for these steps
+    training_s = busy_s if alone.trainer is None else _over(computed, alone.trainer)
+    alone_s = (_over(sampled, engines_alone), training_s)  # what each side would take for these steps
     known_s = [] if None in alone_s else [side_s for side_s in alone_s if side_s is not None]
     return BenchSummary(
         steps=len(measured),
@@ -167,6 +171,11 @@ def report_bench(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
         told = "" if summary.trained_tokens_per_s is None else f"{summary.table()}\n"  # a stand-in tells nothing
         text += f"\n\n{told}numbers in {folder / 'run.json'}"
     logger.info("bench:\n" + text)
+
+
+def _busy_s(metrics: Mapping[str, float]) -> float:
+    """Seconds of a train step in which there was a batch."""
+    return metrics["time/train_step"] - metrics["time/wait_for_batch"]
 
 
 def _total(measured: Sequence[Mapping[str, float]], value: Callable[[Mapping[str, float]], float]) -> float | None:
