@@ -126,9 +126,11 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
     trainer_alone = alone.trainer if alone.trainer is not None else _over(trained, busy_s)
     engines = max((m["weights/engines"] for m in measured if "weights/engines" in m), default=1.0)
     engines_alone = None if alone.engines is None else alone.engines * max(1.0, engines)
+    sampling_s = _over(sampled, engines_alone)  # what each side would take alone for these steps
     training_s = busy_s if alone.trainer is None else _over(computed, alone.trainer)
-    alone_s = (_over(sampled, engines_alone), training_s)  # what each side would take for these steps
-    known_s = [] if None in alone_s else [side_s for side_s in alone_s if side_s is not None]
+    efficiency = by_turns = None
+    if sampling_s is not None and training_s is not None:
+        efficiency, by_turns = max(sampling_s, training_s) / wall_s, (sampling_s + training_s) / wall_s
     return BenchSummary(
         steps=len(measured),
         step_s=wall_s / len(measured),
@@ -143,8 +145,8 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
         engines_alone_tokens_per_s=engines_alone,
         trainer_alone_tokens_per_s=trainer_alone,
         trainer_alone_measured=alone.trainer is not None,
-        efficiency=max(known_s) / wall_s if known_s else None,
-        by_turns=sum(known_s) / wall_s if known_s else None,
+        efficiency=efficiency,
+        by_turns=by_turns,
     )
 
 
