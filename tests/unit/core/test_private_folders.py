@@ -1,0 +1,102 @@
+"""Folders for a run's own user alone: their names, modes and owners, and what is refused."""
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrl.core.private_folders import SOCKET_NAME_BYTES, private_folder, private_name, socket_folder
+
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_private_folder_is_for_its_owner_alone_also_where_it_was_readable_before(tmp_path: Path) -> None:
+    assert mode(private_folder(tmp_path / "a" / "b")) == 0o700
+    (tmp_path / "lax").mkdir(mode=0o755)
+    assert mode(private_folder(tmp_path / "lax")) == 0o700
+
+
+def test_a_link_a_file_and_a_folder_that_others_may_write_to_are_refused(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (tmp_path / "link").symlink_to(theirs)
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(PermissionError, match="it is a link or no folder"):
+        private_folder(tmp_path / "link")
+    with pytest.raises(PermissionError, match="it is a link or no folder"):
+        private_folder(tmp_path / "file")
+    with pytest.raises(PermissionError, match="mode 0777, so that others may write to it"):
+        private_folder(tmp_path / "open")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", NOBODY, NOBODY)
+    with pytest.raises(PermissionError, match=f"it belongs to user {NOBODY}"):
+        private_folder(tmp_path / "theirs")
+
+
+def test_a_name_is_the_same_for_all_programs_of_a_run_and_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = private_name(tmp_path / "run", "versions")
+    monkeypatch.chdir(tmp_path)
+    assert private_name(Path("run"), "versions") == name
+    others = {private_name(tmp_path / "run", "spool"), private_name(tmp_path / "other", "versions")}
+    assert name not in others
+    assert len(others) == 2
+    assert len(name) >= 32
+    assert mode(tmp_path / "run" / "credentials") == 0o700
+    (secret,) = (tmp_path / "run" / "credentials").iterdir()
+    assert mode(secret) == 0o600
+    secret.unlink()
+    assert private_name(tmp_path / "run", "versions") != name  # by the secret, not by the path
+
+
+def bind_longest_name(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(folder / ("s" * SOCKET_NAME_BYTES)))
+
+
+def test_sockets_fit_into_their_folder_however_long_the_temporary_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    for runtime in ("", str(long), "/nowhere"):
+        folder = socket_folder({"XDG_RUNTIME_DIR": runtime})
+        assert mode(folder) == 0o700
+        bind_longest_name(folder)
+        (folder / ("s" * SOCKET_NAME_BYTES)).unlink()
+        folder.rmdir()
+
+
+def test_a_short_temporary_folder_is_taken_and_one_in_which_others_rename_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert socket_folder({}).parent == Path(short)
+        os.chmod(short, 0o777)
+        folder = socket_folder({"XDG_RUNTIME_DIR": short})
+        assert folder.parent == Path("/tmp")
+        folder.rmdir()
