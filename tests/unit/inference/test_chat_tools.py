@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from chatml_tokenizer import chatml_tokenizer
 from meshrl.inference.http.app import InferenceServer
-from meshrl.inference.http.chat_replies import ChatReplies, with_arguments
+from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.models.load import ModelError
 from meshrl.sft.data import rendering
@@ -136,7 +136,7 @@ async def test_a_conversation_with_calls_has_the_tokens_that_its_renderer_gives_
     ]
     template = (Path(rendering.__file__).with_name("templates") / "qwen3.jinja").read_text()
     codec = TextCodec(chatml_tokenizer(template))
-    prompt = await codec.encode_chat(with_arguments(messages), tools=[TOOL], arguments={}, add_generation_prompt=True)
+    prompt = await codec.encode_chat(messages, tools=[TOOL], arguments={}, add_generation_prompt=True)
     renderer = create_renderer(chatml_tokenizer(), Qwen3RendererConfig())
     assert list(prompt) == renderer.render_ids(messages, tools=[TOOL], add_generation_prompt=True)
 

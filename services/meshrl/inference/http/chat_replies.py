@@ -118,24 +118,3 @@ def _call_json(call: ParsedToolCall) -> dict[str, object]:
 def _before(stops: Sequence[str], text: str) -> str:
     """The text up to the first stop string: tokens go on behind it."""
     return text[: min([found for stop in stops if (found := text.find(stop)) >= 0], default=len(text))]
-
-
-def with_arguments(messages: Sequence[Mapping[str, JsonValue]]) -> list[dict[str, JsonValue]]:
-    """Messages whose tool calls have objects as arguments, as chat templates want them: OpenAI's API has JSON text."""
-    return [
-        {**message, "tool_calls": [_with_object(call) for call in calls]}
-        if isinstance(calls := message.get("tool_calls"), list)
-        else dict(message)
-        for message in messages
-    ]
-
-
-def _with_object(call: JsonValue) -> JsonValue:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(str(function["arguments"]) or "{}")
-    except json.JSONDecodeError:
-        return call  # what the model wrote then; the template shows it as it is
-    return {**call, "function": {**function, "arguments": arguments}}

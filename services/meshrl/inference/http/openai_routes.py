@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from aiohttp import web
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.http.chat_replies import NEEDS_A_PARSER, with_arguments
+from meshrl.inference.http.chat_replies import NEEDS_A_PARSER
 from meshrl.inference.http.runs import (
     Completion,
     Serving,
@@ -72,7 +72,7 @@ class OpenAIRoutes:
             raise MeshError(Reason.NOT_SUPPORTED, NEEDS_A_PARSER)
         async with self._serving.deadline():
             prompt_ids = await self._codec.encode_chat(
-                with_arguments(body.messages),
+                body.messages,
                 tools=body.offered_tools,
                 arguments=body.template_arguments,
                 add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,

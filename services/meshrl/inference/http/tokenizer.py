@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 from transformers import PreTrainedTokenizerBase
 
+from meshrl.core.chat_messages import normal_message
 from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.tokenizer_pool import TokenizerPool
 from meshrl.wire.errors import MeshError, Reason
@@ -58,7 +59,8 @@ class TextCodec:
     ) -> tuple[int, ...]:
         """Token ids of a conversation with the tools it may use; `arguments` go to the chat template under their names.
 
-        Raises: MeshError INVALID_REQUEST when the template fails on them, when there is none, or for what is too long.
+        Raises: MeshError INVALID_REQUEST for a message that no text model reads, when the template fails on them, when
+        there is none, or for what is too long.
         """
         if arguments.get("chat_template") is not None and not self._trust_request_chat_template:
             raise MeshError(
@@ -74,11 +76,17 @@ class TextCodec:
                 "field of that name where there is one",
             )
         self._check_size([list(messages), list(tools), dict(arguments)])
+        normal = []
+        for place, message in enumerate(messages):
+            try:
+                normal.append(normal_message(message))
+            except ValueError as error:
+                raise MeshError(Reason.INVALID_REQUEST, f"messages[{place}]: {error}") from error
 
         def work(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             try:
                 text = tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False,
+                    normal, tools=list(tools) or None, tokenize=False,
                     add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                     **arguments,
                 )  # fmt: skip

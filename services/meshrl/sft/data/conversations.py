@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from meshrl.core.chat_messages import normal_message
 from meshrl.wire.values import JsonObject
 
 Row: TypeAlias = JsonObject  # columns by name, as JSON or a dataset has them
@@ -57,46 +58,15 @@ def _messages(value: object, name: str, column: str, *, role: str) -> tuple[Mess
         return ({"role": role, "content": value},)
     if not isinstance(value, Sequence) or not value:
         raise DataError(f"{name}: {column} must be a list of messages or a string, got {type(value).__name__}")
-    for message in value:
-        if not isinstance(message, Mapping) or "role" not in message:
+    messages = []
+    for place, message in enumerate(value):
+        if not isinstance(message, Mapping):
             raise DataError(f"{name}: each message of {column} needs a role and content, got {message!r:.80}")
-    return tuple(_with_arguments(message) for message in value)
-
-
-def _with_arguments(message: Message) -> Message:
-    """Tool calls with their arguments as an object, which templates iterate over; the API's wire has them as JSON."""
-    calls = message.get("tool_calls")
-    if isinstance(calls, str):
-        calls = _object_of(calls, calls)
-    if not isinstance(calls, Sequence) or isinstance(calls, str) or not calls:
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: object) -> object:
-    if isinstance(call, str):
-        call = _object_of(call, call)
-    if not isinstance(call, Mapping):
-        return call
-    function = call.get("function")
-    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-        arguments = _object_of(function["arguments"], function["arguments"])
-        return {**call, "function": {**function, "arguments": arguments}}
-    if function is None and "name" in call:  # the shape of verifiers
-        arguments = call.get("arguments")
-        if isinstance(arguments, str):
-            arguments = _object_of(arguments, arguments)
-        named = {"name": call["name"], "arguments": {} if arguments is None else arguments}
-        return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": named}
-    return call
-
-
-def _object_of(text: str, otherwise: object) -> object:
-    try:
-        value = json.loads(text)
-    except ValueError:  # a model may have called a tool with anything
-        return otherwise
-    return value if isinstance(value, dict | list) else otherwise
+        try:
+            messages.append(normal_message(message))
+        except ValueError as error:
+            raise DataError(f"{name}, message {place} of {column}: {error}") from error
+    return tuple(messages)
 
 
 def _tools(row: Row, name: str) -> tuple[Tool, ...]:

@@ -1,0 +1,104 @@
+"""Brings the messages of a chat into the one shape that every chat template and renderer reads.
+
+Requests, training data and tasksets write the same message in several ways: content as parts or null, arguments of tool
+calls as JSON text, calls in the shape of verifiers. Templates differ in which of these they read, and drop the others
+without an error. So messages pass here once, before any template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.wire.values import JsonObject
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""Types of the parts that are text: those of chat completions and of the responses API."""
+
+
+def normal_message(message: JsonObject) -> dict[str, Any]:
+    """The message with its content as text and the arguments of its tool calls as objects.
+
+    Text parts are joined without a separator; null becomes the empty text. An assistant's message that calls tools may
+    lack content. Arguments that are no JSON object stay as they are: a model may have called a tool with anything.
+    `reasoning` is also given as `reasoning_content`, the name that templates read.
+
+    Raises:
+        ValueError: the role or the content is missing or of a type that no text model reads.
+    """
+    normal = dict(message)
+    role = normal.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"a message needs a role, got {dict(message)!r:.80}")
+    if normal.get("tool_calls"):
+        normal["tool_calls"] = _calls(normal["tool_calls"])
+    if "content" not in normal and not normal.get("tool_calls"):
+        raise ValueError(f"a message of role {role!r} needs content; send an empty string for an empty message")
+    normal["content"] = _text(normal.get("content"), role)
+    if isinstance(normal.get("reasoning"), str):
+        normal.setdefault("reasoning_content", normal["reasoning"])
+    return normal
+
+
+def _text(content: object, role: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ValueError(
+            f"content of a message of role {role!r} must be a string, a list of text parts or null, got"
+            f" {type(content).__name__}"
+        )
+    return "".join(_part(part, role) for part in content)
+
+
+def _part(part: object, role: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise ValueError(f"a part of the content of a message of role {role!r} must be an object, got {part!r:.80}")
+    kind = part.get("type", "text" if "text" in part else None)
+    if kind not in TEXT_PARTS:
+        raise ValueError(
+            f"content of a message of role {role!r} has a part of type {kind!r}; this serves text models, so send parts"
+            " of type 'text' alone"
+        )
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"a part of type {kind!r} in a message of role {role!r} needs its text as a string")
+    text: str = part["text"]
+    return text
+
+
+def _calls(calls: object) -> object:
+    calls = _parsed(calls)
+    return [_call(call) for call in calls] if isinstance(calls, list | tuple) else calls
+
+
+def _call(call: object) -> object:
+    call = _parsed(call)
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    if function is None and "name" in call:  # the shape of verifiers
+        named = {"name": call["name"], "arguments": _arguments(call.get("arguments"))}
+        return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": named}
+    return call
+
+
+def _arguments(arguments: object) -> object:
+    return {} if arguments in (None, "") else _parsed(arguments)
+
+
+def _parsed(value: object) -> object:
+    """The object or list that a JSON text holds; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, dict | list) else value
