@@ -95,11 +95,6 @@ class Layout:
         return self.output_dir / "broadcasts"
 
     @property
-    def hub(self) -> Path:
-        """The weight hub's durable log and staged bytes."""
-        return self.output_dir / "hub"
-
-    @property
     def ledger(self) -> Path:
         """SQLite file with the state of every rollout."""
         return self.output_dir / "ledger.sqlite"

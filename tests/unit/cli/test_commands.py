@@ -66,9 +66,12 @@ def test_a_rollout_and_its_trace_are_found_either_way(traced: Path) -> None:
     by_trace = json.loads(meshrl("rollouts", "show", "aaaa", "--json", "-o", str(traced)).output)
     assert (by_trace["rollout_id"], by_trace["trace_id"]) == ("5eed", "a" * 32)
     assert "no span of '0ther'" in meshrl("trace", "show", "0ther", "-o", str(traced)).output
-    with closing(sqlite3.connect(traced / "ledger.sqlite")) as ledger, ledger:  # as it was before
+    with closing(sqlite3.connect(traced / "ledger.sqlite")) as ledger, ledger:  # as another version writes it
         ledger.execute("ALTER TABLE rollouts DROP COLUMN trace_id")
-    assert "5eed" in meshrl("rollouts", "tail", "-o", str(traced)).output
+    refused = meshrl("rollouts", "tail", "-o", str(traced))
+    assert refused.exit_code == 1
+    assert "is it a ledger of this version of meshrl?" in refused.output
+    assert len(refused.output.splitlines()) == 1
 
 
 def test_help_lists_every_command_and_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_everything_lies_under_the_output_dir():
     assert layout.config("rl") == Path("out/configs/rl.toml")
     assert layout.trace("weights") == Path("out/traces/weights.jsonl.zst")
     assert layout.checkpoint_step(3) == Path("out/checkpoints/step_3")
-    for path in (layout.metrics_jsonl, layout.summary_json, layout.broadcasts, layout.hub, layout.ledger):
+    for path in (layout.metrics_jsonl, layout.summary_json, layout.broadcasts, layout.ledger):
         assert path.parent == Path("out")
 
 

@@ -1,10 +1,10 @@
 """Rows of the ledger are damaged on disk: what is damaged is never used, and costs no more than itself."""
 
-import json
 import random
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +192,16 @@ async def test_a_batch_that_is_damaged_while_the_run_goes_on_ends_with_a_sentenc
     journal.close()
 
 
+@pytest.mark.parametrize("table", ["payloads", "parts"])
+def test_a_row_without_its_digest_is_damaged(folder: Path, table: str) -> None:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
+        connection.execute(f"UPDATE {table} SET seal = x''")
+    journal = reopened(folder, 0)
+    assert journal.starting_point.recorded == (2 if table == "payloads" else 0)
+    assert [len(group.rollouts) for group in journal.starting_point.ready] == ([] if table == "payloads" else [3, 3, 3])
+    journal.close()
+
+
 def test_a_damaged_record_of_a_step_to_come_releases_it(folder: Path) -> None:
     flip_in(folder, "record", "steps WHERE step = 2", lambda data: 8 * data.index(b'"tokens": ') + 80)
     journal = reopened(folder, 0)
@@ -201,12 +211,13 @@ def test_a_damaged_record_of_a_step_to_come_releases_it(folder: Path) -> None:
 
 
 def test_totals_come_from_the_checkpoint_where_the_record_is_damaged_or_end_with_a_sentence(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+        (text,) = connection.execute("SELECT record FROM steps WHERE step = 1").fetchone()
     flip_in(folder, "record", "steps WHERE step = 1", lambda data: 8 * data.index(b'"tokens": ') + 80)
     with pytest.raises(RunError, match=r"the record of step 1 in .*ledger.sqlite is damaged.*--ckpt.resume-step"):
         reopened(folder, 1)
-    state = Layout(folder).checkpoint_step(1) / "orchestrator" / "progress.json"
-    state.parent.mkdir(parents=True)
-    state.write_text(json.dumps({"step": 1, "tokens": 15, "samples": 3, "problems": 1, "drawn": {"echo": 1}}))
+    totals = RunTotals(tokens=15, samples=3, problems=1)
+    write_state(Layout(folder), replace(StepRecord.from_json(text), progress=totals, drawn={"echo": 1}))
     journal = reopened(folder, 1)
     assert journal.starting_point.progress.tokens == 15
     journal.close()
@@ -222,16 +233,3 @@ def test_a_checkpoints_totals_are_read_as_they_were_written_or_not_at_all(folder
     path.write_text(path.read_text().replace('"tokens": 15', '"tokens": 17'))
     with pytest.raises(RunError, match=r"progress.json, which has the run's totals up to step 1, is damaged"):
         read_state(layout, 1)
-
-
-def test_a_ledger_from_before_there_were_digests_goes_on(folder: Path) -> None:
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
-        for table in ("payloads", "steps", "parts"):
-            connection.execute(f"ALTER TABLE {table} DROP COLUMN seal")
-        connection.execute("ALTER TABLE rollouts DROP COLUMN trace_id")
-        connection.execute("PRAGMA user_version = 1")
-    journal = reopened(folder, 0)
-    assert journal.starting_point.recorded == 2
-    assert [len(group.rollouts) for group in journal.starting_point.ready] == [3]
-    journal.close()
-    assert audit(folder).ok

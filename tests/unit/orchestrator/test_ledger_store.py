@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.resume import plan_resume, restore
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import Ledger
@@ -225,16 +226,17 @@ def test_rollouts_keep_their_trace_over_a_restart(make_group, path: Path) -> Non
     assert found == [("r1", "dropped", "a" * 32), ("r2", "failed", "b" * 32)]
 
 
-def test_a_file_of_an_older_layout_is_set_aside(path: Path) -> None:
+@pytest.mark.parametrize("layout", [0, 2, 4])
+def test_a_file_of_another_layout_is_refused_by_its_version_and_left_alone(path: Path, layout: int) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE rollouts (key TEXT PRIMARY KEY, state TEXT)")
         connection.execute("INSERT INTO rollouts VALUES ('old', 'trained')")
-    store = LedgerStore(path)
-    assert store.open() is None
-    store.begin(RUN)
-    store.close()
-    assert states(path) == []
-    assert len(query(path, "SELECT name FROM sqlite_master WHERE name LIKE 'rollouts_before_%'")) == 1
+        connection.execute(f"PRAGMA user_version = {layout}")
+    before = path.read_bytes()
+    for read in (LedgerStore(path).open, lambda: audit(path.parent)):
+        with pytest.raises(LedgerFileError, match=f"ledger.sqlite has layout {layout}, but .* layout 3 alone; choose"):
+            read()
+    assert path.read_bytes() == before
 
 
 def test_a_write_that_fails_surfaces(make_group, path: Path) -> None:

@@ -21,13 +21,7 @@ _IN_LEDGER = {"in_flight": "dispatched", "ready": "finished"}
 
 _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index, rollouts.state, rollouts.reason,
   rollouts.step, rollouts.oldest_version, rollouts.group_id, rollouts.updated_s, rollouts.key, rollouts.run,
-  {trace_id} AS trace_id FROM rollouts"""
-
-
-def _rows(ledger: sqlite3.Connection) -> str:
-    """The query for rollouts; ledgers from before they had traces have "" for theirs."""
-    columns = {column["name"] for column in _read(ledger, "PRAGMA table_info(rollouts)")}
-    return _ROW.format(trace_id="rollouts.trace_id" if "trace_id" in columns else "''")
+  rollouts.trace_id FROM rollouts"""
 
 
 def find_trace(folder: RunFolder, name: str) -> str | None:
@@ -35,7 +29,7 @@ def find_trace(folder: RunFolder, name: str) -> str | None:
     if not (folder.path / "ledger.sqlite").exists():
         return None
     with closing(_open(folder)) as ledger:
-        found = _read(ledger, f"{_rows(ledger)} WHERE rollouts.rollout_id LIKE ? || '%' LIMIT 2", [name])
+        found = _read(ledger, f"{_ROW} WHERE rollouts.rollout_id LIKE ? || '%' LIMIT 2", [name])
     if len(found) > 1:
         raise CliError(f"more than one rollout of {folder.path} begins with {name!r}; give more of its id")
     return (found[0]["trace_id"] or _trace_of(folder, found[0]["rollout_id"])) if found else None
@@ -78,14 +72,13 @@ def tail(
     given = {clause: value for clause, value in wanted.items() if value}
     where, values = " AND ".join(given) or "1", list(given.values())
     with closing(_open(folder)) as ledger:
-        row = _rows(ledger)
-        found = _read(ledger, f"{row} WHERE {where} ORDER BY updated_s DESC LIMIT ?", [*values, number])[::-1]
+        found = _read(ledger, f"{_ROW} WHERE {where} ORDER BY updated_s DESC LIMIT ?", [*values, number])[::-1]
         _show(found, as_json=as_json)
         with suppress(KeyboardInterrupt):
             while follow:
                 since = found[-1]["updated_s"] if found else 0.0
                 time.sleep(FOLLOW_S)
-                news = _read(ledger, f"{row} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
+                news = _read(ledger, f"{_ROW} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
                 _show(news, as_json=as_json)
                 found = news or found
 
@@ -118,7 +111,7 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     """
     with closing(_open(folder)) as ledger:
         where = "rollouts.rollout_id LIKE ?1 || '%' OR trace_id LIKE ?1 || '%'"
-        found = _read(ledger, f"{_rows(ledger)} WHERE {where} LIMIT 3", [rollout_id])
+        found = _read(ledger, f"{_ROW} WHERE {where} LIMIT 3", [rollout_id])
         if len(found) != 1:
             what = "no rollout" if not found else "more than one rollout"
             raise CliError(f"{what} of {folder.path} begins with {rollout_id!r}; `meshrl rollouts tail` lists them")

@@ -28,7 +28,7 @@ from pathlib import Path
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import RunRow, StepRecord, last_run
 from meshrl.orchestrator.ledger.rules import OPEN_STATES, RolloutState
-from meshrl.orchestrator.ledger.writer import LedgerFileError, unusable
+from meshrl.orchestrator.ledger.writer import LedgerFileError, check_layout, unusable
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.tally import RunTotals
 
@@ -104,6 +104,7 @@ def audit(output_dir: Path) -> AuditReport:
         raise FileNotFoundError(f"{layout.ledger} does not exist; give the output_dir of a run")
     try:
         with closing(sqlite3.connect(f"file:{layout.ledger}?mode=ro", uri=True)) as connection:
+            check_layout(connection, layout.ledger)
             return _audit(layout, connection)
     except (sqlite3.Error, ValueError, KeyError, TypeError) as error:  # a row says what no row can say
         raise unusable(layout.ledger, error) from error

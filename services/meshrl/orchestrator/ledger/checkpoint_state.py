@@ -42,13 +42,12 @@ def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], di
     """Totals and tasks drawn up to a step, as its checkpoint says, and what algorithms remember; zeros when it says
     nothing.
 
-    Raises RunError when the file is damaged. Files from before they had a checksum are read without that check.
+    Raises RunError when the file is damaged.
     """
     path = state_path(layout, step)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        checksum = state.pop("crc32", None)
-        if checksum is not None and checksum != _checksum(state):
+        if state.pop("crc32") != _checksum(state):
             raise ValueError("it does not have the checksum it was written with")
         totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
         drawn = {str(name): int(count) for name, count in state["drawn"].items()}

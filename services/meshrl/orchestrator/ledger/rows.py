@@ -7,8 +7,7 @@ payloads  a finished rollout, until its step is durable or it is dropped
 steps     what each step took, and its totals
 parts     the messages of a step's batch as they are uploaded, until the step is durable
 
-Payloads, records of steps and parts have a digest (`seal`), which is checked whenever they are read. Files of layout 1
-had none: their rows are read unchecked. `rollouts.trace_id` is new in layout 3.
+Payloads, records of steps and parts have a digest (`seal`), which is checked whenever they are read.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 LAYOUT = 3
+"""The `user_version` of the file; one of another layout is refused."""
 UNSEEDED = -1
 """The seed that a row has of a group without one."""
 SCHEMA = """
@@ -49,26 +49,17 @@ CREATE TABLE IF NOT EXISTS rollouts (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (run, step) WHERE step IS NOT NULL;
 CREATE TABLE IF NOT EXISTS payloads (
-  rollout_id TEXT PRIMARY KEY, data BLOB NOT NULL, seal BLOB NOT NULL DEFAULT x''
+  rollout_id TEXT PRIMARY KEY, data BLOB NOT NULL, seal BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS steps (
   run INTEGER NOT NULL, step INTEGER NOT NULL, digest TEXT NOT NULL, record TEXT NOT NULL,
-  seal BLOB NOT NULL DEFAULT x'', PRIMARY KEY (run, step)
+  seal BLOB NOT NULL, PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parts (
   run INTEGER NOT NULL, step INTEGER NOT NULL, part INTEGER NOT NULL, data BLOB NOT NULL,
-  seal BLOB NOT NULL DEFAULT x'', PRIMARY KEY (run, step, part)
+  seal BLOB NOT NULL, PRIMARY KEY (run, step, part)
 );
 """
-CHANGES: Mapping[int, str] = {
-    1: """
-ALTER TABLE payloads ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
-ALTER TABLE steps ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
-ALTER TABLE parts ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
-""",
-    2: "ALTER TABLE rollouts ADD COLUMN trace_id TEXT NOT NULL DEFAULT '';",
-}
-"""Brings a file of a layout to the next one; rows of layout 1 keep an empty seal, those of 2 have no trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +109,6 @@ class StepRecord:
 def seal(data: bytes, *key: object) -> bytes:
     """The digest that a row keeps of its data and of its key: neither a damaged row nor another's data has it."""
     return blake3(repr(key).encode() + b"\0" + data).digest(length=16)
-
-
-def is_sealed(data: bytes, found: bytes, *key: object) -> bool:
-    """Whether the data is as it was written; rows from before there were seals have an empty one and are trusted."""
-    return not found or found == seal(data, *key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +224,7 @@ def _records(
     )
     records, damaged = {}, set()
     for step, text, found in rows:
-        if is_sealed(text.encode(), found, run.run, step):
+        if found == seal(text.encode(), run.run, step):
             records[step] = StepRecord.from_json(text)
         else:
             damaged.add(step)

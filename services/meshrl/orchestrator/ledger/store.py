@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 from loguru import logger
 
 from meshrl.orchestrator.ledger.rows import (
-    CHANGES,
     LAYOUT,
     SCHEMA,
     UNSEEDED,
@@ -24,14 +23,13 @@ from meshrl.orchestrator.ledger.rows import (
     PastGroup,
     RunRow,
     StepRecord,
-    is_sealed,
     last_run,
     seal,
 )
 from meshrl.orchestrator.ledger.rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger.rows import read_past as rows_of_past
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
-from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, ledger_file, unusable
+from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, check_layout, ledger_file, unusable
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.v1 import rollout_pb2, trainer_pb2
@@ -68,22 +66,15 @@ class LedgerStore:
     # --- beginning and end ----------------------------------------------------------------------
 
     def open(self) -> RunRow | None:
-        """Creates or reopens the file and returns the last run in it."""
+        """Creates or reopens the file and returns the last run in it. Refuses a file of another layout."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unusable(self._path, error) from error
         with ledger_file(self._path) as connection:
+            check_layout(connection, self._path)
             connection.execute("PRAGMA journal_mode = WAL")
-            known = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'rollouts'").fetchone()[0]
-            layout = connection.execute("PRAGMA user_version").fetchone()[0]
-            if known and layout in CHANGES:
-                changes = " ".join(CHANGES[earlier] for earlier in range(layout, LAYOUT))
-                connection.executescript(f"BEGIN IMMEDIATE; {changes} PRAGMA user_version = {LAYOUT}; COMMIT;")
-            elif known and layout != LAYOUT:
-                connection.execute(f"ALTER TABLE rollouts RENAME TO rollouts_before_{time.time_ns()}")
-            connection.executescript(SCHEMA)
-            connection.execute(f"PRAGMA user_version = {LAYOUT}")
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {LAYOUT}; COMMIT;")
             return last_run(connection)
 
     def begin(self, run: RunRow) -> RunRow:
@@ -239,7 +230,7 @@ class LedgerStore:
         try:
             reader = convert.BatchReader(seq_len=_ANY_LENGTH, dp_size=record.dp_size)
             for part, data, found in parts:
-                if not is_sealed(data, found, self._run, record.step, part):
+                if found != seal(data, self._run, record.step, part):
                     raise ValueError(f"part {part} does not have the digest that it was written with")
                 reader.feed(trainer_pb2.SubmitBatchRequest.FromString(data))
             batch = reader.finish()
@@ -260,7 +251,7 @@ class LedgerStore:
                     continue
                 try:
                     data, sealed = row
-                    if not is_sealed(data, sealed, rollout_id):
+                    if sealed != seal(data, rollout_id):
                         raise ValueError("it does not have the digest that it was written with")
                     found[rollout_id] = convert.rollout_from_proto(rollout_pb2.Rollout.FromString(data))
                 except _UNREADABLE as error:

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from meshrl.orchestrator.ledger.rows import LAYOUT
 from meshrl.sampling.retry import RunError
 
 Change = Callable[[sqlite3.Connection], object]
@@ -43,6 +44,17 @@ def unusable(path: Path, error: Exception) -> LedgerFileError:
         f"ledger {path} is damaged ({error}); move it and the files {path.name}-wal and {path.name}-shm away and start"
         " again with --ckpt.resume-step -1: the run goes on from its last checkpoint with a new ledger"
     )
+
+
+def check_layout(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises LedgerFileError for a file that another version of meshrl has written; an empty one is none yet."""
+    layout = connection.execute("PRAGMA user_version").fetchone()[0]
+    if layout != LAYOUT and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+        raise LedgerFileError(
+            f"ledger {path} has layout {layout}, but this version of meshrl reads layout {LAYOUT} alone; choose another"
+            " output_dir, or move the file away and start again with --ckpt.resume-step -1: the run goes on from its"
+            " last checkpoint with a new ledger"
+        )
 
 
 @contextmanager
