@@ -1,6 +1,7 @@
 """The program from its configuration to its exit: health, drain, and errors that say what to change."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc.aio
@@ -62,6 +63,21 @@ async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, e
             assert (await watch.read()).status == status.NOT_SERVING
             assert (await events)[-1].finished == 1
     assert await asyncio.wait_for(running, 60.0) == 0
+
+
+async def test_workers_start_where_no_output_folder_is_named(tmp_path, tokenizer_dir, engine, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # outputs/ by default
+    config = RolloutConfig(
+        env=[{"id": "mesh_echo", "args": {"words": ["cat"]}}],
+        client={"base_url": [engine.url]},
+        tokenizer=str(tokenizer_dir),
+        renderer={"name": "default"},
+        workers=1,
+    )
+    async with AsyncExitStack() as stack:
+        runner = await program.build(config, stack, NoOpTracer())
+        assert list(runner.environments) == ["mesh_echo"]
+    assert list(tmp_path.glob("outputs/logs/envs/*/*/env_worker_1.log"))
 
 
 def program_client(port: int):

@@ -46,7 +46,7 @@ class WorkerFleet:
         self._entries = {entry.resolved_name: entry for entry in config.env if config.workers or _asks_for_own(entry)}
         self._max_memory_mib = config.max_memory_mib or machine_memory_mib() // 2
         self._blocked_s = config.blocked_s
-        self._config = config.model_dump_json(exclude_unset=True)  # what is not set has its default there too
+        self._config = config
         own = {name: max(entry.workers or 0, 1) for name, entry in self._entries.items() if _asks_for_own(entry)}
         self._shared_names = {name for name in self._entries if name not in own}
         self._changed = Pulse()

@@ -12,8 +12,10 @@ import json
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 
+from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.stages import RolloutStage, StageKind
 from meshrl.rollout.engines.capacity import EpisodeSizes
 from meshrl.rollout.player import SerializedRollouts
@@ -140,21 +142,25 @@ def unpack_rollouts(payload: bytes) -> SerializedRollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """Worker `number` hosts the environments `names` of `config`, which is a RolloutConfig as JSON."""
+    """Worker `number` hosts the environments `names` of `config`."""
 
     number: int
-    config: str
+    config: RolloutConfig
     names: Sequence[str]
     max_memory_mib: int
     mark: str = ""
     """In the environment variables of every process that the worker starts, so that they can be found and ended."""
 
     def encode(self) -> str:
-        return json.dumps(asdict(self))
+        """As JSON. Keys that are not set stay so: they have their defaults in the worker too."""
+        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
+        return json.dumps(fields | {"config": self.config.model_dump(exclude_unset=True)}, default=str)  # paths
 
     @classmethod
     def decode(cls, text: str) -> WorkerSettings:
-        return cls(**json.loads(text))
+        # Not by pydantic's own JSON parser: it refuses a default that is a Path, and has no infinity.
+        fields = json.loads(text)
+        return cls(**fields | {"config": RolloutConfig.model_validate(fields["config"])})
 
 
 @dataclass(frozen=True)

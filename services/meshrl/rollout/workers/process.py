@@ -26,7 +26,6 @@ from google.rpc import status_pb2
 from meshrl.core.config import ConfigError
 from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
-from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.rendering.tokenizer_folders import known_class
@@ -80,7 +79,7 @@ def new_process(front: socket.socket, alarm: socket.socket, settings: WorkerSett
     method = "forkserver" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        config = RolloutConfig.model_validate_json(settings.config)
+        config = settings.config
         known = known_class(config.tokenizer or config.model.name) is not None
         multiprocessing.set_forkserver_preload([PRELOADED] if known else [PRELOADED, ANY_TOKENIZER])
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # typeshed has it on each kind of context

@@ -15,6 +15,7 @@ from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
+from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.frames import WorkerSettings
 from meshrl.rollout.workers.process import WorkerProcess
 
@@ -49,7 +50,7 @@ class WorkerSlot:
     def __init__(
         self,
         number: int,
-        config: str,
+        config: RolloutConfig,
         names: Callable[[], Collection[str]],
         limits: SlotLimits,
         on_lost: Callable[[WorkerProcess, Loss], None],

@@ -31,7 +31,6 @@ from meshrl.core.program import raise_open_file_limit
 from meshrl.core.telemetry.exposition import observed, registry_of
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
-from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.stages import RolloutStage
 from meshrl.rollout.engines.capacity import EpisodeSizes
 from meshrl.rollout.engines.connect import connect_servers
@@ -66,7 +65,7 @@ def main(front: socket.socket, alarm: socket.socket, settings_text: str) -> None
     _end_with_fork_server()
     end_with_parent(whole_group=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = RolloutConfig.model_validate_json(settings.config)
+    config = settings.config
     layout = Layout(config.output_dir)
     logs = WorkerLogs.of(config, settings.names, settings.number)
     take_over_output(logs, config.log)
@@ -75,7 +74,7 @@ def main(front: socket.socket, alarm: socket.socket, settings_text: str) -> None
     tracing = setup_tracing(name, layout.traces, config.log.traces_max_mib)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    serving = loop.create_task(_Worker(settings, config, tracing).serve(front, alarm))
+    serving = loop.create_task(_Worker(settings, tracing).serve(front, alarm))
     while True:
         try:
             loop.run_until_complete(serving)
@@ -104,9 +103,9 @@ def _end_with_fork_server() -> None:
 class _Worker:
     """The groups and rollouts of this process."""
 
-    def __init__(self, settings: WorkerSettings, config: RolloutConfig, tracer: Tracer) -> None:
+    def __init__(self, settings: WorkerSettings, tracer: Tracer) -> None:
         self._settings = settings
-        self._config = config
+        self._config = settings.config
         self._tracer = tracer
         self._stop = asyncio.Event()
         self._players: dict[str, Player] = {}
