@@ -21,7 +21,8 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
     """The message with its content as text and the arguments of its tool calls as objects.
 
     Text parts are joined without a separator; null becomes the empty text. An assistant's message that calls tools may
-    lack content. Arguments that are no JSON object stay as they are: a model may have called a tool with anything.
+    lack content; without calls it has no `tool_calls`, since templates test for the key. Arguments that are no JSON
+    object stay as they are: a model may have called a tool with anything.
     `reasoning` is also given as `reasoning_content`, the name that templates read.
 
     Raises:
@@ -31,9 +32,9 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
     role = normal.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"a message needs a role, got {dict(message)!r:.80}")
-    if normal.get("tool_calls"):
-        normal["tool_calls"] = _calls(normal["tool_calls"])
-    if "content" not in normal and not normal.get("tool_calls"):
+    if calls := normal.pop("tool_calls", None):
+        normal["tool_calls"] = _calls(calls)
+    if "content" not in normal and not calls:
         raise ValueError(f"a message of role {role!r} needs content; send an empty string for an empty message")
     normal["content"] = _text(normal.get("content"), role)
     if isinstance(normal.get("reasoning"), str):

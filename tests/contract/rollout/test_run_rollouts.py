@@ -265,3 +265,20 @@ async def test_the_rollout_has_its_own_trace_which_reaches_the_engine(start_mesh
     assert rollout.traceparent != caller
     assert engine.headers[0]["traceparent"].split("-")[1] == rollout.traceparent.split("-")[1]
     assert engine.headers[0]["X-Session-ID"] == rollout.rollout_id.replace("-", "")
+
+
+async def test_a_prompt_in_parts_has_the_tokens_of_the_same_text(start_mesh, engine, make_group):
+    environments = [{"id": "mesh_echo"}, {"id": "mesh_echo", "name": "parts", "args": {"parts": True}}]
+    mesh = await start_mesh([engine], env=environments)
+    whole, _ = await collect(mesh, make_group())
+    in_parts, _ = await collect(mesh, make_group(environment="parts"))
+    assert isinstance(in_parts, Rollout), in_parts
+    assert in_parts.samples[0].token_ids.tolist() == whole.samples[0].token_ids.tolist()
+    assert in_parts.samples[0].message_spans == whole.samples[0].message_spans
+
+
+async def test_an_image_in_a_prompt_fails_the_rollout_by_the_type_of_the_part(start_mesh, engine, make_group):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo", "args": {"parts": True, "image": "https://a/b.png"}}])
+    failure, _ = await collect(mesh, make_group())
+    assert isinstance(failure, RolloutFailure)
+    assert "a part of type 'image_url'" in failure.message

@@ -35,6 +35,12 @@ def test_null_content_is_the_empty_text_and_an_answer_that_calls_tools_needs_non
     }
 
 
+@pytest.mark.parametrize("calls", [None, []])
+def test_a_message_without_calls_has_no_key_for_them(calls: object) -> None:
+    message = {"role": "assistant", "content": "hi"}
+    assert normal_message({**message, "tool_calls": calls}) == message
+
+
 def test_arguments_that_are_no_object_stay_as_the_model_wrote_them() -> None:
     call = {"type": "function", "function": {"name": "find", "arguments": '{"word": '}}
     message = normal_message({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -20,6 +20,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message
 
+from meshrl.core.chat_messages import normal_message
 from meshrl.core.config import ConfigError
 from meshrl.rollout.rendering.content import tell_content
 from meshrl.rollout.rendering.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
@@ -67,10 +68,7 @@ class PolicyRenderer:
         tools: list[WireMessage] | None,
     ) -> RenderedPrompt:
         """The prompt of a turn; `tail` are its messages since the last one. Raises UnrenderableError."""
-        wire: list[WireMessage] = [message_to_wire(message) for message in messages]
-        if any(_has_image(message) for message in wire):
-            raise UnrenderableError("images in prompts are not supported by this server")
-        wire_tail: list[WireMessage] = [message_to_wire(message) for message in tail]
+        wire, wire_tail = _wire(messages), _wire(tail)
         previous = turn.previous_renderer_token_ids() if turn is not None and _can_be_appended(wire_tail) else None
 
         # The rollouts of a group begin with the same prompt.
@@ -89,17 +87,17 @@ class PolicyRenderer:
 
         if self._first_prompts.get(key) is not None:
             return render()
-        contents = [message.get("content") for message in wire]
-        characters = sum(len(content) for content in contents if isinstance(content, str | list))
+        characters = sum(len(str(message["content"])) for message in wire)
         async with self._lock:
             return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
 
     async def reply(self, messages: Sequence[Message], tools: list[WireMessage] | None) -> tuple[list[int], list[int]]:
         """The tokens of a prompt and of the reply to it, the last of `messages`, up to its stop token.
 
-        Raises MeshError INVALID_REQUEST where the template does not render the reply right behind the prompt.
+        Raises MeshError INVALID_REQUEST where the template does not render the reply right behind the prompt, and
+        UnrenderableError.
         """
-        wire: list[WireMessage] = [message_to_wire(message) for message in messages]
+        wire = _wire(messages)
 
         def render() -> tuple[list[int], list[int]]:
             prompt = self._renderer.render(wire[:-1], tools=tools, add_generation_prompt=True).token_ids
@@ -124,9 +122,17 @@ class PolicyRenderer:
         return self._renderer.parse_response(token_ids, prompt_ids=prompt_ids, tools=tools)
 
 
-def _has_image(message: WireMessage) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and any(part.get("type") == "image_url" for part in content)
+def _wire(messages: Sequence[Message]) -> list[WireMessage]:
+    """The messages as renderers take them, their content as text. Raises UnrenderableError."""
+    wire: list[WireMessage] = []
+    for place, message in enumerate(messages):
+        raw = message_to_wire(message)
+        try:
+            content = normal_message(raw)["content"]
+        except ValueError as error:
+            raise UnrenderableError(f"prompt[{place}]: {error}") from error
+        wire.append({**raw, "content": content})
+    return wire
 
 
 def _can_be_appended(tail: Sequence[WireMessage]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from verifiers.v1.clients.train import tool_to_wire
 from verifiers.v1.trace import Trace
+from verifiers.v1.types import content_text
 
 from meshrl.rollout.rendering.renderer import PolicyRenderer
 from meshrl.wire.types import MessageSpan, Sample
@@ -44,9 +45,9 @@ class TextSamples:
         token_ids = np.asarray([*prompt_ids, *reply_ids], dtype=np.int32)[: self._seq_len]
         end, start = len(token_ids), min(len(prompt_ids), len(token_ids))
         asked, said = messages[-2], messages[-1]
-        spans = [MessageSpan(start=0, end=start, role=str(getattr(asked, "role", "user")), text=_content(asked))]
+        spans = [MessageSpan(start=0, end=start, role=str(getattr(asked, "role", "user")), text=_text(asked))]
         if end > start:
-            spans.append(MessageSpan(start=start, end=end, role="assistant", text=_content(said)))
+            spans.append(MessageSpan(start=start, end=end, role="assistant", text=_text(said)))
         return Sample(
             token_ids=token_ids,
             loss_mask=np.arange(end) >= start,
@@ -56,6 +57,5 @@ class TextSamples:
         )
 
 
-def _content(message: object) -> str:
-    content = getattr(message, "content", None)
-    return content if isinstance(content, str) else ""
+def _text(message: object) -> str:
+    return content_text(getattr(message, "content", None))

@@ -32,6 +32,8 @@ class EchoConfig(vf.TasksetConfig):
     words: tuple[str, ...] = ("cat", "house", "tree")
     break_reward: bool = False
     endless: bool = False
+    parts: bool = False
+    image: str = ""
 
 
 class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
@@ -39,13 +41,20 @@ class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
         super().__init__(config)
         self.INFINITE = config.endless
 
+    def in_parts(self, prompt: str) -> list[vf.UserMessage]:
+        parts = [{"type": "text", "text": prompt[:1]}, {"type": "text", "text": prompt[1:]}]
+        if self.config.image:
+            parts.append({"type": "image_url", "image_url": {"url": self.config.image}})
+        return [vf.UserMessage(content=parts)]
+
     def load(self):
         words = self.config.words
         index = 0
         while index < len(words) or self.config.endless:
+            prompt = words[index % len(words)] + ("" if index < len(words) else str(index))
             yield EchoTask(
                 EchoData(
-                    prompt=words[index % len(words)] + ("" if index < len(words) else str(index)),
+                    prompt=self.in_parts(prompt) if self.config.parts else prompt,
                     system_prompt="Say it back.",
                     word=words[index % len(words)],
                     break_reward=self.config.break_reward,
