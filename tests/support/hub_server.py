@@ -1,14 +1,11 @@
 """A server that speaks the Hugging Face hub's API over HTTP, for what `huggingface_hub`, transformers and datasets ask.
 
-It serves the folders below `root` (`models/OWNER/NAME`, `datasets/OWNER/NAME`) and keeps what is committed. Point
-HF_ENDPOINT at it.
+It serves the folders below `root` (`models/OWNER/NAME`, `datasets/OWNER/NAME`). Point HF_ENDPOINT at it.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,18 +15,12 @@ from aiohttp import web
 
 
 class HubServer:
-    """Repositories as folders, one revision each; whoever writes needs `token`.
+    """Repositories as folders, one revision each. `cut` breaks files off in the middle."""
 
-    `refuse` turns all writes down; `cut` breaks files off in the middle.
-    """
-
-    def __init__(self, root: Path, token: str = "hf_token") -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.token = token
         self.url = ""
-        self.refuse = False
         self.cut = False
-        self.created: list[dict[str, Any]] = []
         self.downloads: list[str] = []
 
     def files(self, kind: str, repo: str) -> dict[str, Path]:
@@ -52,12 +43,8 @@ class HubServer:
             app.router.add_get(f"{api}/tree/{{revision}}", self._on(kind, self._tree))
             app.router.add_get(f"{api}/tree/{{revision}}/{{path:.*}}", self._on(kind, self._tree))
             app.router.add_post(f"{api}/paths-info/{{revision}}", self._on(kind, self._paths))
-            app.router.add_post(f"{api}/preupload/{{revision}}", self._on(kind, self._preupload))
-            app.router.add_post(f"{api}/commit/{{revision}}", self._on(kind, self._commit))
             app.router.add_get(f"{api}/revision/{{revision}}", self._on(kind, self._info))
             app.router.add_get(api, self._on(kind, self._info))
-        app.router.add_post("/api/repos/create", self._create)
-        app.router.add_post("/api/validate-yaml", self._validate)
         return app
 
     def _on(self, kind: str, handler: Any) -> Any:
@@ -70,8 +57,6 @@ class HubServer:
             return answer
 
         return handle
-
-    # --- reading ----------------------------------------------------------------------------
 
     async def _file(self, request: web.Request, kind: str, repo: str) -> web.StreamResponse:
         path = self.files(kind, repo).get(request.match_info["path"])
@@ -124,41 +109,6 @@ class HubServer:
             if name not in files and any(each.startswith(f"{name}/") for each in files)
         ]
         return web.json_response(found)
-
-    # --- writing ----------------------------------------------------------------------------
-
-    def _check_writer(self, request: web.Request) -> None:
-        if self.refuse or request.headers.get("Authorization") != f"Bearer {self.token}":
-            raise web.HTTPForbidden(text='{"error": "no such user"}', content_type="application/json")
-
-    async def _create(self, request: web.Request) -> web.Response:
-        self._check_writer(request)
-        body = await request.json()
-        self.created.append(body)
-        kind, repo = f"{body.get('type', 'model')}s", f"{body.get('organization') or 'me'}/{body['name']}"
-        (self.root / kind / repo).mkdir(parents=True, exist_ok=True)
-        return web.json_response({"url": f"{self.url}/{kind}/{repo}", "name": repo})
-
-    async def _validate(self, _request: web.Request) -> web.Response:
-        return web.json_response({"errors": [], "warnings": []})
-
-    async def _preupload(self, request: web.Request, _kind: str, _repo: str) -> web.Response:
-        self._check_writer(request)
-        asked = (await request.json())["files"]
-        answers = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]
-        return web.json_response({"files": answers})
-
-    async def _commit(self, request: web.Request, kind: str, repo: str) -> web.Response:
-        self._check_writer(request)
-        for line in (await request.text()).splitlines():
-            said = json.loads(line)
-            if said["key"] == "file":
-                path = self.root / kind / repo / said["value"]["path"]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(base64.b64decode(said["value"]["content"]))
-        commit = self.commit_of(kind, repo)
-        where = f"{self.url}/{kind}/{repo}/commit/{commit}"
-        return web.json_response({"success": True, "commitOid": commit, "commitUrl": where})
 
 
 def digest(data: bytes) -> str:

@@ -30,7 +30,7 @@ class EvaluationConfig(TrialsConfig):
             "sampling.temperature", "sampling.max_tokens", "seq_len", "max_turns", "max_concurrent", "seed",
         ),
         "Where the model is": ("client.base_url", "client.api_key_var", "client.api", "inference"),
-        "What it leaves": ("output_dir", "clean_output_dir", "push", "push.repo", "wandb", "log.level"),
+        "What it leaves": ("output_dir", "clean_output_dir", "wandb", "log.level"),
     }  # fmt: skip
 
     slurm: SlurmConfig | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import defaultdict
-from pathlib import Path
 
 from loguru import logger
 
@@ -14,14 +13,12 @@ from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.eval.checkpoints import EvaluatedWeights
 from meshrl.eval.config import EvaluationConfig
-from meshrl.eval.report import CURVE, METRICS, SUMMARY, EvaluationPoint, record, table, write_report
+from meshrl.eval.report import EvaluationPoint, record, table, write_report
 from meshrl.eval.scores import score
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
-from meshrl.trials.hub import push
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import TrialRun
-from meshrl.trials.results import RESULTS, SETTINGS
 from meshrl.wire.values import JsonObject
 
 
@@ -48,17 +45,7 @@ class Evaluation:
             await asyncio.to_thread(self._log, point)
         sys.stdout.write(f"\n{table(self._points)}\n\n")
         logger.info("results are in {}", self._config.output_dir)
-        await self._push()
         return 0
-
-    async def _push(self) -> None:
-        config = self._config
-        if config.push is None:
-            return
-        files = [config.output_dir / name for name in (RESULTS, SUMMARY, METRICS, CURVE, SETTINGS)]
-        card = f"# {config.model.name}\n\nEvaluated with meshrl.\n\n{table(self._points)}\n"
-        name = f"{Path(config.model.name).name}-eval"
-        await asyncio.to_thread(push, config.push, default_name=name, files=files, card=card)
 
     async def _one(self, run: TrialRun, weights: EvaluatedWeights) -> None:
         if not run.left(weights.name):

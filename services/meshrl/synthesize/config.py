@@ -28,7 +28,7 @@ class SynthesisConfig(TrialsConfig):
             "sampling.temperature", "sampling.max_tokens", "seq_len", "max_turns", "max_concurrent", "seed",
         ),
         "What is kept": ("min_reward", "keep_truncated", "reasoning_field"),
-        "What it leaves": ("dataset", "output_dir", "clean_output_dir", "push", "push.repo", "log.level"),
+        "What it leaves": ("dataset", "output_dir", "clean_output_dir", "log.level"),
     }  # fmt: skip
 
     min_reward: float | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 from loguru import logger
 
@@ -12,7 +11,6 @@ from meshrl.core.durable import write_file
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.dataset import ConversationDataset, RowFilter
-from meshrl.trials.hub import push
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import TrialRun
 
@@ -42,11 +40,6 @@ class Synthesis:
             parquet = await asyncio.to_thread(dataset.write_parquet)
             await asyncio.to_thread(self._report, run, dataset)
         logger.info("the dataset is {}{}", path, f" and {parquet}" if parquet else "")
-        if config.push is not None:
-            files = [path, *([parquet] if parquet else ())]
-            card = f"# Conversations of {config.model.name}\n\nMade by meshrl; `sft` trains on them as they are.\n"
-            name = f"{Path(config.model.name).name}-conversations"
-            await asyncio.to_thread(push, config.push, default_name=name, files=files, card=card)
         return 0
 
     def _report(self, run: TrialRun, dataset: ConversationDataset) -> None:

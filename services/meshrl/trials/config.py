@@ -51,19 +51,6 @@ class TrialDeadlinesConfig(BaseConfig):
     """For an engine to load the weights of one checkpoint."""
 
 
-class PushConfig(BaseConfig):
-    """Where on the Hugging Face hub the results go, as a dataset."""
-
-    repo: str | None = Field(default=None, min_length=1)
-    """OWNER/NAME of the dataset, made where it is not there; None is named after the model, under your own name."""
-
-    private: bool = True
-    """Make it for nobody else to see; of no effect on one that is there."""
-
-    timeout_s: float = Field(default=120.0, gt=0.0)
-    """How long the hub may keep a request waiting without sending or taking a byte."""
-
-
 class TrialsConfig(BaseConfig):
     """Plays tasks of environments with a fixed model and keeps every rollout; resumable by the same command."""
 
@@ -129,9 +116,6 @@ class TrialsConfig(BaseConfig):
 
     clean_output_dir: bool = False
     """Delete the results that output_dir holds, and begin anew."""
-
-    push: PushConfig | None = None
-    """Push the files to the Hugging Face hub at the end (--push, --push.repo OWNER/NAME); None pushes nothing."""
 
     log: LogConfig = LogConfig()
     """Logging."""

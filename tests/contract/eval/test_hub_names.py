@@ -1,4 +1,4 @@
-"""Models and datasets by their names on the Hugging Face hub: the commands download them, use them and push to it."""
+"""Models and datasets by their names on the Hugging Face hub: the commands download them, use them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def run(hub: HubServer, tmp_path: Path) -> Run:
         """What a command said that ended well, with that hub and empty caches of its own."""
         settings = {
             "HF_ENDPOINT": hub.url,
-            "HF_TOKEN": hub.token,
             "HF_HOME": str(tmp_path / "hf"),
             "OMP_NUM_THREADS": "1",
         }
@@ -77,14 +76,11 @@ async def test_a_model_and_a_dataset_are_named_as_on_the_hub(hub: HubServer, run
     fetched = {Path(each).name for each in hub.downloads}
     assert {"config.json", "model.safetensors", "tokenizer.json", "train-00001-of-00002.parquet"} <= fetched
     before = len(hub.downloads)
-    said = await run(
+    await run(
         "eval", "--model.name", MODEL, "--inference", "--inference.max-model-len", "96",
         "--inference.engine", "embedded",
         "--environment-ids", "reverse_text", "--num-examples", "3",
-        "--rollouts-per-example", "1", "--push.repo", "lab/scores", "--output-dir", "scores",
+        "--rollouts-per-example", "1", "--output-dir", "scores",
     )  # fmt: skip
-    assert "pushed to" in said
     assert hub.downloads[before:] == []  # what sft has fetched is taken from the cache
-    pushed = hub.files("datasets", "lab/scores")
-    assert len(pushed["results.jsonl"].read_text().splitlines()) == 3
-    assert MODEL in pushed["README.md"].read_text()
+    assert len((tmp_path / "scores/results.jsonl").read_text().splitlines()) == 3
