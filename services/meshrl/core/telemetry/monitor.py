@@ -1,4 +1,4 @@
-"""Writes a run's metrics to its sinks: console, a JSONL file, TensorBoard, Trackio, W&B; used by orchestrator and sft.
+"""Writes a run's metrics to its sinks: console, a JSONL file, W&B and others; used by the orchestrator, sft and eval.
 
 A sink that fails loses metrics but never ends the run: the log says so once, with what to do, and again when it works.
 """
@@ -10,13 +10,11 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
-from io import FileIO, StringIO
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from loguru import logger
 
 from meshrl.core.config import ConfigError
@@ -268,78 +266,6 @@ class WandbSink:
             self._run = None
 
 
-class TensorBoardSink:
-    """Event files for TensorBoard: metrics, samples as text, distributions as histograms; written by tensorboardX."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where tensorboardX is not installed."""
-        try:
-            from tensorboardX import SummaryWriter  # an extra
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"log.tensorboard needs {error.name}: pip install 'meshrl[tensorboard]', or leave it out"
-            ) from error
-        self._writer = SummaryWriter(str(folder), flush_secs=5)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        for number, row in enumerate(rows):
-            about = f"{row.environment}, reward {row.reward:.3f}, advantage {row.advantage:.3f}"
-            self._writer.add_text(f"samples/{number}", f"{about}\n\n    {row.prompt}\n\n    {row.completion}", step)
-
-    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        for name, numbers in values.items():
-            if len(numbers):
-                self._writer.add_histogram(name, np.asarray(numbers, np.float64), step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class TrackioSink:
-    """A run in a local Trackio database; one that is started again in its folder goes on in the same run."""
-
-    def __init__(self, output_dir: Path, settings: Mapping[str, object]) -> None:
-        """Raises ConfigError where trackio is not installed."""
-        os.environ.setdefault("TRACKIO_DIR", str((output_dir / "trackio").resolve()))  # read when it is imported
-        try:
-            import trackio  # an extra
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"log.trackio needs {error.name}: pip install 'meshrl[trackio]', or leave it out"
-            ) from error
-        self._trackio = trackio
-        with redirect_stdout(StringIO()):  # it prints how to look; --help and the docs say it
-            self._run = trackio.init(
-                project="meshrl",
-                name=output_dir.resolve().name,
-                config=dict(settings),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        data = [[row.environment, row.task_key, row.prompt, row.completion, row.reward, row.advantage] for row in rows]
-        columns = ["environment", "task", "prompt", "completion", "reward", "advantage"]
-        self._run.log({"samples": self._trackio.Table(columns=columns, data=data)}, step=step)
-
-    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        filled = {name: list(numbers) for name, numbers in values.items() if len(numbers)}
-        self._run.log({f"{name}/histogram": self._trackio.Histogram(each) for name, each in filled.items()}, step=step)
-
-    def close(self) -> None:
-        with redirect_stdout(StringIO()):
-            self._run.finish()
-
-
 def open_monitor(
     layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, object], more: Sequence[Sink] = ()
 ) -> Monitor:
@@ -348,8 +274,12 @@ def open_monitor(
     """
     sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
     if log.tensorboard:
+        from meshrl.core.telemetry.tensorboard import TensorBoardSink  # needs an extra, as Trackio does
+
         sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))
     if log.trackio:
+        from meshrl.core.telemetry.trackio import TrackioSink
+
         try:
             sinks.append(TrackioSink(layout.output_dir, settings))
         except ConfigError:
