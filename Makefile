@@ -80,8 +80,11 @@ proto: setup $(BUF) ## Regenerate clients/python/meshrl/v1 and clients/typescrip
 	UV=$(UV) scripts/generate_stubs.sh
 	scripts/generate_typescript.sh
 
-bench: setup ## Print the benchmark tables, but for the trainer's, which needs GPUs (about an hour)
-	for table in $(filter-out %bench_trainer.py,$(wildcard tests/benchmarks/bench_*.py)); do $(RUN) python "$$table"; done
+# Those that need neither a GPU, nor TRL, nor root, nor an hour.
+BENCHMARKS := deltas engine hub ledger rollouts tokens ui weight_sync workers
+
+bench: setup ## Print the benchmark tables that two cores make; the others are in tests/benchmarks
+	for name in $(BENCHMARKS); do $(RUN) python tests/benchmarks/bench_$$name.py; done
 
 clean: ## Remove what the targets made
 	rm -rf .venv .tools outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.journal import Journal, StartingPoint

@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_objectives import RECIPE
 from soak_figures import PROGRAMS, Process, Rule, Sample, Verdict, as_json, disk_parts, judge, look_at
 
 from meshrl.core.paths import Layout
@@ -74,7 +73,7 @@ class Soak:
         self.samples: list[Sample] = []
         self._step, self._offset = 0, 0
         own = ["--model.name", model, "--max-steps", steps, "--output-dir", output_dir, *SHORT_STEPS, *flags]
-        command = [sys.executable, "-m", "meshrl.launch.main", "@", RECIPE, *map(str, own)]
+        command = [sys.executable, "-m", "meshrl.launch.main", "@", "configs/reverse_text/rl.toml", *map(str, own)]
         with self.console.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         self._started = time.monotonic()

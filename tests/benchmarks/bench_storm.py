@@ -29,9 +29,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench_objectives import warm_up
 from storm_run import Run, StormError
 
+from meshrl.launch import demo
 from meshrl.launch.demo_report import EDGE_STEPS, curves, read_records
 
 PROGRAMS = ("weights", "inference", "trainer", "rollout", "orchestrator")
@@ -208,6 +208,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="write what came out here, as JSON")
     parser.add_argument("flags", nargs="*", help="after --: flags for rl")
     return parser.parse_args()
+
+
+def warm_up(folder: Path) -> Path:
+    """The demo's own model and warm-up."""
+    prepare, sft, _ = demo.stages(demo.parse(["--output-dir", str(folder)]))
+    for stage in (prepare, sft):
+        demo.run(stage, lambda line: None)
+    return folder / "sft" / "weights" / "final"
 
 
 def storm_over(read: argparse.Namespace, model: Path, output_dir: Path) -> bool:

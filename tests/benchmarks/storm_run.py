@@ -18,7 +18,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import grpc
-from bench_objectives import RECIPE
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.launch.ports import FreePorts
@@ -101,7 +100,7 @@ class Run:
         given = ["--model.name", model, "--max-steps", ENDLESS, "--output-dir", output_dir]
         given += ["--ckpt.interval", 2, "--ckpt.keep-last", 2, "--restarts", restarts]
         given += ["--weights.transport", transport, "--orchestrator.server.port", self._orchestrator_port, *flags]
-        command = [sys.executable, "-m", "meshrl.launch.main", "@", RECIPE, *map(str, given)]
+        command = [sys.executable, "-m", "meshrl.launch.main", "@", "configs/reverse_text/rl.toml", *map(str, given)]
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         with self.console.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
