@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 SPINS = "1000"
 """Some microseconds: as fast as any number where nobody else wants the cores, and beside a program that wants one of
-two a training step takes half the processor seconds of OpenMP's 300,000 (tests/benchmarks/RESULTS.md)."""
+two a training step takes half the processor seconds of OpenMP's 300,000 (2 cores, torch 2.13)."""
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
@@ -25,7 +25,7 @@ def grow_segments(environment: MutableMapping[str, str]) -> None:
     """Lets torch's allocator grow the memory that it has on a GPU, unless `environment` says how it allocates.
 
     Rows differ in length, and blocks of one length leave gaps that another cannot use: 4.9 of 84 GiB when a 4B model
-    ran out of memory beside an engine (tests/benchmarks/RESULTS.md).
+    ran out of memory beside an engine on an H200.
     """
     if "PYTORCH_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -26,7 +26,7 @@ from meshrl.models.fused_attention import FusedPlan, fused_attention
 from meshrl.models.shared_prefix import PrefixPlan, cpu_attention, fused_prefix_attention
 
 ATTENTION_NAME = "meshrl_packed"
-LONG_FROM = 1024  # tokens from which a sample alone fills a Hopper GPU: cuDNN is then twice as fast (RESULTS.md)
+LONG_FROM = 1024  # tokens from which a sample alone fills a Hopper GPU: cuDNN is then twice as fast
 BLOCK_GROWTH = 1.5  # a block's longest sample is at most this many times its shortest, so padding stays below a third
 
 

