@@ -7,8 +7,6 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/uv/bin/uv)
 BUF := .tools/buf/node_modules/.bin/buf
 BUF_VERSION := 1.75.0
 RUN := $(UV) run --frozen --no-sync
-# What contracts must stay compatible with: main, or what was checked out where there is no such branch.
-MAIN = $(shell git rev-parse --verify --quiet main || git rev-parse --verify --quiet origin/main || echo HEAD)
 
 # Engine of the demo: embedded, or vllm.
 ENGINE ?= embedded
@@ -68,7 +66,7 @@ layers: setup
 
 contracts: $(BUF)
 	$(BUF) lint
-	$(BUF) breaking --against '.git#ref=$(MAIN)'
+	scripts/check_contracts.sh
 
 drift: setup $(BUF)
 	UV=$(UV) scripts/check_stubs.sh
