@@ -1,6 +1,7 @@
 """Distillation in a run over real gRPC: a real engine behind HTTP scores what the scripted policy sampled."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
@@ -12,12 +13,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
-from meshrl.orchestrator.config import TeacherConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.teachers.build import build_scorer
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
+from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.sampling.retry import RunError
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire.types import Batch, Rollout, RolloutRequest
@@ -223,6 +227,17 @@ async def test_a_teacher_that_is_not_there_is_waited_for_and_then_named() -> Non
                 await servers.check()
     finally:
         await servers.close()
+
+
+async def test_scores_without_aiohttp_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "meshrl.orchestrator.teachers.logprob_servers")
+    taught = TrainEnvConfig.model_validate({"id": "taught", "algo": {"type": "opd"}})
+    teacher = TeacherConfig.model_validate({"client": {"base_url": "http://127.0.0.1:9"}})
+    config = OrchestratorConfig(train=TrainEnvsConfig(env=[taught]), teacher=teacher)
+    async with WeightSyncClient("127.0.0.1:9") as hub:
+        with pytest.raises(RunError, match=r"need aiohttp: pip install 'meshrl\[rollout\]'"):
+            build_scorer(config, Recipes(config).by_environment, hub)
 
 
 def _at(url: str):

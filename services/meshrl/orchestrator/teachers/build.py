@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from meshrl.algorithms.recipes.base import Actor, Recipe
 from meshrl.client import WeightSyncClient
 from meshrl.core.credentials.secret import read_secret
 from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig
-from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.sampling.retry import RunError
+
+if TYPE_CHECKING:
+    from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 
 
 def build_scorer(config: OrchestratorConfig, recipes: Mapping[str, Recipe], hub: WeightSyncClient) -> GroupScorer:
     """The scorer of a run, whose algorithms are `recipes`, by environment; nothing is dialled yet.
 
-    Raises RunError for an algorithm whose teacher is not configured.
+    Raises RunError for an algorithm whose teacher is not configured, and where aiohttp is not installed.
     """
     teachers: dict[str, LogprobServers] = {}
     servers: dict[str, LogprobServers] = {}
@@ -42,6 +45,10 @@ def build_scorer(config: OrchestratorConfig, recipes: Mapping[str, Recipe], hub:
 def _connect(
     config: OrchestratorConfig, scored_by: Actor, teacher: TeacherConfig, hub: WeightSyncClient
 ) -> LogprobServers:
+    try:
+        from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
+    except ModuleNotFoundError as error:
+        raise RunError(f"scores of other models need {error.name}: pip install 'meshrl[rollout]'") from error
     api_key = read_secret(
         "orchestrator.teacher.client.api_key", None, file=None, variable=teacher.client.api_key_var, environ=os.environ
     )

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-import httpx
+import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,21 +36,21 @@ class LogprobServers:
         self, who: str, urls: Callable[[], Awaitable[Sequence[str]]], *, config: TeacherConfig, api_key: str | None
     ) -> None:
         """`who` is what messages call the model."""
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._who, self._urls, self._model = who, urls, config.model.name
         self._failover_s = config.client.failover_s
-        timeout = httpx.Timeout(config.client.call_deadline_s, connect=min(10.0, config.client.call_deadline_s))
-        limits = httpx.Limits(max_connections=config.max_inflight, max_keepalive_connections=config.max_inflight)
-        self._http = httpx.AsyncClient(
-            headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=client_context() or True
+        self._timeout = aiohttp.ClientTimeout(
+            total=config.client.call_deadline_s, sock_connect=min(10.0, config.client.call_deadline_s)
         )
+        self._http: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_inflight)
         self._turn = itertools.count()
         self._longest: int | None = None
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     async def check(self, *, top_k: int = 0) -> None:
         """Learns how long a sequence may be, and scores two tokens. Raises RunError when the model cannot score."""
@@ -100,21 +100,23 @@ class LogprobServers:
 
     async def _ask(self, method: str, path: str, body: object) -> object:
         """The JSON of an answer, from whichever server gives one. Raises RunError."""
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0, ssl=client_context() or True)  # `_slots` bounds the calls
+            self._http = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
         give_up_at, backoff = time.monotonic() + self._failover_s, Backoff(*PAUSE_S)
         while True:
             urls, why = await self._urls(), "it has no engine"
             if urls:
                 url = urls[next(self._turn) % len(urls)].rstrip("/").removesuffix("/v1")
                 try:
-                    answer = await self._http.request(method, url + path, json=body)
-                except httpx.HTTPError as error:
+                    async with self._http.request(method, url + path, json=body) as answer:
+                        if answer.status == 200:
+                            return await answer.json(content_type=None)
+                        why = f"{url}{path} answered {answer.status}: {(await answer.text(errors='replace'))[:300]}"
+                        if answer.status not in AGAIN:
+                            raise RunError(f"{self._who} cannot score tokens: {why}; {NEEDS}")
+                except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: no JSON
                     why = f"{url} does not answer ({type(error).__name__}: {error})"
-                else:
-                    if answer.status_code == 200:
-                        return answer.json()
-                    why = f"{url}{path} answered {answer.status_code}: {answer.text[:300]}"
-                    if answer.status_code not in AGAIN:
-                        raise RunError(f"{self._who} cannot score tokens: {why}; {NEEDS}")
             if time.monotonic() >= give_up_at:
                 raise RunError(f"{self._who} scored nothing for {self._failover_s:g} s: {why}; is it running?")
             await asyncio.sleep(backoff.next_s())

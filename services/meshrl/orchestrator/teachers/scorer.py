@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
 
 from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores, TokenScores
-from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.wire.types import Rollout
+
+if TYPE_CHECKING:
+    from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 
 
 class ScoreCache:
