@@ -10,20 +10,22 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshrl.core.config import BaseConfig, load_config
 from meshrl.eval.config import EvaluationConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sft.config import SFTConfig
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.trainer.config import TrainerConfig
 
-FOLDER = Path(__file__).parents[1] / "unit" / "launch" / "pasted"
+FOLDER = Path(__file__).parents[1] / "unit" / "prime_rl" / "pasted"
 PROGRAMS: dict[str, type[BaseConfig]] = {
     "rl": RLConfig, "orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig,
     "sft": SFTConfig, "eval": EvaluationConfig, "synthesize": SynthesisConfig,
@@ -47,6 +49,12 @@ class Pasted:
         return "unknown" if any(word in line for line in self.refusal for word in UNKNOWN) else "explained"
 
 
+def load_program(program: str, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Any:
+    """A program's configuration as its main loads it."""
+    cls, section = PROGRAMS[program], "" if program in ("rl", "eval", "synthesize") else program
+    return load_config(cls, argv, prog=program, environ=environ or {}, spellings=PrimeRLKeys(cls, section))
+
+
 def paste(command: str) -> Pasted:
     """Has a program read its command line in the folder of the files."""
     program, *argv = shlex.split(command)
@@ -55,7 +63,7 @@ def paste(command: str) -> Pasted:
     refusal: list[str] = []
     with contextlib.chdir(FOLDER), contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
         try:
-            notes = load_config(PROGRAMS[program], argv, prog=program, environ={}).notes
+            notes = load_program(program, argv).notes
         except SystemExit as leaving:
             if leaving.code:
                 lines = said.getvalue().splitlines()[:-1]

@@ -11,13 +11,14 @@ from meshrl.eval.config import EvaluationConfig
 from meshrl.eval.program import Evaluation
 from meshrl.eval.report import CURVE, METRICS, SUMMARY, TABLE
 from meshrl.eval.submission import submit_eval
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trials.program import run_trials
 from meshrl.trials.results import TrialResults, settings_of
 
 
 def main() -> None:
     """Console script `eval`."""
-    config = load_config(EvaluationConfig, prog="eval", instead=submit_eval)
+    config = load_config(EvaluationConfig, prog="eval", instead=submit_eval, spellings=PrimeRLKeys(EvaluationConfig))
     try:
         weights = weights_to_evaluate(config.weights_dir, config.steps, base=config.eval_base)
     except ConfigError as error:

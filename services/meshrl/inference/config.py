@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.prime_rl.keys import VLLM_ARGUMENTS
 from meshrl.wire.values import JsonObject
 
 VLLM_KEYS = (
@@ -20,18 +21,6 @@ VLLM_KEYS = (
 
 BOTH_ENGINES = ("max_num_seqs", "max_num_batched_tokens")
 """Keys of both engines that are passed to vLLM when they are set, under vLLM's own names."""
-
-ELSEWHERE = {
-    "model": "model.name",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "served_model_name": "served_model_name",
-    "max_model_len": "max_model_len",
-    "seed": "seed",
-    "kv_cache_memory_bytes": "kv_cache_bytes",
-    "headless": "headless",
-}
-"""Arguments of vLLM that have a key of their own here, which both engines read, or none in vLLM's arguments."""
 
 SHARED_GPU_UTILIZATION = 0.5
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -65,8 +54,6 @@ class EngineBenchConfig(BaseConfig):
 
 class InferenceConfig(BaseConfig):
     """One inference engine behind an OpenAI-compatible HTTP server."""
-
-    sections_in_rl: ClassVar[tuple[str, ...]] = ("inference",)
 
     model: ModelConfig = ModelConfig()
     """The model to serve."""
@@ -217,9 +204,9 @@ class InferenceConfig(BaseConfig):
     @model_validator(mode="after")
     def _each_key_once(self) -> Self:
         problems = [
-            f"inference.vllm.{key} is spelled inference.{ELSEWHERE[key]} here; set that one"
+            f"inference.vllm.{key} is spelled inference.{VLLM_ARGUMENTS[key]} here; set that one"
             for key in self.vllm
-            if key in ELSEWHERE
+            if key in VLLM_ARGUMENTS
         ]
         problems += [
             f"inference.{key} and inference.vllm.{key} are both set; keep only inference.{key}"

@@ -13,6 +13,7 @@ from meshrl.core.interpreter import start_anew_in
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.torch_environment import wait_briefly
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
+from meshrl.prime_rl import PrimeRLKeys
 
 
 def _elsewhere(config: InferenceProgramConfig, dry_run: bool) -> str | None:
@@ -25,7 +26,12 @@ def _elsewhere(config: InferenceProgramConfig, dry_run: bool) -> str | None:
 
 def main() -> None:
     """Console script `inference`."""
-    config = load_config(InferenceProgramConfig, prog="inference", instead=_elsewhere)
+    config = load_config(
+        InferenceProgramConfig,
+        prog="inference",
+        instead=_elsewhere,
+        spellings=PrimeRLKeys(InferenceProgramConfig, "inference"),
+    )
     if config.engine != "vllm":  # whose processes have the cores of a CPU for themselves
         wait_briefly(os.environ)
     name = f"inference-{config.engine_id}" if config.engine_id else "inference"

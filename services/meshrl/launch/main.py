@@ -36,6 +36,7 @@ from meshrl.launch.preflight.findings import Finding, Plan, error
 from meshrl.launch.preflight.storage import saved_steps
 from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.publishing.transport_choice import SHM, shm_folder
 from meshrl.weights.config import WeightsConfig
@@ -287,7 +288,7 @@ def _show(text: str) -> None:
 
 def main() -> None:
     """Console script `rl`."""
-    config = load_config(RLConfig, prog=_NAME)
+    config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
     code = 0
     try:
         if config.slurm is None:

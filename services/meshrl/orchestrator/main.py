@@ -27,6 +27,7 @@ from meshrl.orchestrator.build import build_loop, make_journal
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sampling.retry import RunError
 
 HEALTH_NAME = "meshrl.Orchestrator"
@@ -34,7 +35,9 @@ HEALTH_NAME = "meshrl.Orchestrator"
 
 def main() -> None:
     """Entry point of the console script `orchestrator`."""
-    config = load_config(OrchestratorConfig, prog="orchestrator")
+    config = load_config(
+        OrchestratorConfig, prog="orchestrator", spellings=PrimeRLKeys(OrchestratorConfig, "orchestrator")
+    )
     run_program("orchestrator", config, as_member(Role.ORCHESTRATOR, orchestrate))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -61,8 +61,6 @@ class ClientConfig(BaseConfig):
 
 class RolloutConfig(BaseConfig):
     """Hosts environments, plays episodes against inference engines and scores them."""
-
-    sections_in_rl: ClassVar[tuple[str, ...]] = ("rollout",)
 
     env: list[EnvConfig] = Field(default=[])
     """The environments to host; at least one."""

@@ -20,6 +20,7 @@ from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
@@ -42,7 +43,7 @@ DELIVER_S = 10.0
 
 def main() -> None:
     """Entry point of the console scripts `rollout` and `env-server`."""
-    config = load_config(RolloutConfig, prog="rollout")
+    config = load_config(RolloutConfig, prog="rollout", spellings=PrimeRLKeys(RolloutConfig, "rollout"))
     with children_end_too():  # the tool servers and sandboxes of environments
         # Environments may have threads of their own kind of work: as many as Python gives them.
         run_program("rollout", config, as_member(Role.ROLLOUT, serve), blocking_threads=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -103,8 +103,6 @@ class SFTDeploymentConfig(DeploymentConfig):
 
 class SFTConfig(BaseConfig):
     """Fine-tunes a model on conversations."""
-
-    sections_in_rl: ClassVar[tuple[str, ...]] = ("sft",)
 
     model: TrainerModelConfig = TrainerModelConfig()
     """The model to start from. Master weights are float32; dtype is what it computes in."""

@@ -11,6 +11,7 @@ from meshrl.core.heap import loading
 from meshrl.core.paths import Layout
 from meshrl.core.run_folder import empty_folder
 from meshrl.core.telemetry.log_folder import BEGUN, begin_attempt
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.submission import submit_sft
 from meshrl.training.bench.config import BenchConfig
@@ -21,7 +22,7 @@ def main() -> None:
     """Console script `sft`."""
     rank_main(
         "sft",
-        lambda: load_config(SFTConfig, prog="sft", instead=submit_sft),
+        lambda: load_config(SFTConfig, prog="sft", instead=submit_sft, spellings=PrimeRLKeys(SFTConfig, "sft")),
         run_rank=_run_rank,
         run_bench=_run_bench,
         prepare=_prepare,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshrl.core.config import load_config
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.program import SUMMARY, Synthesis
 from meshrl.trials.program import run_trials
@@ -11,7 +12,7 @@ from meshrl.trials.results import TrialResults, settings_of
 
 def main() -> None:
     """Console script `synthesize`."""
-    config = load_config(SynthesisConfig, prog="synthesize")
+    config = load_config(SynthesisConfig, prog="synthesize", spellings=PrimeRLKeys(SynthesisConfig))
     derived = (SUMMARY, "dataset.jsonl", "dataset.parquet") if config.dataset is None else (SUMMARY,)
     settings = settings_of(
         config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,8 +18,6 @@ from meshrl.training.parallel.deployment import DeploymentConfig
 
 class TrainerConfig(BaseConfig):
     """The trainer: turns batches into weight versions."""
-
-    sections_in_rl: ClassVar[tuple[str, ...]] = ("trainer",)
 
     model: TrainerModelConfig = TrainerModelConfig()
     """The model to train. Master weights are float32; dtype is what it computes in and publishes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshrl.core.config import load_config
 from meshrl.core.heap import loading
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.rank_main import rank_main
@@ -11,7 +12,12 @@ from meshrl.training.parallel.rank_main import rank_main
 
 def main() -> None:
     """Console script `trainer`."""
-    rank_main("trainer", lambda: load_config(TrainerConfig, prog="trainer"), run_rank=_run_rank, run_bench=_run_bench)
+    rank_main(
+        "trainer",
+        lambda: load_config(TrainerConfig, prog="trainer", spellings=PrimeRLKeys(TrainerConfig, "trainer")),
+        run_rank=_run_rank,
+        run_bench=_run_bench,
+    )
 
 
 def _run_rank(config: TrainerConfig, rank: int) -> None:

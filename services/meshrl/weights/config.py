@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -13,8 +13,6 @@ from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig
 
 class WeightsConfig(BaseConfig):
     """The hub that moves weight versions from a trainer to engines."""
-
-    sections_in_rl: ClassVar[tuple[str, ...]] = ("weights",)
 
     server: ServerConfig = ServerConfig(port=50053)
     """Where to listen."""

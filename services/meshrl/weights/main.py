@@ -25,6 +25,7 @@ from meshrl.core.rpc.enrollment import EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
+from meshrl.prime_rl import PrimeRLKeys
 from meshrl.v1.identity_pb2_grpc import add_EnrollmentServiceServicer_to_server
 from meshrl.versions.parents import TransferLimits
 from meshrl.weights.config import WeightsConfig
@@ -166,7 +167,11 @@ def _token_for_engines() -> str | None:
 
 def main() -> None:
     """Console script `weights`."""
-    run_program("weights", load_config(WeightsConfig, prog="weights"), as_member(Role.RELAY, serve))
+    run_program(
+        "weights",
+        load_config(WeightsConfig, prog="weights", spellings=PrimeRLKeys(WeightsConfig, "weights")),
+        as_member(Role.RELAY, serve),
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A configuration class with every kind of key, for tests of the loader."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
@@ -34,8 +34,6 @@ class Ckpt(BaseConfig):
 
 class Sample(BaseConfig):
     """A program."""
-
-    sections_in_rl: ClassVar[tuple[str, ...]] = ("orchestrator",)
 
     model: ModelConfig = ModelConfig()
     """The model."""

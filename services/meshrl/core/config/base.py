@@ -42,9 +42,6 @@ class BaseConfig(BaseModel):
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Titles of groups and their dotted keys, which --help shows; empty where it shows every key."""
 
-    sections_in_rl: ClassVar[tuple[str, ...]] = ()
-    """Where `rl` has this program's keys, for the table of older spellings; empty is `rl` itself."""
-
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     @property

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meshrl.core.config.base import ConfigError, collected
+from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
-from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
 from meshrl.core.config.schema import Kind, Path, describe, flag_of
+from meshrl.core.config.spellings import Spellings, UnknownKeyError
 from meshrl.core.config.values import decode
+
+
+class _FileArgumentError(ConfigError):
+    """An argument that was meant to be a file, or to name its section, is wrong."""
 
 
 @dataclass(kw_only=True)
@@ -26,34 +30,49 @@ class CommandLine:
     problems: list[str] = field(default_factory=list)
     """What is wrong with the arguments, one line each."""
 
+    meant: list[Path] = field(default_factory=list)
+    """Keys that unknown options may have meant."""
 
-def parse_command_line(older: OlderSpellings, argv: Sequence[str]) -> CommandLine:
+    lacks_files: bool = False
+    """An @ was wrong, so that the file it may have meant is not among `files`."""
+
+
+def parse_command_line(spellings: Spellings, argv: Sequence[str]) -> CommandLine:
     """Reads the arguments after the program's name; arguments that are wrong are its `problems`.
 
-    A flag in one of the `older` spellings is left under it in the layer.
+    A flag in another's spelling is left under it in the layer.
     """
     line, rest = CommandLine(), list(argv)
     while rest:
-        with collected(line.problems):
-            token = rest.pop(0)
-            if token in ("--help", "-h"):
-                line.help = line.help or "everyday"
-            elif token == "--help-all":
-                line.help = "every key"
-            elif token == "--dry-run" and older.root.step("dry_run") is None:
-                line.dry_run = True
-            elif token == "@":
-                line.files.append(((), _file_name("@", rest)))
-            elif token.startswith("@"):
-                raise ConfigError(_missing_space(token))
-            elif token.startswith("--") and len(token) > 2:
-                _take_flag(older, token, rest, line)
-            else:
-                raise ConfigError(
-                    f"unexpected argument {token!r}: values follow a flag (--key {token}) and files follow an @"
-                    f" (@ {token})"
-                )
+        try:
+            _take(spellings, rest, line)
+        except ConfigError as error:
+            line.problems.append(str(error))
+            line.lacks_files |= isinstance(error, _FileArgumentError)
+            if isinstance(error, UnknownKeyError):
+                line.meant.append(error.meant)
     return line
+
+
+def _take(spellings: Spellings, rest: list[str], line: CommandLine) -> None:
+    """Takes the next argument, with its value."""
+    token = rest.pop(0)
+    if token in ("--help", "-h"):
+        line.help = line.help or "everyday"
+    elif token == "--help-all":
+        line.help = "every key"
+    elif token == "--dry-run" and spellings.root.step("dry_run") is None:
+        line.dry_run = True
+    elif token == "@":
+        line.files.append(((), _file_name("@", rest)))
+    elif token.startswith("@"):
+        raise _FileArgumentError(_missing_space(token))
+    elif token.startswith("--") and len(token) > 2:
+        _take_flag(spellings, token, rest, line)
+    else:
+        raise _FileArgumentError(
+            f"unexpected argument {token!r}: values follow a flag (--key {token}) and files follow an @ (@ {token})"
+        )
 
 
 def _missing_space(token: str) -> str:
@@ -63,35 +82,42 @@ def _missing_space(token: str) -> str:
 def _file_name(before: str, rest: list[str]) -> str:
     if not rest or rest[0].startswith("--") or rest[0] == "@":
         came = f"got {rest[0]!r}" if rest else "the command line ends"
-        raise ConfigError(f"expected a TOML file after '{before}', but {came}; write '{before} path/to/file.toml'")
+        raise _FileArgumentError(
+            f"expected a TOML file after '{before}', but {came}; write '{before} path/to/file.toml'"
+        )
     return rest.pop(0)
 
 
-def _take_flag(older: OlderSpellings, token: str, rest: list[str], line: CommandLine) -> None:
+def _take_flag(spellings: Spellings, token: str, rest: list[str], line: CommandLine) -> None:
     flag, has_value, given = token.partition("=")
     following = "" if has_value or not rest else rest[0]
     if flag.endswith("@"):
-        raise ConfigError(f"{token!r} needs a space before @: write '{flag[:-1]} @ file.toml'")
+        raise _FileArgumentError(f"{token!r} needs a space before @: write '{flag[:-1]} @ file.toml'")
     if following == "@":
         rest.pop(0)
-        path, kind = _find(older, flag)
         name = _file_name(f"{flag} @", rest)
+        try:
+            path, kind = _find(spellings, flag)
+        except UnknownKeyError as unknown:
+            raise _FileArgumentError(str(unknown)) from unknown
         if not kind.section:
-            raise ConfigError(f"{flag} @ {name}: only a section takes a file, {'.'.join(path)} is {describe(kind)}")
+            raise _FileArgumentError(
+                f"{flag} @ {name}: only a section takes a file, {'.'.join(path)} is {describe(kind)}"
+            )
         line.files.append((path, name))
         return
     if following.startswith("@"):
-        raise ConfigError(f"{flag} {_missing_space(rest.pop(0))} (or {flag}=... for a value that starts with @)")
+        raise _FileArgumentError(f"{flag} {_missing_space(rest.pop(0))} (or {flag}=... for a value that starts with @)")
     text = given if has_value else rest.pop(0) if rest and not following.startswith("--") else None
     try:
-        path, kind = _find(older, flag)
+        path, kind = _find(spellings, flag)
     except UnknownKeyError:
         if not flag.startswith("--no-"):
             raise
-        line.layer.put(*_switched_off(older, flag, text), flag)
+        line.layer.put(*_switched_off(spellings, flag, text), flag)
         return
     if text is None:
-        bare = kind.annotation is Any and older.meant(path) is not None  # such a key may have been a switch
+        bare = kind.annotation is Any and spellings.meant(path) is not None  # such a key may have been a switch
         value = True if bare else _switched_on(flag, kind)
     else:
         value = decode(kind, text if has_value else ",".join([text, *_more(kind, text, rest)]), flag)
@@ -120,9 +146,9 @@ def _switched_on(flag: str, kind: Kind) -> object:
     raise ConfigError(f"{flag} needs a value ({describe(kind)}): write '{flag} VALUE'")
 
 
-def _switched_off(older: OlderSpellings, flag: str, text: str | None) -> tuple[Path, bool | None]:
+def _switched_off(spellings: Spellings, flag: str, text: str | None) -> tuple[Path, bool | None]:
     """The key that `--no-key` means and what it becomes."""
-    path, kind = _find(older, flag, "--no-")
+    path, kind = _find(spellings, flag, "--no-")
     if kind.annotation is not bool and not kind.nullable:
         raise ConfigError(
             f"{flag}: {'.'.join(path)} cannot be switched off, it is {describe(kind)}; give it a value instead"
@@ -132,10 +158,10 @@ def _switched_off(older: OlderSpellings, flag: str, text: str | None) -> tuple[P
     return path, False if kind.annotation is bool else None
 
 
-def _find(older: OlderSpellings, flag: str, prefix: str = "--") -> tuple[Path, Kind]:
+def _find(spellings: Spellings, flag: str, prefix: str = "--") -> tuple[Path, Kind]:
     """The path that a flag names and what it accepts. Raises UnknownKeyError, saying what may be meant."""
     try:
-        return older.find(tuple(flag.removeprefix(prefix).replace("-", "_").split(".")))
+        return spellings.find(tuple(flag.removeprefix(prefix).replace("-", "_").split(".")))
     except UnknownKeyError as unknown:
         hint = unknown.hint(flag_of)
         unknown.args = (f"unknown option {flag}{hint.replace('_', '-') if unknown.kind.section else hint}",)

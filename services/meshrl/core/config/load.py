@@ -15,9 +15,9 @@ from meshrl.core.config.dump import to_toml
 from meshrl.core.config.help_text import help_text
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.report import explain, one_message
-from meshrl.core.config.respelling import OlderSpellings
 from meshrl.core.config.schema import kind_of
 from meshrl.core.config.sources import Settings, read_environment, read_file
+from meshrl.core.config.spellings import Spellings, UnknownKeyError
 from meshrl.core.config.values import as_table, in_present_words
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -30,21 +30,23 @@ def load_config(
     prog: str,
     environ: Mapping[str, str] | None = None,
     instead: Callable[[Config, bool], str | None] | None = None,
+    spellings: Spellings | None = None,
 ) -> Config:
     """The configuration that the command line asks for; `argv` is without the program's name, None takes sys.argv.
 
     `instead` is what is done with it in place of running the program here, such as submitting it, given whether it is a
-    dry run: it returns what to tell the user, and the process ends with code 0; None lets the program run.
+    dry run: it returns what to tell the user, and the process ends with code 0; None lets the program run. `spellings`
+    are taken beside the configuration's own.
 
     Ends the process: with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.
     """
+    spellings = spellings or Spellings(kind_of(cls))
     try:
-        older = OlderSpellings(kind_of(cls), cls.sections_in_rl)
-        line = parse_command_line(older, sys.argv[1:] if argv is None else argv)
+        line = parse_command_line(spellings, sys.argv[1:] if argv is None else argv)
         if line.help:
             sys.stdout.write(help_text(cls, prog, every_key=line.help == "every key"))
             raise SystemExit(0)
-        config, warnings = build_config(cls, line, os.environ if environ is None else environ, older)
+        config, warnings = build_config(cls, line, os.environ if environ is None else environ, spellings)
         told = None if instead is None else instead(config, line.dry_run)
     except ConfigError as error:
         help_flag = "--help-all" if cls.everyday_keys else "--help"
@@ -61,33 +63,41 @@ def load_config(
 
 
 def build_config(
-    cls: type[Config], line: CommandLine, environ: Mapping[str, str], older: OlderSpellings
+    cls: type[Config], line: CommandLine, environ: Mapping[str, str], spellings: Spellings
 ) -> tuple[Config, list[str]]:
-    """The configuration and warnings about variables. Raises ConfigError with all that is wrong, one line a problem."""
-    problems = list(line.problems)
+    """The configuration and warnings about variables. Raises ConfigError with all that is wrong, one line a problem.
+
+    An unknown key has one line: the keys that it may have meant are not reported as missing, and where a file could not
+    be read, values are not validated.
+    """
+    problems, meant = list(line.problems), list(line.meant)
     notes: list[str] = []
-    environment, warnings = read_environment(older, environ, problems)
+    environment, warnings = read_environment(spellings, environ, problems)
     read = [environment]
     for section, file in line.files:
         with collected(problems):
             read.append(read_file(section, file))
     layers: list[Layer] = []
     for layer in (*read, line.layer):
-        said, wrong = older.apply(layer)
-        present, unknown = in_present_words(older.root, layer)
+        said, wrong = spellings.apply(layer)
+        present, unknown = in_present_words(spellings.root, layer)
         notes += said
-        problems += [*wrong, *unknown]
+        problems += [*wrong, *map(str, unknown)]
+        meant += [each.meant for each in unknown if isinstance(each, UnknownKeyError)]
         layers.append(present)
     cls.hand_down(layers)
     whole = Layer()
     for layer in layers:
         whole.lay(layer.given)
+    if len(read) <= len(line.files) or line.lacks_files:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
     with collected(problems):
-        values = cls.complete(Settings(**as_table(older.root, whole.given)).model_extra or {})
+        values = cls.complete(Settings(**as_table(spellings.root, whole.given)).model_extra or {})
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
-            problems += explain(older.root, error, whole.origin_of)
+            missing = [path for path in meant if not whole.below(path)]
+            problems += explain(spellings.root, error, whole.origin_of, missing)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     config._notes = tuple(dict.fromkeys(notes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
@@ -15,8 +15,11 @@ _TYPE_SAYS_IT = ("_type", "_parsing", "literal_error", "enum")
 Origin = Callable[[Path], str | None]
 
 
-def explain(root: Kind, error: ValidationError, origin_of: Origin) -> list[str]:
-    """All problems, a line each, sorted as validation found them; `origin_of` says where a value came from."""
+def explain(root: Kind, error: ValidationError, origin_of: Origin, missing: Sequence[Path] = ()) -> list[str]:
+    """All problems, a line each, sorted as validation found them; `origin_of` returns where a value came from.
+
+    Problems that name one of the `missing` keys, which were given under unknown names, are left out.
+    """
     seen: set[Path] = set()
     texts: list[str] = []
     for problem in error.errors(include_url=False):
@@ -28,9 +31,18 @@ def explain(root: Kind, error: ValidationError, origin_of: Origin) -> list[str]:
         if problem["type"] == "literal_error" and kind.section and isinstance(problem["input"], Mapping):
             continue  # the section's own problem is told; that it is no word either says nothing
         if path not in seen or problem["type"] in ("value_error", "assertion_error"):
-            texts += _explain_one(problem, path, kind, origin_of).splitlines()
+            lines = _explain_one(problem, path, kind, origin_of).splitlines()
+            texts += [line for line in lines if not any(_is_about(line, path, key) for key in missing)]
         seen.add(path)  # one line a key, though a union reports each of its members
     return texts
+
+
+def _is_about(line: str, path: Path, key: Path) -> bool:
+    """Whether a problem at a path is that of a key, of one below it, or of a section whose sentence names the key."""
+    if path[: len(key)] == key:
+        return True
+    names = (".".join(key), ".".join(key[len(path) :]))
+    return key[: len(path)] == path and any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", line) for name in names)
 
 
 def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, origin_of: Origin) -> str:

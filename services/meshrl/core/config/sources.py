@@ -12,9 +12,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from meshrl.core.config.base import ConfigError, collected
 from meshrl.core.config.layers import Given, Layer, leaves
-from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
 from meshrl.core.config.schema import Path
 from meshrl.core.config.shared import LogLevel
+from meshrl.core.config.spellings import Spellings, UnknownKeyError
 from meshrl.core.config.values import decode
 
 PREFIX = "PRIME_"
@@ -34,7 +34,7 @@ def read_file(section: Path, file: str) -> Layer:
     """
     name = f"config file {file!r}"
     try:
-        text = FilePath(file).read_text(encoding="utf-8")
+        text = FilePath(file).read_text(encoding="utf-8-sig")
         values = tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError(f"{name} does not exist (looked in {FilePath.cwd()}); check the path after @") from error
@@ -96,7 +96,7 @@ def line_of(path: Path, lines: dict[Path, int]) -> int:
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
 
 
-def read_environment(older: OlderSpellings, environ: Mapping[str, str], problems: list[str]) -> tuple[Layer, list[str]]:
+def read_environment(spellings: Spellings, environ: Mapping[str, str], problems: list[str]) -> tuple[Layer, list[str]]:
     """The layer that PRIME_ variables make, and warnings; `__` separates levels, as in PRIME_MODEL__NAME.
 
     Unknown names are other tools' and are left alone, but one that begins with a known section is a warning. Values
@@ -104,7 +104,7 @@ def read_environment(older: OlderSpellings, environ: Mapping[str, str], problems
     """
     layer, warnings = Layer(), []
     level = environ.get(LOG_LEVEL)
-    if level and older.root.step("log") is not None:
+    if level and spellings.root.step("log") is not None:
         if level.lower() in get_args(LogLevel):
             layer.put(("log", "level"), level, LOG_LEVEL)
         else:  # another tool's level: worth a word, not an error
@@ -112,10 +112,10 @@ def read_environment(older: OlderSpellings, environ: Mapping[str, str], problems
     for variable, text in sorted(environ.items()):
         written = tuple(variable.removeprefix(PREFIX).lower().split("__"))
         others = not variable.startswith(PREFIX) or variable in OTHER_TOOLS
-        if others or older.root.step(written[0]) is None:
+        if others or spellings.root.step(written[0]) is None:
             continue
         try:
-            path, kind = older.find(written)
+            path, kind = spellings.find(written)
         except UnknownKeyError as unknown:
             hint = unknown.hint(lambda path: PREFIX + "__".join(path).upper())
             warnings.append(f"{variable} is not used: {unknown}{hint}")

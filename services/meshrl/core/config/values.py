@@ -9,7 +9,8 @@ from typing import Any
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Given, Layer
-from meshrl.core.config.schema import Kind, Path, Table, nearest, suggestion
+from meshrl.core.config.schema import Kind, Path, Table
+from meshrl.core.config.spellings import UnknownKeyError
 
 NONE = "None"
 """How None is written in text and TOML, where a key takes it."""
@@ -46,53 +47,45 @@ def decode(kind: Kind, text: str, origin: str) -> Any:
         return text
 
 
-def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[str]]:
+def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]]:
     """The layer with every key under its name, None for "None" where a key takes it, and {} or None for a boolean that
     switches an optional section; and problems: unknown keys, and spellings of one key that disagree.
 
-    What an unknown key holds goes to its sibling that it is most like, where the layer says nothing of that, so that
-    validation can tell what else is wrong.
+    The value of an unknown key is left out; the section that it is in stays.
     """
     present = Layer()
-    problems: dict[Path, str] = {}
+    problems: dict[Path, ConfigError] = {}
     for written, (value, origin) in layer.given.items():
-        unknown: dict[Path, str] = {}
-        path, kind, is_free = _named(root, written, layer, unknown)
-        for key, hint in unknown.items():
-            problems.setdefault(key, f"{'.'.join(key)}: no such key (from {origin}){hint}")
-        if not is_free:  # the section stays
+        path, kind, unknown = _named(root, written, layer, origin)
+        if unknown is not None:
+            problems.setdefault((*unknown.path, unknown.part), unknown)
             value = {}
         elif isinstance(value, bool) and kind.section and kind.nullable:
             value = {} if value else None
         elif value == NONE and kind.nullable:
             value = None
         other = present.given.setdefault(path, Given(value, origin)).value
-        if other != value and not unknown:
-            problems[path] = (
+        if other != value and unknown is None:
+            problems[path] = ConfigError(
                 f"{'.'.join(path)}: two spellings of this key disagree, {other!r} and {value!r} ({written[-1]});"
                 f" keep only {path[-1]}"
             )
     return present, list(problems.values())
 
 
-def _named(kind: Kind, written: Path, layer: Layer, unknown: dict[Path, str]) -> tuple[Path, Kind, bool]:
-    """A path with every key under its name, and what it accepts; and True, or False for that of the section of an
-    unknown key that is like no free sibling.
-
-    Unknown keys are put into `unknown`, with what they may have been meant to be.
-    """
-    path = Path()
+def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, Kind, UnknownKeyError | None]:
+    """A path with every key under its name, and what it accepts; for an unknown key those of its section, and why."""
+    path, kind = Path(), root
     for part in written:
         step, own = kind.step(part), layer.given.get(written[: len(path)])
         if step is None and kind.section is not None and (own is None or own.value != []):
-            unknown[(*path, part)] = suggestion(kind.section, path, part, ".".join)
-            close = nearest(kind.section, part) or ()
-            step = kind.step(close[0]) if len(close) == 1 and not layer.below((*path, *close)) else None
-            if step is None:
-                return path, kind, False
+            unknown = UnknownKeyError(kind, path, part)
+            key, hint = ".".join((*path, part)), unknown.hint(".".join)
+            unknown.args = (f"{key}: no such key (from {origin}){hint}",)
+            return path, kind, unknown
         name, kind = step or (part, _UNKNOWN)
         path = (*path, name)
-    return path, kind, True
+    return path, kind, None
 
 
 def as_table(kind: Kind, given: Mapping[Path, Given], path: Path = ()) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -107,8 +107,6 @@ class RolloutSamplesConfig(BaseConfig):
 
 class OrchestratorConfig(BaseConfig):
     """Schedules rollouts, makes batches, submits them, activates the versions that come out."""
-
-    sections_in_rl: ClassVar[tuple[str, ...]] = ("orchestrator",)
 
     train: TrainEnvsConfig = TrainEnvsConfig()
     """What to train on."""

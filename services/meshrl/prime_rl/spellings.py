@@ -1,39 +1,23 @@
-"""Gives keys of a layer their present names by the table of older ones, before layers are merged; no I/O.
+"""Gives keys of a layer that are spelt as in prime-rl their names here, by the table in `keys`; no I/O.
 
-Whoever reads a layer (a file, the command line, PRIME_ variables) keeps keys as they were written; here they move to
-their present place. What was said about them comes back as notes, and keys that are not there as problems.
+Readers of a layer (a file, the command line, PRIME_ variables) keep keys as they were written; here they move to their
+place. Notes name the keys that were taken, problems those that have no successor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from meshrl.core.config.base import ConfigError
+from meshrl.core.config import BaseConfig
 from meshrl.core.config.layers import Given, Layer
-from meshrl.core.config.older_keys import OLDER_KEYS, OlderKey
-from meshrl.core.config.schema import Kind, Path, describe, suggestion
+from meshrl.core.config.schema import Kind, Path, kind_of
+from meshrl.core.config.spellings import Spellings
+from meshrl.prime_rl.keys import KEYS, ForeignKey
 
 _PROGRAMS = ("orchestrator", "trainer", "inference", "rollout", "weights")
-
-
-class UnknownKeyError(ConfigError):
-    """There is no key `part` at `path`, which accepts `kind`."""
-
-    def __init__(self, kind: Kind, path: Path, part: str) -> None:
-        super().__init__(f"{'.'.join(path)} has no key {part!r}")
-        self.kind, self.path, self.part = kind, path, part
-
-    def hint(self, write: Callable[[Path], str]) -> str:
-        """How to go on there; `write` spells a key as it was written."""
-        key = ".".join(self.path)
-        if self.kind.item is not None:
-            return f": {key} is a list, so a place comes next: {write((*self.path, '0', self.part))}"
-        if self.kind.section is None:
-            return f": {key} is {describe(self.kind)} and has no keys below it"
-        return suggestion(self.kind.section, self.path, self.part, write)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +26,7 @@ class _Row:
 
     old: Path
     new: Path
-    key: OlderKey
+    key: ForeignKey
 
     def fits(self, path: Path) -> bool:
         """Whether a path is that of the row, or below it."""
@@ -54,39 +38,19 @@ class _Row:
         return self.fits(path) and (not words or (len(path) == len(self.old) and str(value).lower() in words))
 
     def renamed(self, path: Path) -> Path:
-        """The present path, with the places that the older one had for its stars."""
+        """The path here, with the places that the other one had for its stars."""
         places = iter([part for one, part in zip(self.old, path, strict=False) if one == "*"])
         return (*(next(places, "0") if part == "*" else part for part in self.new), *path[len(self.old) :])
 
 
-class OlderSpellings:
-    """The table of older keys for one program. `sections` are its places in `rl`; empty for `rl` itself."""
+class PrimeRLKeys(Spellings):
+    """The spellings of prime-rl for one program; `section` is its place in `rl`, empty for one that has none there."""
 
-    def __init__(self, root: Kind, sections: Sequence[str]) -> None:
-        self.root = root
-        self._rows = tuple(_rows(root, tuple(sections)))
-
-    def find(self, written: Path) -> tuple[Path, Kind]:
-        """The path that a flag or variable names and what it accepts; an older spelling is left as it is written.
-
-        Raises UnknownKeyError.
-        """
-        meant = self.meant(written)
-        if meant is not None:
-            return written, meant
-        path, kind = Path(), self.root
-        for part in written:
-            step = kind.step(part)
-            if step is None:
-                raise UnknownKeyError(kind, path, part)
-            path, kind = (*path, step[0]), step[1]
-        return path, kind
+    def __init__(self, cls: type[BaseConfig], section: str = "") -> None:
+        super().__init__(kind_of(cls))
+        self._rows = tuple(_rows(self.root, section))
 
     def meant(self, path: Path) -> Kind | None:
-        """What a key in an older spelling accepts under its present name; any value where it has none.
-
-        None for a key of which the table says nothing.
-        """
         row = next((row for row in self._rows if row.new != row.old and row.fits(path)), None)
         if row is None:
             return None
@@ -95,11 +59,6 @@ class OlderSpellings:
         return self.meant(row.renamed(path)) or _known(self.root, row.renamed(path))
 
     def apply(self, layer: Layer) -> tuple[list[str], list[str]]:
-        """Moves what the layer says under older names to the present ones, and takes out what is not used.
-
-        Returns notes on keys that were taken under another name, or without effect; and problems: keys that there are
-        none of, and pairs of spellings that disagree. A section is named once, with its first line.
-        """
         notes: dict[str, str] = {}
         gone: dict[str, str] = {}
         problems: list[str] = []
@@ -110,17 +69,18 @@ class OlderSpellings:
                 (value, origin), name = own.given[path], _plain(path)
                 old = ".".join(name[: len(row.old)])
                 if row.key.values:
-                    present = row.key.values[str(value).lower()]
-                    layer.put(path, present, origin)
-                    notes.setdefault(f"{old} {value!r} is {present!r} here", origin)
-                    continue
+                    own.given[path] = Given(row.key.values[str(value).lower()], origin)
+                    notes.setdefault(f"{old} {value!r} is {own.given[path].value!r} here", origin)
+                    if row.new == row.old:
+                        layer.given[path] = own.given[path]
+                        continue
                 del layer.given[path]
                 holders = (path[:end] for end in range(len(path) - 1, 0, -1))
                 holder = next((each for each in holders if _known(self.root, _plain(each)) is not None), None)
                 if holder is not None:  # the section that the key was in stays, as it is by default
                     layer.given.setdefault(holder, Given({}, origin))
                 if row.new:
-                    notes.setdefault(f"{old} is called {'.'.join(row.renamed(name[: len(row.old)]))} now", origin)
+                    notes.setdefault(f"{old} is called {'.'.join(row.renamed(name[: len(row.old)]))} here", origin)
                     problems += _moved(layer, own, path, row)
                 else:
                     text = f"{old} is not {'used' if row.key.unused else 'there'}: {row.key.why}"
@@ -130,7 +90,7 @@ class OlderSpellings:
 
 
 def _moved(layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
-    """Gives a value its present name, unless the layer has another there by itself: says so then."""
+    """Gives a value its place here; yields a problem where the layer sets another value there itself."""
     value, origin = own.given[path]
     name = _plain(path)
     new = row.renamed(name)
@@ -141,31 +101,33 @@ def _moved(layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
     there, own_origin = own.given[place]
     if _plain(place) != new or (there != value and [] in (there, value)):
         old, key = ".".join(name[: len(row.old)]), ".".join(new[: len(row.new)])
-        yield f"{key} is set (from {own_origin}), and {old}, as it was called, too (from {origin}); keep only {key}"
+        yield f"{key} is set (from {own_origin}), and {old}, as prime-rl calls it, too (from {origin}); keep only {key}"
     elif there != value:
         key = ".".join(new)
         yield (
-            f"{key} is {there!r} (from {own_origin}), but {'.'.join(name)}, as it was called, is {value!r}"
+            f"{key} is {there!r} (from {own_origin}), but {'.'.join(name)}, as prime-rl calls it, is {value!r}"
             f" (from {origin}); keep only {key}"
         )
 
 
-def _rows(root: Kind, sections: tuple[str, ...]) -> Iterator[_Row]:
+def _rows(root: Kind, section: str) -> Iterator[_Row]:
     """The rows that one program reads, without those for keys that it has."""
-    for key in OLDER_KEYS:
+    for key in KEYS:
         old, new = (tuple(filter(None, dotted.split("."))) for dotted in (key.old, key.new))
-        if (old[0] not in sections) if sections else (key.alone or old[0] == "sft"):
+        if (old[0] != section) if section else (key.alone or old[0] == "sft"):
             continue
-        if sections:
+        if section:
             old = old[1:]
-            if new and new[0] not in sections:
+            if new and new[0] != section:
                 program, flag = new[0], ".".join(new[1:]).replace("_", "-")
                 owner = (
                     f"the {program} program; start that with --{flag}" if program in _PROGRAMS else f"rl, as {key.new}"
                 )
                 key, new = replace(key, why=f"it belongs to {owner}", unused=True), ()
             new = new[1:]
-        if (_known(root, old) is None or key.values) and (not new or _known(root, new) is not None):
+        known = _known(root, old)
+        is_free = known is None or known.annotation is Any or bool(key.values)
+        if is_free and (not new or _known(root, new) is not None):
             yield _Row(old=old, new=new, key=key)
 
 
@@ -175,7 +137,7 @@ def _plain(path: Path) -> Path:
 
 
 def _known(kind: Kind, path: Path) -> Kind | None:
-    """What a key accepts, by its exact name; None for one that there is not."""
+    """What a key accepts, by its exact name; None for an unknown one."""
     for part in path:
         step = kind.step("0" if part == "*" else part)
         if step is None or (kind.section and step[0] != part):  # an alias

@@ -1,7 +1,8 @@
-"""Keys as other releases and launchers spell them: what each is called here, or why there is none and what to do.
+"""The keys of prime-rl's releases that are spelt otherwise here, or that are missed: one table for all programs.
 
-One table for all programs, by paths of `rl`; `*` is any place in a list or any name. A program that runs alone reads
-the rows of its own section. `respelling` applies it; docs/configuration.md lists it.
+Paths are those of `rl`; `*` is any place in a list or any name. A program that runs alone reads the rows of its own
+section. A key without a row is unknown, and the loader suggests the nearest one: a row that explains an absence is for
+keys that many files have, or whose nearest key means another thing. docs/prime-rl-keys.md lists the table.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
-class OlderKey:
-    """One key of the table. Without `new` it has no successor, and `why` says what to do instead."""
+class ForeignKey:
+    """One key of the table. Without `new` it has no successor, and `why` is what to do instead."""
 
     old: str
     new: str = ""
@@ -26,27 +27,50 @@ class OlderKey:
     alone: bool = False
     """The row is for a program that runs by itself, not for `rl`."""
 
-    values: Mapping[str, str] = field(default_factory=dict)
-    """Values that are spelt otherwise here."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Values that are spelt otherwise here, by their text in lower case."""
 
 
-def _moved(old: str, new: str) -> OlderKey:
-    return OlderKey(old=old, new=new)
+def _moved(old: str, new: str) -> ForeignKey:
+    return ForeignKey(old=old, new=new)
 
 
-def _unused(old: str, why: str, *only: str) -> OlderKey:
-    return OlderKey(old=old, why=why, unused=True, only=only)
+def _unused(old: str, why: str, *only: str) -> ForeignKey:
+    return ForeignKey(old=old, why=why, unused=True, only=only)
 
 
-def _absent(old: str, why: str) -> OlderKey:
-    return OlderKey(old=old, why=why)
+def _absent(old: str, why: str) -> ForeignKey:
+    return ForeignKey(old=old, why=why)
 
 
-def _alone(old: str, why: str) -> OlderKey:
-    return OlderKey(old=old, why=why, unused=True, alone=True)
+def _alone(old: str, why: str) -> ForeignKey:
+    return ForeignKey(old=old, why=why, unused=True, alone=True)
 
+
+def _resumed(section: str) -> tuple[ForeignKey, ...]:
+    """The section of its own that resuming has; when empty it stands for the newest checkpoint."""
+    step = f"{section}ckpt.resume_step"
+    return (
+        _moved(f"{section}resume.step", step),
+        _absent(f"{section}resume.dir", "a run resumes its own output_dir; copy the checkpoint there"),
+        ForeignKey(old=f"{section}resume", new=step, values={"{}": -1}),
+    )
+
+
+VLLM_ARGUMENTS: Mapping[str, str] = {
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "served_model_name": "served_model_name",
+    "max_model_len": "max_model_len",
+    "seed": "seed",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "headless": "headless",
+}
+"""Arguments of vLLM that are keys of [inference], which both engines read, and no keys of [inference.vllm]."""
 
 _ENVIRONMENTS = tuple(f"orchestrator.{part}.env.*" for part in ("train", "eval"))
+_ALGORITHMS = ("orchestrator", "orchestrator.train.env.*")
 _SAMPLINGS = (
     "orchestrator.sampling", "orchestrator.eval.sampling", "rollout.sampling", "rollout.env.*.sampling",
     *(f"{environment}.sampling" for environment in _ENVIRONMENTS),
@@ -55,44 +79,46 @@ _TRAINERS = ("trainer", "sft")
 _SKIPS = ("skip_progress", "skip_scheduler", "skip_dataloader", "skip_optimizer")
 _OFF = ("1", "none", "auto")
 _PACKED = "rows are packed to seq_len tokens; lower trainer.seq_len where memory is short"
-_WHOLE_RUN = "rl submits and spreads the whole run: set slurm and deployment at the top"
 _PARALLEL = "models are split by FSDP alone so far; leave it out, and add GPUs with deployment.num_train_gpus"
 _TEACHER = "rl starts no teacher: start `inference`, and name it in orchestrator.teacher.client.base_url"
-_IMITATION = "orchestrator.training_mode = 'sft' has the policy imitate what orchestrator.teacher plays"
+_TEXT = "models take text alone; leave it out"
 _MODEL_CODE = "every model runs as transformers defines it, with attention and output head of meshrl"
 _DIFFICULTY = "tasks are drawn in their order; orchestrator.filters.zero_signal drops groups without signal"
 _HARNESS = "a taskset brings its harness, or rollout.harness names one for all"
-_TRUNCATED = "truncated rollouts are trained like others; orchestrator.advantage.length_penalty makes them cost reward"
+_RUNTIME = "programs of a rollout run on the host of its worker; give type = 'subprocess', or leave it out"
+_AGENT = "an environment has options of its taskset, in args, and deadlines; leave out those of its agents"
 _IMPORTANCE = "tokens are masked by how far their probability moved, loss.dppo_mask_low and loss.dppo_mask_high"
 _PARSERS = "rollouts exchange token ids, which rollout.renderer turns into messages and tool calls"
 
 _RUN = (
     _moved("monitors.wandb", "wandb"),
+    _moved("monitors.prime", "orchestrator.prime_monitor"),
     _moved("async_level", "max_async_level"),
     _moved("clean", "clean_output_dir"),
     _moved("orchestrator.ckpt", "ckpt"),
     _unused("ckpt.wait_for_weights_timeout", "a resumed trainer publishes its weights anew"),
     *(_unused(f"ckpt.{each}", "a resumed run takes up all that was saved", "false") for each in _SKIPS),
     *(_absent(f"ckpt.{each}", "a resumed run takes up all that was saved; leave it out") for each in _SKIPS),
-    _absent("ckpt.output_dir", "checkpoints are below output_dir; set that"),
     _moved("ckpt.keep", "ckpt.keep_last"),
+    *_resumed(""),
     _moved("orchestrator.weight_broadcast", "weight_broadcast"),
     _moved("orchestrator.monitors.wandb", "orchestrator.wandb"),
     _moved("trainer.monitors.wandb", "trainer.wandb"),
     _moved("sft.monitors.wandb", "sft.wandb"),
+    _absent("sft.eval", "sft plays no rollouts; give its weights to `eval --weights-dir`, or held-out rows to [val]"),
     _moved("sft.data.loss_mask", "sft.loss_mask"),
     _moved("sft.clean", "sft.clean_output_dir"),
     _moved("trainer.max_async_level", "max_async_level"),
     _moved("trainer.async_level", "max_async_level"),
-    _absent("deployment.num_infer_replicas", "num_engines is how many engines there are"),
+    _unused("deployment.num_infer_replicas", "the engines are one pool", "1"),
+    _absent("deployment.num_infer_replicas", "engines are one pool; set num_engines, or deployment.num_infer_nodes"),
     _moved("sft.deployment.num_gpus", "sft.deployment.num_train_gpus"),
     _moved("sft.deployment.num_nodes", "sft.deployment.num_train_nodes"),
-    _absent("env_vars", "programs inherit the environment that rl is started with; set the variables there"),
-    _absent("run", "output_dir is what tells runs apart; set output_dir"),
+    *(_absent(f"{each}env_vars", "programs inherit the environment that they are started with; set the variables there")
+      for each in ("", "trainer.", "orchestrator.", "inference.", "sft.")),
+    _absent("model.vlm", _TEXT),
     _absent("teacher_gpu_ids", _TEACHER),
     _absent("teacher_inference", _TEACHER),
-    _absent("rollout_transport", "batches go to the trainer over gRPC; leave it out"),
-    _absent("wandb.entity", "set WANDB_ENTITY in the environment"),
     _unused("wandb.shared", "one run holds the metrics of all programs anyway"),
     _unused("weight_broadcast.port", "rl chooses the ports"),
     _moved("weight_broadcast.timeout", "weight_broadcast.transfer_deadline_s"),
@@ -113,9 +139,19 @@ _ORCHESTRATOR = (
     *(_moved(f"{each}.env.taskset.id", f"{each}.id") for each in _ENVIRONMENTS),
     *(_moved(f"{each}.env.taskset", f"{each}.args") for each in _ENVIRONMENTS),
     *(_unused(f"{each}.env.*.harness.id", _HARNESS, "null", "default") for each in _ENVIRONMENTS),
-    *(_unused(f"{each}.env.*.harness.runtime", "harnesses run in the rollout program") for each in _ENVIRONMENTS),
+    *(_unused(f"{each}.env.*.{place}.type", "programs of a rollout run on the host of its worker", "subprocess")
+      for each in _ENVIRONMENTS for place in ("runtime", "harness.runtime")),
+    *(_absent(f"{each}.env.*.{place}", _RUNTIME)
+      for each in _ENVIRONMENTS for place in ("runtime", "harness.runtime")),
     *(_absent(f"{each}.env.*.harness", _HARNESS) for each in _ENVIRONMENTS),
-    *(_absent(f"{each}.env.*", "give options of the taskset in args") for each in _ENVIRONMENTS),
+    *(_absent(f"{each}.env.*", _AGENT) for each in _ENVIRONMENTS),
+    *(_moved(f"{each}.algo.teacher.name", f"{each}.algo.teacher.model.name") for each in _ALGORITHMS),
+    *(_moved(f"{each}.algo.teacher.base_url", f"{each}.algo.teacher.client.base_url") for each in _ALGORITHMS),
+    _moved("orchestrator.algo.sampling.source.name", "orchestrator.teacher.model.name"),
+    _moved("orchestrator.algo.sampling.source.base_url", "orchestrator.teacher.client.base_url"),
+    *(_absent(f"{each}.algo.length_penalty", "orchestrator.advantage.length_penalty makes long rollouts cost reward")
+      for each in _ALGORITHMS),
+    _absent("orchestrator.val", "name held-out tasks in an [[orchestrator.eval.env]]"),
     _moved("orchestrator.async_level", "orchestrator.max_async_level"),
     _moved("orchestrator.max_concurrent", "rollout.max_concurrent"),
     _moved("orchestrator.renderer", "rollout.renderer"),
@@ -128,18 +164,13 @@ _ORCHESTRATOR = (
     *(_moved(f"{each}.max_completion_tokens", f"{each}.max_tokens") for each in _SAMPLINGS),
     *(_unused(f"{each}.repetition_penalty", "there are no penalties, which 1 stands for", "1", "1.0")
       for each in _SAMPLINGS),
-    *(_absent(f"{each}.repetition_penalty", "tokens are sampled without penalties; leave it out")
-      for each in _SAMPLINGS),
     *(_unused(f"{each}.min_tokens", "0 is what is always done", "0") for each in _SAMPLINGS),
     *(_absent(f"{each}.min_tokens", "a completion may end at once; leave it out") for each in _SAMPLINGS),
     *(_absent(f"{each}.extra_body", "the keys of sampling are all that engines are asked") for each in _SAMPLINGS),
-    *(_absent(f"{each}.temp_scheduler", "the temperature stays; set sampling.temperature") for each in _SAMPLINGS),
     _moved("orchestrator.teacher_model", "orchestrator.teacher"),
     _moved("orchestrator.teacher_rollout_model", "orchestrator.teacher"),
     _unused("orchestrator.use_sft_loss", "learning from rewards is what a run always does", "false"),
-    _absent("orchestrator.use_sft_loss", _IMITATION),
     _unused("orchestrator.need_sft_loss", "learning from rewards is what a run always does", "false"),
-    _absent("orchestrator.need_sft_loss", _IMITATION),
     _unused("orchestrator.oversampling_factor", "orchestrator.max_inflight_rollouts is how much is under way"),
     _unused("orchestrator.concurrency", "rollout.max_concurrent is how many rollouts run at once"),
     _unused("orchestrator.micro_batch_size", _PACKED),
@@ -149,10 +180,7 @@ _ORCHESTRATOR = (
     _unused("orchestrator.model.lora", "trainer.model.lora is what adapters are made of"),
     _unused("orchestrator.strict_async_level", "orchestrator.max_async_level is kept in any case"),
     _unused("orchestrator.mask_truncated_completions", "they are trained as they are", "false"),
-    _absent("orchestrator.mask_truncated_completions", _TRUNCATED),
     _unused("orchestrator.zero_truncated_completions", "they are trained as they are", "false"),
-    _absent("orchestrator.zero_truncated_completions", _TRUNCATED),
-    _absent("orchestrator.tasks_per_minute", "rollout.max_concurrent bounds how many rollouts run at once"),
     _absent("orchestrator.buffer", _DIFFICULTY),
     _absent("orchestrator.pre_batch_filters", _DIFFICULTY),
     _absent("orchestrator.post_batch_filters", _DIFFICULTY),
@@ -160,13 +188,9 @@ _ORCHESTRATOR = (
     _absent("orchestrator.heartbeat", "the orchestrator answers grpc.health.v1 where orchestrator.server says"),
     _absent("orchestrator.eval.environment_ids", "name each in an [[orchestrator.eval.env]] of its own"),
     _unused("orchestrator.eval.skip_eval_on_resume", "a resumed run evaluates when its interval is over"),
-    _absent("orchestrator.client.host", "orchestrator.client.base_url holds whole URLs"),
-    _absent("orchestrator.client.port", "orchestrator.client.base_url holds whole URLs"),
-    _absent("orchestrator.client.headers", "engines are sent their key alone, from orchestrator.client.api_key_var"),
     _unused("orchestrator.client.server_type", "engines say themselves what they are"),
     _unused("orchestrator.client.skip_model_check", "engines are asked for the model by rollout.model.name"),
     _unused("orchestrator.client.admin_base_url", "engines take versions from the weight hub"),
-    _absent("orchestrator.client.elastic", "engines come and go by registering at the weight hub; leave it out"),
 )  # fmt: skip
 
 _TRAINER = (
@@ -179,14 +203,9 @@ _TRAINER = (
     _moved("trainer.weight_broadcast.timeout", "trainer.weight_broadcast.transfer_deadline_s"),
     _unused("trainer.weight_broadcast.port", "the trainer chooses its ports"),
     _unused("trainer.recompute_logprobs", "importance ratios are always of the trainer's own logprobs"),
-    _absent("trainer.enable_router_replay", "routers decide anew in training; leave it out"),
-    _absent("trainer.use_routing_replay", "routers decide anew in training; leave it out"),
     _absent("trainer.metrics_server", "the trainer's metrics are in metrics.jsonl of the run"),
-    _absent("trainer.heartbeat", "the trainer answers grpc.health.v1 at trainer.server"),
-    _absent("trainer.rollout_transport", "batches come over gRPC; leave it out"),
-    _absent("trainer.env_vars", "the trainer inherits the environment it is started with; set the variables there"),
     *(_absent(f"trainer.loss.{each}", _IMPORTANCE)
-      for each in ("ratio_type", "mask_ratio_low", "mask_ratio_high", "token_mask_low", "token_mask_high",
+      for each in ("mask_ratio_low", "mask_ratio_high", "token_mask_low", "token_mask_high",
                    "geo_mask_low", "geo_mask_high", "sequence_mask_low", "sequence_mask_high", "sequence_clip_high",
                    "kl_mask_high")),
 )  # fmt: skip
@@ -196,8 +215,7 @@ _MODELS = tuple(
     for trainer in _TRAINERS
     for key in (
         _moved(f"{trainer}.model.experimental.lora", f"{trainer}.model.lora"),
-        _absent(f"{trainer}.model.lora.modules_to_save", "adapters are all that is trained; leave it out"),
-        OlderKey(
+        ForeignKey(
             old=f"{trainer}.model.attn",
             new=f"{trainer}.model.attn",
             values={f"flash_attention_{n}": "auto" for n in (2, 3, 4)} | {"fa4": "auto", "eager": "sdpa"},
@@ -205,9 +223,8 @@ _MODELS = tuple(
         _unused(f"{trainer}.model.impl", _MODEL_CODE),
         _unused(f"{trainer}.model.liger_kernel", _MODEL_CODE),
         *(_unused(f"{trainer}.model.{each}", "that is what is always done", *_OFF) for each in ("tp", "cp", "ep")),
-        *(_absent(f"{trainer}.model.{each}", _PARALLEL) for each in ("tp", "cp", "ep", "cp_style")),
-        _absent(f"{trainer}.model.vlm", "models take text alone; leave it out"),
-        _absent(f"{trainer}.model.optimization_dtype", "master weights are float32; leave it out"),
+        *(_absent(f"{trainer}.model.{each}", _PARALLEL) for each in ("tp", "cp", "ep")),
+        _absent(f"{trainer}.model.vlm", _TEXT),
         _unused(f"{trainer}.model.load_using_meta", "models are always loaded shard by shard"),
         _unused(f"{trainer}.model.moe_use_grouped_mm", "experts are computed as transformers does"),
         *(
@@ -223,13 +240,10 @@ _MODELS = tuple(
             _absent(f"{trainer}.ckpt.{each}", "a resumed run takes up all that was saved; leave it out")
             for each in _SKIPS
         ),
-        _absent(f"{trainer}.ckpt.output_dir", "checkpoints are below output_dir; set that"),
         _moved(f"{trainer}.ckpt.keep", f"{trainer}.ckpt.keep_last"),
+        *_resumed(f"{trainer}."),
         _unused(f"{trainer}.gc", "Python decides when to collect garbage"),
         _unused(f"{trainer}.dist_timeout_seconds", "each wait has a deadline of its own"),
-        _absent(f"{trainer}.memory_profiler_path", "profile a step with --bench.profile"),
-        _absent(f"{trainer}.trace_path", "profile a step with --bench.profile"),
-        _absent(f"{trainer}.max_steps_per_epoch", "max_steps is the number of steps"),
     )
 )
 
@@ -240,6 +254,7 @@ _INFERENCE = (
     _moved("inference.parallel.dp", "inference.data_parallel_size"),
     _moved("inference.parallel.dp_local", "inference.data_parallel_size_local"),
     _moved("inference.model.max_model_len", "inference.max_model_len"),
+    *(_moved(f"inference.vllm.{argument}", f"inference.{key}") for argument, key in VLLM_ARGUMENTS.items()),
     _moved("inference.model.enforce_eager", "inference.enforce_eager"),
     _moved("inference.max_lora_rank", "inference.lora_rank"),
     _moved("inference.vllm_extra", "inference.vllm"),
@@ -251,15 +266,10 @@ _INFERENCE = (
     *(_unused(f"inference.model.{each}", _PARSERS)
       for each in ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice")),
     _unused("inference.api_server_count", "one server answers for an engine"),
-    _absent("inference.model.chat_template", "the model's folder holds its template; see rollout.renderer"),
-    _absent("inference.model.rope_scaling", "give vLLM's own argument in inference.vllm.hf_overrides"),
-    _absent("inference.deployment", _WHOLE_RUN),
-    _absent("inference.slurm", _WHOLE_RUN),
-    _absent("inference.router", "the rollout program routes each call itself; leave it out"),
 )  # fmt: skip
 
 _ALONE = (
-    OlderKey(old="orchestrator.ckpt.interval", new="orchestrator.checkpoint_interval", alone=True),
+    ForeignKey(old="orchestrator.ckpt.interval", new="orchestrator.checkpoint_interval", alone=True),
     _alone("orchestrator.ckpt", "the trainer writes and resumes checkpoints; start it with the same [ckpt]"),
     _alone(
         "orchestrator.model", "the trainer says which model is trained; give [model] to trainer, rollout, inference"
@@ -274,5 +284,5 @@ _ALONE = (
     _alone("inference.wandb", "the orchestrator logs metrics; start it with [wandb]"),
 )
 
-OLDER_KEYS: tuple[OlderKey, ...] = (*_ALONE, *_RUN, *_ORCHESTRATOR, *_TRAINER, *_MODELS, *_INFERENCE)
+KEYS: tuple[ForeignKey, ...] = (*_ALONE, *_RUN, *_ORCHESTRATOR, *_TRAINER, *_MODELS, *_INFERENCE)
 """All of it, in the order in which a layer of configuration is read: the first row that fits a key is the one."""

@@ -1,34 +1,35 @@
-"""Writes the table of older keys into docs/configuration.md: `python scripts/older_keys_table.py`."""
+"""Writes the table of keys into docs/prime-rl-keys.md: `python scripts/prime_rl_table.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from meshrl.core.config.older_keys import OLDER_KEYS, OlderKey
+from meshrl.prime_rl.keys import KEYS, ForeignKey
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
-BEGIN, END = "<!-- older keys -->\n", "<!-- end of older keys -->"
+PAGE = Path(__file__).parents[1] / "docs" / "prime-rl-keys.md"
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
 
 
 def table() -> str:
     """The table in Markdown; keys that go the same way share a row."""
     rows: dict[str, list[str]] = {}
-    for key in OLDER_KEYS:
+    for key in KEYS:
         rows.setdefault(_now(key), []).append(_written(key))
     lines = [f"| {', '.join(dict.fromkeys(keys))} | {now} |" for now, keys in rows.items()]
-    return "\n".join(["| written elsewhere | here |", "|---|---|", *lines]) + "\n"
+    return "\n".join(["| prime-rl | here |", "|---|---|", *lines]) + "\n"
 
 
-def _written(key: OlderKey) -> str:
+def _written(key: ForeignKey) -> str:
     section, _, name = key.old.rpartition(".sampling.")
-    written = f"sampling.{name}" if section else key.old
+    written = f"sampling.{name}" if section and not section.endswith(".algo") else key.old
     values = f" = {' or '.join(key.only)}" if key.only else ""
     return f"`{written}{values}`{' (program alone)' if key.alone else ''}"
 
 
-def _now(key: OlderKey) -> str:
+def _now(key: ForeignKey) -> str:
     if key.values:
-        return "values: " + ", ".join(f"`{old}` is `{new}`" for old, new in key.values.items())
+        values = ", ".join(f"`{old}` is `{new}`" for old, new in key.values.items())
+        return f"values: {values}" if key.new == key.old else f"`{key.new}`; {values}"
     if key.new:
         section, _, name = key.new.rpartition(".sampling.")
         return f"`{name}` of the same section" if section else f"`{key.new}`"

@@ -1,0 +1,66 @@
+"""Finds the key that a flag or a variable names; subclasses add the spellings of other launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshrl.core.config.base import ConfigError
+from meshrl.core.config.layers import Layer
+from meshrl.core.config.schema import Kind, Path, describe, nearest, suggestion
+
+
+class UnknownKeyError(ConfigError):
+    """There is no key `part` at `path`, which accepts `kind`."""
+
+    def __init__(self, kind: Kind, path: Path, part: str) -> None:
+        super().__init__(f"{'.'.join(path)} has no key {part!r}")
+        self.kind, self.path, self.part = kind, path, part
+
+    def hint(self, write: Callable[[Path], str]) -> str:
+        """How to go on there; `write` spells a key as it was written."""
+        key = ".".join(self.path)
+        if self.kind.item is not None:
+            return f": {key} is a list, so a place comes next: {write((*self.path, '0', self.part))}"
+        if self.kind.section is None:
+            return f": {key} is {describe(self.kind)} and has no keys below it"
+        return suggestion(self.kind.section, self.path, self.part, write)
+
+    @property
+    def meant(self) -> Path:
+        """The key that may have been meant, else the path itself."""
+        near = None if self.kind.section is None else nearest(self.kind.section, self.part, self.path)
+        return near or (*self.path, self.part)
+
+
+class Spellings:
+    """The spellings of a configuration's own keys. A subclass adds others, such as those of another launcher."""
+
+    def __init__(self, root: Kind) -> None:
+        self.root = root
+
+    def find(self, written: Path) -> tuple[Path, Kind]:
+        """The path that a flag or variable names and what it accepts; another's spelling is left as it is written.
+
+        Raises UnknownKeyError.
+        """
+        meant = self.meant(written)
+        if meant is not None:
+            return written, meant
+        path, kind = Path(), self.root
+        for part in written:
+            step = kind.step(part)
+            if step is None:
+                raise UnknownKeyError(kind, path, part)
+            path, kind = (*path, step[0]), step[1]
+        return path, kind
+
+    def meant(self, path: Path) -> Kind | None:
+        """What a key in another's spelling accepts here, any value where it has no successor; None for other keys."""
+        return None
+
+    def apply(self, layer: Layer) -> tuple[list[str], list[str]]:
+        """Moves what the layer sets under others' spellings to keys of this configuration, before layers are merged.
+
+        Returns notes on keys that were taken under another name or without effect, and problems.
+        """
+        return [], []
