@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +99,12 @@ def batch(step: int, *, ranks: int, bad_rank: int | None = None) -> Batch:
     )
 
 
-def start(config: TrainerConfig, console: Path) -> subprocess.Popen[bytes]:
+def start(config: TrainerConfig, console: Path, *, by: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     file = config.output_dir / "trainer.toml"
     dump_toml(config, file)
     with console.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "meshrl.trainer.main", "@", str(file)],
+            [*by, sys.executable, "-m", "meshrl.trainer.main", "@", str(file)],
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -112,10 +112,10 @@ def start(config: TrainerConfig, console: Path) -> subprocess.Popen[bytes]:
 
 
 @asynccontextmanager
-async def two_ranks(config: TrainerConfig) -> AsyncIterator[Program]:
+async def two_ranks(config: TrainerConfig, *, by: Sequence[str] = ()) -> AsyncIterator[Program]:
     config.output_dir.mkdir()
     console = config.output_dir / "console.txt"
-    process = start(config, console)
+    process = start(config, console, by=by)
     try:
         async with TrainerClient(config.server.address) as client:
             await up(client, lambda: process.poll() is None)

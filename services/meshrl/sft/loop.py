@@ -6,10 +6,11 @@ Consumes the feed's batches in order; produces a record a step for the monitor a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.core.metrics.catalogue import Source
@@ -46,10 +47,13 @@ class SFTLoop:
         self._validation_interval = validation_interval
         self._peak_flops = peak_flops(learner.device)
 
-    def run(self, stopped: Callable[[], bool]) -> Path:
-        """Returns the folder of the final weights. Raises StepError when a step cannot be made, and DataError."""
+    def run(self, signals: Sequence[str]) -> Path:
+        """Returns the folder of the final weights. `signals` names those that came to this rank, each asks for the end.
+
+        Raises StepError when a step cannot be made, and DataError.
+        """
         save_s = 0.0
-        while self._learner.step_done < self._max_steps and not self._learner.parallel.any(stopped()):
+        while self._learner.step_done < self._max_steps and not self._learner.parallel.any(bool(signals)):
             started = time.perf_counter()
             self._checkpointer.check()
             rows = self._feed.next_step()
@@ -70,6 +74,9 @@ class SFTLoop:
                 began = time.perf_counter()
                 self._checkpointer.save_as(self._ckpt)
                 save_s = time.perf_counter() - began
+        if self._learner.step_done < self._max_steps:
+            why = signals[0] if signals else "another rank got a signal"
+            logger.info("{}: training ends after step {} of {}", why, self._learner.step_done, self._max_steps)
         if self._ckpt is not None and not self._ckpt.weights_only:
             self._checkpointer.save()
             self._checkpointer.prune(self._ckpt)

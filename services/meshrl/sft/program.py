@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+from collections.abc import Sequence
 
 import torch
 from loguru import logger
@@ -49,10 +49,10 @@ def run_rank(config: SFTConfig, rank: int) -> None:
         except ValueError as error:
             raise ModelError(str(error)) from error
         lifeline = Lifeline.tie(parallel, os.environ)
-        stop = threading.Event()
+        signals: list[str] = []
         for signum in (signal.SIGTERM, signal.SIGINT):  # only now: a rank that waits for others ends at once
-            signal.signal(signum, lambda *_: stop.set())
-        train(config, stop, parallel)
+            signal.signal(signum, lambda number, _: signals.append(signal.Signals(number).name))
+        train(config, signals, parallel)
         parallel.barrier()
         lifeline.release()
         parallel.close()
@@ -62,8 +62,10 @@ def run_rank(config: SFTConfig, rank: int) -> None:
     leave(code)
 
 
-def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None:
+def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> None:
     """The whole program between joining the group and leaving it; every rank runs the same.
+
+    It ends early, with its weights saved, after the step in which the name of a signal comes into `signals`.
 
     Raises ModelError, DataError, CheckpointError, StepError or UpdateError.
     """
@@ -101,7 +103,7 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
             ckpt=config.ckpt,
             validation_interval=config.val.interval if config.val else None,
         )
-        folder = loop.run(stop.is_set)
+        folder = loop.run(signals)
         logger.success("weights after step {} are in {}", learner.step_done, folder)
     finally:
         feed.close()

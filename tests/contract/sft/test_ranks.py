@@ -3,11 +3,12 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,12 @@ def configure(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
     return SFTConfig(**(values | changes))
 
 
-def start(config: SFTConfig) -> subprocess.Popen[bytes]:
+def start(config: SFTConfig, *, by: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     config.output_dir.mkdir(exist_ok=True)
     dump_toml(config, config.output_dir / "sft.toml")
     with (config.output_dir / "console.txt").open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "meshrl.sft.main", "@", str(config.output_dir / "sft.toml")],
+            [*by, sys.executable, "-m", "meshrl.sft.main", "@", str(config.output_dir / "sft.toml")],
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -69,7 +70,7 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     process = start(configure(folder, two))
-    train(configure(folder, one), threading.Event(), RankGroup())
+    train(configure(folder, one), (), RankGroup())
     assert process.wait(180) == 0, (two / "console.txt").read_text()
     for ours, theirs in zip(records(two), records(one), strict=True):
         assert ours["step"] == theirs["step"]
@@ -83,13 +84,34 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in two.glob("logs/sft/torchrun/*/attempt_0/*")) == ["0", "1"]
 
 
-def test_sigterm_saves_what_there_is_and_ends_in_order(folder: Path, tmp_path: Path) -> None:
-    process = start(configure(folder, tmp_path, max_steps=100_000))
+def wait_for_step(process: subprocess.Popen[bytes], output_dir: Path, step: int) -> None:
     end = time.monotonic() + 120
-    while not records(tmp_path):
-        assert process.poll() is None, (tmp_path / "console.txt").read_text()
+    while len(records(output_dir)) < step:
+        assert process.poll() is None, (output_dir / "console.txt").read_text()
         assert time.monotonic() < end
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_what_there_is_ends_in_order_and_is_named(
+    folder: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
+    process = start(configure(folder, tmp_path, max_steps=100_000))
+    wait_for_step(process, tmp_path, 1)
+    process.send_signal(signum)
     assert process.wait(60) == 0, (tmp_path / "console.txt").read_text()
     assert (tmp_path / "weights" / "final" / "model.safetensors").is_file()
+    for log in ("console.txt", "logs/sft.log"):
+        text = (tmp_path / log).read_text()
+        assert f"{signum.name}: rank 0 gets SIGTERM, on which it drains" in text
+        assert re.search(r"SIGTERM: training ends after step \d+ of 100000", text)
+
+
+def test_nohup_protects_all_ranks(folder: Path, tmp_path: Path) -> None:
+    process = start(configure(folder, tmp_path, max_steps=100_000), by=["nohup"])
+    wait_for_step(process, tmp_path, 1)
+    process.send_signal(signal.SIGHUP)
+    wait_for_step(process, tmp_path, len(records(tmp_path)) + 5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, (tmp_path / "console.txt").read_text()
+    assert "SIGHUP" not in (tmp_path / "logs/sft.log").read_text()

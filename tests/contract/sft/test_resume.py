@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def run(folder: Path, output_dir: Path, lora: LoraConfig | None, data: DataConfi
         output_dir=output_dir,
         ckpt=CheckpointConfig(interval=10, **ckpt),
     )
-    train(config, threading.Event(), RankGroup())
+    train(config, (), RankGroup())
 
 
 def records(output_dir: Path) -> list[dict[str, float]]:

@@ -47,7 +47,7 @@ async def reference(folder: Path, model: str) -> tuple[dict[str, NDArray[np.floa
 
 
 async def test_two_ranks_train_as_one_survive_a_bad_batch_and_drain(tmp_path: Path, model: str, hub: str) -> None:
-    async with two_ranks(configure(tmp_path / "two", model, hub, ranks=2)) as program:
+    async with two_ranks(configure(tmp_path / "two", model, hub, ranks=2), by=["nohup"]) as program:
         client = program.client
         info = await client.get_trainer()
         assert (info.world_size, info.dp_size) == (2, 2)
@@ -55,6 +55,7 @@ async def test_two_ranks_train_as_one_survive_a_bad_batch_and_drain(tmp_path: Pa
         failed = await until(client, StepState.FAILED, 1)
         assert failed.reason == "STEP_FAILED"
         assert "not finite" in failed.message
+        program.process.send_signal(signal.SIGHUP)  # which nohup ignores
         for step in range(1, STEPS + 1):
             await client.submit_batch(batch(step, ranks=2))
             event = await until(client, StepState.DONE, step, after_revision=failed.revision)
@@ -70,6 +71,9 @@ async def test_two_ranks_train_as_one_survive_a_bad_batch_and_drain(tmp_path: Pa
         assert "not finite" in program.rank_log(1)
         log = (program.output_dir / "logs/trainer.log").read_text()
         assert len(re.findall(r"step \d \| loss", log)) == STEPS
+        assert "SIGTERM: draining" in log
+        assert "SIGTERM: rank 0 gets SIGTERM, on which it drains" in log
+        assert "SIGHUP" not in log
         assert "finished at version 3" in program.console.read_text()
 
     ours = await published(hub, STEPS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path), threading.Event(), RankGroup())
+    train(config(folder, tmp_path), (), RankGroup())
     steps = records(tmp_path)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss/mean"] < steps[0]["loss/mean"] - 1.0
@@ -71,10 +70,10 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tm
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path / "whole"), threading.Event(), RankGroup())
+    train(config(folder, tmp_path / "whole"), (), RankGroup())
     first = config(folder, tmp_path / "parts", max_steps=4, ckpt=CheckpointConfig())
-    train(first, threading.Event(), RankGroup())
-    train(config(folder, tmp_path / "parts", ckpt=CheckpointConfig(resume_step=-1)), threading.Event(), RankGroup())
+    train(first, (), RankGroup())
+    train(config(folder, tmp_path / "parts", ckpt=CheckpointConfig(resume_step=-1)), (), RankGroup())
     whole, parts = (
         (tmp_path / name / "weights" / "step_6" / "model.safetensors").read_bytes() for name in ("whole", "parts")
     )
@@ -82,16 +81,14 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Pat
 
 
 def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    train(config(folder, tmp_path), stop, RankGroup())
+    train(config(folder, tmp_path), ("SIGTERM",), RankGroup())
     assert (tmp_path / "weights" / "step_0" / "model.safetensors").is_file()
 
 
 def test_data_without_anything_to_learn_is_refused(folder: Path, tmp_path: Path) -> None:
     short = DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=8)
     with pytest.raises(DataError, match=r"none of its 64 rows has a token to learn within seq_len 8"):
-        train(config(folder, tmp_path, data=short), threading.Event(), RankGroup())
+        train(config(folder, tmp_path, data=short), (), RankGroup())
 
 
 def test_a_mask_without_roles_is_refused() -> None:

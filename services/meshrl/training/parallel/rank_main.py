@@ -14,6 +14,7 @@ from meshrl.core.heap import loading
 from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
 from meshrl.core.program import GROUP_LOG, ProgramConfig, log_as, run_log
+from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.torch_environment import grow_segments, wait_briefly
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.deployment import DeploymentConfig, is_rank, own_rank
@@ -44,7 +45,8 @@ def rank_main(
 
     `prepare` is called once for a group, by the process that is started first, before anything is written.
     `run_rank` is given the configuration and this process's rank. It and `run_bench` import what they need when they
-    are called, since that takes seconds and an agent needs none of it. Only rank 0 writes the program's log file.
+    are called, since that takes seconds and an agent needs none of it. The program's log file has the lines of rank 0
+    and of the agent.
     """
     end_with_agent(os.environ)
     wait_briefly(os.environ)
@@ -56,9 +58,10 @@ def rank_main(
         with loading():
             from meshrl.training.parallel.torchrun import run_ranks  # a rank has no use for it
 
-        log_as(name, config, to_file=False)
         layout = Layout(config.output_dir)
-        os.environ[GROUP_LOG] = str(run_log(name, layout))
+        log = run_log(name, layout)
+        os.environ[GROUP_LOG] = str(log)
+        setup_logging(name, config.log.level, log, json_logging=config.log.json_logging)
         sys.exit(run_ranks(f"meshrl.{name}.main", name, config.deployment, layout, os.environ))
     rank = own_rank(os.environ)
     log_as(f"{name}:{rank}" if rank else name, config, to_file=rank == 0)

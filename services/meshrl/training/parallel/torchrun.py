@@ -1,8 +1,9 @@
 """Starts the ranks of a training program on this machine and watches over them: torchrun's agent, with an orderly end.
 
-The plain `torchrun` command fails when it is told to end, and gives its workers 30 s. Here SIGTERM goes to rank 0,
-which drains and stops the others, and the exit code is theirs. Both trainers become this agent when they are to run as
-several processes; the ranks are the same program with the same arguments.
+The plain `torchrun` command fails when it is told to end, and gives its workers 30 s. Here SIGTERM, SIGINT and SIGHUP
+reach rank 0 as SIGTERM, which drains and stops the others, and the exit code is theirs. A SIGHUP that was ignored when
+the agent started, as under `nohup`, stays so. Both trainers become this agent when they are to run as several
+processes; the ranks are the same program with the same arguments.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class RankAgent:
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment[AGENT_PID] = str(os.getpid())
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, self._on_signal)
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._on_signal)
         try:
             result = self._agent.run()
         finally:
@@ -103,6 +105,8 @@ class RankAgent:
             os._exit(128 + signum)
         self._draining = True
         self._drain()
+        name = signal.Signals(signum).name
+        logger.info("{}: rank 0 gets SIGTERM, on which it drains; once more ends all ranks at once", name)
 
     def _on_start(self, pids: Mapping[int, int]) -> None:
         self._pids = pids
