@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshrl.core.config.report import indent
-from meshrl.launch.preflight.engines import check_engines
+from meshrl.launch.preflight.engines import check_engines, check_vllm
 from meshrl.launch.preflight.findings import Check, Finding, Plan
-from meshrl.launch.preflight.machine import check_open_files, check_ports, check_wandb
+from meshrl.launch.preflight.machine import check_gpus, check_open_files, check_ports, check_wandb
 from meshrl.launch.preflight.models import check_models
 from meshrl.launch.preflight.plugins import check_plugins
 from meshrl.launch.preflight.services import check_environments_elsewhere, check_hub, check_running_services
@@ -21,6 +21,8 @@ CHECKS: tuple[Check, ...] = (
     check_environments_elsewhere,
     check_hub,
     check_engines,
+    check_vllm,
+    check_gpus,
     check_ports,
     check_open_files,
     check_disk,

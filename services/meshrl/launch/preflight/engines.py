@@ -1,17 +1,37 @@
-"""Do the engines that run already take versions from a run's hub, and is no other run using them?"""
+"""Is vLLM there for the engines that are started, and do those that run already take versions from this run's hub?"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from meshrl.core.interpreter import finds
+from meshrl.inference.config import InferenceConfig
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 
 ANSWER_DEADLINE_S = 3.0
 
 _HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def check_vllm(plan: Plan) -> Iterator[Finding]:
+    """vLLM in the interpreters of the engines on this machine that are to run it."""
+    engines = [(part.python, part.config) for part in plan.parts if isinstance(part.config, InferenceConfig)]
+    for python in {
+        Path(python or sys.executable)
+        for python, config in engines
+        if config.engine == "vllm" and config.server.host not in plan.elsewhere
+    }:
+        if os.access(python, os.X_OK) and not finds(python, "vllm"):  # what is no program is reported by itself
+            yield error(
+                f"inference.engine is 'vllm', but {str(python)!r} has no vLLM; install it there (uv sync --extra vllm),"
+                " give the interpreter of an environment that has it in inference.python, or leave inference.engine out"
+            )
 
 
 def check_engines(plan: Plan) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Does this machine let the programs listen and open as many files as they need, and is there a key for W&B?"""
+"""Has this machine the GPUs, free ports and open files that the programs need, and is there a key for W&B?"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from meshrl.core.program import MIN_OPEN_FILES
+from meshrl.launch.gpus import VARIABLE
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 
 WANDB_URL = "https://api.wandb.ai"
@@ -40,6 +41,19 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
         problem = why_not_free(server.host, server.port)
         if problem is not None:
             yield error(f"{key} cannot be used at {server.host} ({problem}); stop what listens there, or leave it out")
+
+
+def check_gpus(plan: Plan) -> Iterator[Finding]:
+    """GPUs that are listed, on a machine that has none; where there are some, `place` compares."""
+    if plan.gpus or plan.config.deployment.type == "multi_node":
+        return
+    for key in ("inference_gpu_ids", "trainer_gpu_ids"):
+        listed = getattr(plan.config, key)
+        if listed:
+            yield error(
+                f"{key} lists {', '.join(map(str, listed))} but no GPU is visible here; leave it out to run on the CPU,"
+                f" or look at nvidia-smi and {VARIABLE}"
+            )
 
 
 def check_open_files(plan: Plan) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ import pytest
 
 from meshrl.launch.compose import with_values
 from meshrl.launch.main import main
-from meshrl.launch.preflight import machine, models, storage
+from meshrl.launch.preflight import engines, machine, models, storage
 from preflight_plan import found, plan
 
 NUM_PARAMS = 1000
@@ -202,6 +202,33 @@ def test_size_of_weights_is_read_from_their_headers(model: Path) -> None:
     assert storage.version_bytes(plan(gpus=("0", "1")), models.ModelSize(num_params=10, num_bytes=20)) == 20
     (model / "model.safetensors").write_bytes(b"\xff" * 100)
     assert models.stored_size(model) is None
+
+
+def test_gpus_are_listed_where_there_are_some() -> None:
+    listed = ["--inference-gpu-ids", "0", "--trainer-gpu-ids", "0", "1"]
+    assert found(machine.check_gpus, plan(*listed)) == [
+        f"error: {key} but no GPU is visible here; leave it out to run on the CPU, or look at nvidia-smi and"
+        " CUDA_VISIBLE_DEVICES"
+        for key in ("inference_gpu_ids lists 0", "trainer_gpu_ids lists 0, 1")
+    ]
+    assert found(machine.check_gpus, plan(*listed, gpus=("0", "1"))) == []
+    assert found(machine.check_gpus, plan()) == []
+
+
+def test_vllm_must_be_in_the_interpreter_that_runs_it(tmp_path: Path) -> None:
+    with_vllm = tmp_path / "python"
+    with_vllm.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    with_vllm.chmod(0o755)
+    asked = ["--inference.engine", "vllm", "--inference.python", str(with_vllm)]
+    assert found(engines.check_vllm, plan(*asked)) == [
+        f"error: inference.engine is 'vllm', but '{with_vllm}' has no vLLM; install it there (uv sync --extra vllm),"
+        " give the interpreter of an environment that has it in inference.python, or leave inference.engine out"
+    ]
+    (tmp_path / "vllm.py").touch()
+    assert found(engines.check_vllm, plan(*asked)) == []
+    (tmp_path / "vllm.py").unlink()
+    assert found(engines.check_vllm, replace(plan(*asked), elsewhere=["127.0.0.1"])) == []
+    assert found(engines.check_vllm, plan(*asked[2:])) == []
 
 
 def test_ports_must_be_free_and_given_once() -> None:
