@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,10 +17,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from local_ports import free_port
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
+from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve as serve_hub
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import StepEvent, StepState
+from meshrl.wire.types import StepEvent, StepState, TensorEntry
 
 VOCAB = 16
 UP_S = 150.0  # ranks import torch side by side, beside whatever other tests do
@@ -75,11 +77,14 @@ async def until(client: TrainerClient, state: StepState, step: int, *, after_rev
 
 
 async def published(hub: str, version: int) -> dict[str, NDArray[np.float32]]:
-    """A version's float32 tensors, by name."""
+    """A version's tensors by name, their values in float32 whatever type they have on the wire."""
     async with WeightSyncClient(hub) as client:
         manifest, artifact_id = await client.get_manifest("main", version)
-        data = b"".join([bytes(chunk.data) async for chunk in client.fetch(artifact_id)])
-    return {
-        entry.name: np.frombuffer(data, np.float32, entry.num_bytes // 4, entry.offset).reshape(entry.shape)
-        for entry in manifest.tensors
-    }
+        data = bytearray(b"".join([bytes(chunk.data) async for chunk in client.fetch(artifact_id)]))
+
+    def values(entry: TensorEntry) -> NDArray[np.float32]:
+        count, dtype = math.prod(entry.shape), TORCH_DTYPES[entry.dtype]
+        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.offset)
+        return flat.reshape(entry.shape).float().numpy()
+
+    return {entry.name: values(entry) for entry in manifest.tensors}

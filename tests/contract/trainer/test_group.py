@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from opentelemetry import trace
+from transformers import Qwen3ForCausalLM
 
 from local_ports import free_port
 from meshrl.client import TrainerClient
@@ -85,6 +86,19 @@ async def test_two_ranks_train_as_one_survive_a_bad_batch_and_drain(tmp_path: Pa
     assert max(np.abs(ours[name] - start[name]).max() for name in ours) > 1e-3
     for name in ("loss/mean", "optim/grad_norm", "entropy/all/mean", "entropy/b/mean", "mismatch_kl/a/max"):
         assert event.metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+async def test_versions_of_a_bfloat16_trainer_have_that_type(tmp_path: Path, model: str, hub: str) -> None:
+    config = configure(tmp_path / "one", model, hub, ranks=1)
+    rounded = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    async with one_rank(rounded) as client:
+        await client.submit_batch(batch(1, ranks=1))
+        assert (await until(client, StepState.DONE, 1)).version == 1
+    start, trained = await published(hub, 0), await published(hub, 1)
+    for name, tensor in Qwen3ForCausalLM.from_pretrained(model).state_dict().items():
+        if name in start:
+            np.testing.assert_array_equal(start[name], tensor.bfloat16().float().numpy(), err_msg=name)
+    assert max(np.abs(trained[name] - start[name]).max() for name in start) > 1e-3
 
 
 async def test_two_nodes_started_by_hand_with_torchrun_are_one_trainer(tmp_path: Path, model: str, hub: str) -> None:
