@@ -217,7 +217,7 @@ def test_gpus_are_listed_where_there_are_some() -> None:
 
 def test_vllm_must_be_in_the_interpreter_that_runs_it(tmp_path: Path) -> None:
     with_vllm = tmp_path / "python"
-    with_vllm.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable} "$@"\n')
+    with_vllm.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
     with_vllm.chmod(0o755)
     asked = ["--inference.engine", "vllm", "--inference.python", str(with_vllm)]
     assert found(engines.check_vllm, plan(*asked)) == [
