@@ -21,6 +21,12 @@ BUNDLED = {
 }
 """Short names of the tasksets in this package."""
 
+NAMESAKES = {
+    "reverse-text": "meshrl's own short sentences (meshrl.environments.reverse_text), not the data of prime-rl's"
+    " taskset of that id"
+}
+"""Ids of other packages' tasksets that name one of this package, and the difference."""
+
 CHOOSING = {
     "reasoning_gym": ("reasoning_gym", "dataset"),
     "textarena": ("textarena_games", "game"),  # verifiers has a taskset textarena, which fetches word lists

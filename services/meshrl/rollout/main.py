@@ -20,6 +20,7 @@ from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
+from meshrl.environments.plugins import NAMESAKES
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
@@ -125,6 +126,9 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     for name in fleet.names:
         tasks = fleet.info(name).num_tasks or "infinitely many"
         logger.bind(env=name).info("environment {}: {} tasks, played by {}", name, tasks, fleet.workers_of(name))
+    for entry in config.env:
+        if entry.id in NAMESAKES:
+            logger.info("environment {}: {!r} is {}", entry.resolved_name, entry.id, NAMESAKES[entry.id])
     names = [entry.resolved_name for entry in config.env]
     if here := [name for name in names if name not in players]:
         with loading():

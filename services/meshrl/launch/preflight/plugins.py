@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from meshrl.core.config import ConfigError
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig
-from meshrl.environments.plugins import is_bundled
-from meshrl.launch.preflight.findings import Finding, Plan, Severity, error, warning
+from meshrl.environments.plugins import NAMESAKES, is_bundled
+from meshrl.launch.preflight.findings import Finding, Plan, Severity, error, note, warning
 
 IMPORT_DEADLINE_S = 180.0
 LOAD_DEADLINE_S = 900.0
@@ -27,6 +27,9 @@ Answer = tuple[Severity, str]
 
 def check_plugins(plan: Plan) -> Iterator[Finding]:
     """Environments of the rollout program, the trainer's loss and the orchestrator's advantage."""
+    for taskset in dict.fromkeys(entry.id for entry in plan.config.local_environments if plan.starts("rollout")):
+        if taskset in NAMESAKES:
+            yield note(f"environment id {taskset!r} is {NAMESAKES[taskset]}")
     questions = _questions(plan)
     if not any(questions.values()):
         return

@@ -15,7 +15,7 @@ import pytest
 
 from meshrl.launch.compose import with_values
 from meshrl.launch.main import main
-from meshrl.launch.preflight import engines, machine, models, storage
+from meshrl.launch.preflight import engines, machine, models, plugins, storage
 from preflight_plan import found, plan
 
 NUM_PARAMS = 1000
@@ -202,6 +202,15 @@ def test_size_of_weights_is_read_from_their_headers(model: Path) -> None:
     assert storage.version_bytes(plan(gpus=("0", "1")), models.ModelSize(num_params=10, num_bytes=20)) == 20
     (model / "model.safetensors").write_bytes(b"\xff" * 100)
     assert models.stored_size(model) is None
+
+
+def test_an_id_that_names_other_data_elsewhere_is_a_note() -> None:
+    own = "--orchestrator.train.env.1.id", "reverse-text", "--orchestrator.eval.env.0.id", "reverse-text"
+    assert found(plugins.check_plugins, plan(*own)) == [
+        "note: environment id 'reverse-text' is meshrl's own short sentences (meshrl.environments.reverse_text), not"
+        " the data of prime-rl's taskset of that id"
+    ]
+    assert found(plugins.check_plugins, plan()) == []
 
 
 def test_gpus_are_listed_where_there_are_some() -> None:
