@@ -10,14 +10,12 @@ passes may still be too large for a long row; that is then the step's error.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from meshrl.client.machine_memory import machine_memory
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
 from meshrl.training.build import add_adapters
 from meshrl.training.config import OptimConfig
@@ -26,7 +24,6 @@ from meshrl.training.parallel.rank_group import RankGroup
 
 GRADIENT_BYTES = 4  # float32
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "muon": 4, "sgd": 4}  # a parameter: two float32 moments, or one
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +102,8 @@ def available_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU, or of this machine (or of the container that limits it); None where nothing tells."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    known: list[int] = []
-    with suppress(OSError):  # no Linux
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        known += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if not known:
-        with suppress(OSError, ValueError):
-            known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for path in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # "max" is no limit
-            known.append(int(Path(path).read_text()))
-    return min(known, default=None)
+    memory = machine_memory()
+    return None if memory is None else memory.available
 
 
 def _gib(count: int) -> str:

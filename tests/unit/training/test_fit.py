@@ -112,15 +112,6 @@ def test_a_model_that_does_not_fit_is_refused_with_both_sizes_before_it_is_loade
     assert "deployment.num_train_gpus" in message
 
 
-def test_a_container_limit_below_the_machine_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("123456\n")
-    monkeypatch.setattr(fit, "_CGROUP_LIMITS", (str(limit), str(tmp_path / "absent")))
-    assert available_bytes(torch.device("cpu")) == 123456
-    limit.write_text("max\n")
-    assert available_bytes(torch.device("cpu")) != 123456
-
-
 def test_a_rank_without_a_gpu_of_its_own_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_has_device(torch.device("cuda"), {"LOCAL_RANK": "1"})

@@ -17,6 +17,7 @@ import click
 
 from meshrl.cli.command import folder_option, json_option, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
+from meshrl.client.machine_memory import machine_memory
 
 WANTED_FILES = 32_000
 LOW_MTU = 1280
@@ -64,9 +65,12 @@ def _open_files() -> Diagnosis:
 
 
 def _memory() -> Diagnosis:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
-    found = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB unused, {os.cpu_count()} CPU cores"
+    memory = machine_memory()
+    if memory is None:
+        return Diagnosis(what="memory", state="warn", found="this system does not report its memory")
+    limit = " that a container or job allows" if memory.limited else ""
+    total, free = memory.total / 2**30, memory.available / 2**30
+    found = f"{total:.1f} GiB{limit}, {free:.1f} GiB free, {os.cpu_count()} CPU cores"
     return Diagnosis(what="memory", state="ok", found=found)
 
 

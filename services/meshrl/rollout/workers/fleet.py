@@ -16,10 +16,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
 from loguru import logger
 
+from meshrl.client.machine_memory import machine_memory
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
@@ -37,6 +37,8 @@ STOP_GRACE_S = 5.0
 EXPORT_GRACE_S = 20.0
 """A worker that is told to end sends its last spans to the collector first, where there is one."""
 MOST_WORKERS = 32
+UNKNOWN_MEMORY_MIB = 4096
+"""A worker's bound where nothing tells what memory the machine has."""
 
 
 class WorkerFleet:
@@ -44,7 +46,7 @@ class WorkerFleet:
 
     def __init__(self, config: RolloutConfig) -> None:
         self._entries = {entry.resolved_name: entry for entry in config.env if config.workers or _asks_for_own(entry)}
-        self._max_memory_mib = config.max_memory_mib or machine_memory_mib() // 2
+        self._max_memory_mib = config.max_memory_mib or _half_the_memory_mib()
         self._blocked_s = config.blocked_s
         self._config = config
         own = {name: max(entry.workers or 0, 1) for name, entry in self._entries.items() if _asks_for_own(entry)}
@@ -281,10 +283,6 @@ def count_of(config: RolloutConfig) -> int:
     return max(1, min(cores - max(2, cores // 4), MOST_WORKERS))
 
 
-def machine_memory_mib() -> int:
-    """Memory that this machine has, or this container may use, in MiB."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if limit.exists() and (text := limit.read_text().strip()).isdigit():
-            total = min(total, int(text))
-    return total >> 20
+def _half_the_memory_mib() -> int:
+    memory = machine_memory()
+    return memory.total >> 21 if memory is not None else UNKNOWN_MEMORY_MIB
