@@ -259,8 +259,8 @@ class Engine(Protocol):
     async def stage(self, host: HostVersion) -> None:
         """Builds the shadow of a version while generation goes on; one staged before is dropped.
 
-        Raises: MeshError LAYOUT_MISMATCH naming what differs, NOT_SUPPORTED for an adapter that it cannot serve; the
-        live version stays.
+        Raises: MeshError LAYOUT_MISMATCH naming what differs, NOT_SUPPORTED for an adapter that it cannot serve,
+        OUT_OF_MEMORY when the device has no room for it; the live version stays.
         """
 
     async def join_group(self, group: JoinGroup) -> None:
@@ -270,7 +270,7 @@ class Engine(Protocol):
         """Builds the shadow of a version from the bytes that its senders broadcast, while generation goes on.
 
         Every digest is checked. Cancelling it breaks the group. Raises: MeshError GROUP_BROKEN when the group is gone
-        or nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH; the live version stays.
+        or nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
         """
 
     async def leave_group(self) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 import google_crc32c
 import pytest
 
+from meshrl.core.clock import Clock
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.peers.version_relay import VersionRelay
+from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import AgentState, Chunk, Manifest, Transport, VersionState
@@ -301,6 +305,45 @@ async def test_engine_of_another_model_is_refused_with_what_differs(mesh: Any, n
     with pytest.raises(MeshError, match=r"model\.norm\.weight is float32 \(32,\), got float32 \(33,\)") as caught:
         await activate(mesh, 0)
     assert caught.value.metadata == {"other": "LAYOUT_MISMATCH"}
+
+
+SENTENCE = "staging version 0 ran out of memory on cuda:0: 742.00 MiB more were asked for; lower this"
+
+
+async def no_memory() -> None:
+    raise MeshError(Reason.OUT_OF_MEMORY, SENTENCE)
+
+
+def relay(mesh: Any) -> VersionRelay:
+    """The orchestrator's, with five minutes of patience."""
+    return VersionRelay(mesh.client(), config=OrchestratorConfig(bench=True), run_id="run", clock=Clock())
+
+
+async def test_run_whose_only_engine_has_no_memory_for_its_first_version_ends_at_once_and_with_that_sentence(
+    mesh: Any, engine: Any, state: Any
+) -> None:
+    engine.before_stage = no_memory
+    mesh.start_agent("e0", engine)
+    await mesh.until_registered()
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    async with asyncio.timeout(60.0):  # of 300
+        with pytest.raises(RunError, match=f"e0 refused it \\(OUT_OF_MEMORY: {SENTENCE}\\)"):
+            await relay(mesh).activate_first(0)
+
+
+async def test_run_waits_on_where_one_engine_of_two_has_no_memory(mesh: Any, new_engine: Any, state: Any) -> None:
+    refusing, fitting = new_engine(1), new_engine(2)
+    refusing.before_stage = no_memory
+    mesh.start_agent("e0", refusing)
+    mesh.start_agent("e1", fitting)
+    await mesh.until_registered(2)
+    await mesh.publisher(Transport.STREAM).publish(0, state(3))
+    activation = asyncio.create_task(relay(mesh).activate_first(0))
+    await mesh.until(lambda: any(engine.last_fault is not None for engine in mesh.hub.list_engines("")))
+    await mesh.kill_agent("e0")  # somebody takes it away
+    async with asyncio.timeout(60.0):
+        assert (await activation).version.state is VersionState.COMMITTED
+    assert fitting.holds(state(3))
 
 
 async def test_create_and_seal_are_idempotent_and_conflicts_are_named(

@@ -39,6 +39,19 @@ def test_failure_of_the_job_before_is_not_the_next_ones() -> None:
     assert "seconds" in after.outcome
 
 
+def test_job_that_runs_out_of_memory_is_named_so_with_what_to_set() -> None:
+    job = Job(
+        lambda: torch.empty(2**50, dtype=torch.uint8).fill_(1), CPU, doing="staging version 3"
+    )  # really asked for
+    assert job.join(DEADLINE_S)
+    assert job.outcome is not None
+    assert job.outcome["reason"] == "OUT_OF_MEMORY"
+    assert job.outcome["message"].startswith(
+        "staging version 3 ran out of memory on cpu: 1125899906842624 bytes more were asked for; "
+        "lower inference.gpu_memory_utilization"
+    )
+
+
 def test_job_whose_predecessor_never_ends_fails_in_one_sentence() -> None:
     go = threading.Event()
     before = Job(lambda: assert_set(go), CPU)

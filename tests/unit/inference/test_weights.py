@@ -9,11 +9,13 @@ import pytest
 import torch
 from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from meshrl.inference.checkpoints import read_checkpoint
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
+from meshrl.inference.embedded.staging import Staging
 from meshrl.inference.engine import HostVersion
 from meshrl.models.state import hf_state
 from meshrl.versions.dtypes import TORCH_DTYPES
@@ -54,6 +56,18 @@ async def test_new_weights_apply_between_two_steps_and_spans_say_where(
     whole = await complete(engine, ask([1, 2, 3], max_tokens=20))
     assert [(span.start, span.end, span.version) for span in whole.version_spans] == [(0, 20, 4)]
     np.testing.assert_allclose(whole.logprobs, full_forward(other, [1, 2, 3], whole.token_ids.tolist()), atol=1e-4)
+
+
+async def test_a_version_that_finds_no_memory_is_refused_by_its_own_reason_with_what_to_set() -> None:
+    model = make_model()
+    model.model.norm.weight = nn.Parameter(torch.ones(1).expand(2**44))  # no bytes here, 64 TiB once copied
+    staging = Staging(LiveWeights(model), torch.device("cpu"))
+    with pytest.raises(MeshError) as caught:
+        await staging.stage(HostVersion(version=3, tensors=hf_state(model)))
+    assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert caught.value.message.startswith(
+        f"staging version 3 ran out of memory on cpu: {2**46} bytes more were asked for; lower inference.kv_cache_bytes"
+    )
 
 
 async def test_a_request_that_was_paused_keeps_its_cache_across_versions(start_engine: EngineFactory) -> None:

@@ -50,6 +50,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_INTERNAL: _ClassVar[Reason]
     REASON_UNAUTHENTICATED: _ClassVar[Reason]
     REASON_PERMISSION_DENIED: _ClassVar[Reason]
+    REASON_OUT_OF_MEMORY: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 REASON_INVALID_REQUEST: Reason
 REASON_MESSAGE_TOO_LARGE: Reason
@@ -94,3 +95,4 @@ REASON_UNREACHABLE: Reason
 REASON_INTERNAL: Reason
 REASON_UNAUTHENTICATED: Reason
 REASON_PERMISSION_DENIED: Reason
+REASON_OUT_OF_MEMORY: Reason

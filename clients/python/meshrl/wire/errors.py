@@ -77,6 +77,7 @@ class Reason(enum.Enum):
     DIGEST_MISMATCH = (_Code.DATA_LOSS, True, "assembled bytes do not match the digest in the manifest")
     CHUNKS_MISSING = (_Code.FAILED_PRECONDITION, True, "chunks of the version have not arrived")
     LAYOUT_MISMATCH = (_Code.FAILED_PRECONDITION, False, "the version's tensors do not fit the engine's model")
+    OUT_OF_MEMORY = (_Code.RESOURCE_EXHAUSTED, False, "the engine's device has too little memory for the version")
     GROUP_BROKEN = (_Code.UNAVAILABLE, True, "a group for the nccl transport did not meet, or lost a member")
     LEASE_EXPIRED = (_Code.NOT_FOUND, True, "the agent's lease is unknown or expired; register again")
     ENGINES_NOT_READY = (_Code.DEADLINE_EXCEEDED, True, "too few engines prepared the version in time")

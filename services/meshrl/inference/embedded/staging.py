@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from meshrl.inference.embedded.broadcast_receiver import BroadcastReceiver
 from meshrl.inference.embedded.live_weights import LiveWeights, Shadow
 from meshrl.inference.engine import HostVersion
+from meshrl.inference.out_of_memory import named_out_of_memory
 from meshrl.versions import peft
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest
+
+_REMEDY = (
+    "lower inference.kv_cache_bytes, inference.max_num_seqs or inference.max_model_len, which bound the KV cache, or"
+    " take a device with more memory"
+)
 
 
 class Staging:
@@ -43,19 +50,20 @@ class Staging:
         self._shadow = None
 
     async def stage(self, host: HostVersion) -> None:
-        """Builds the shadow from tensors in host memory. Raises MeshError LAYOUT_MISMATCH."""
+        """Builds the shadow from tensors in host memory. Raises MeshError LAYOUT_MISMATCH, OUT_OF_MEMORY."""
         self._shadow = None
         self._shadow = await asyncio.to_thread(self._build, host, copy=True)
 
     async def receive(self, manifest: Manifest) -> None:
-        """Builds it from what a group's senders broadcast. Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH."""
+        """Builds it from a group's broadcast. Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, OUT_OF_MEMORY."""
         self._shadow = None
         arrived: dict[str, torch.Tensor] = {}
 
         def sink(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             arrived.update((name, tensor.to(self._device, copy=True)) for name, tensor in tensors)
 
-        await self._receiver.receive(manifest, sink)
+        with self._named_out_of_memory(manifest.version):
+            await self._receiver.receive(manifest, sink)
         host = HostVersion(version=manifest.version, tensors=arrived, adapter=manifest.adapter)
         self._shadow = await asyncio.to_thread(self._build, host, copy=False)
 
@@ -66,10 +74,14 @@ class Staging:
         await self._receiver.leave()
 
     def _build(self, host: HostVersion, *, copy: bool) -> Shadow:
-        if host.adapter is None:
-            return self._weights.stage(host.version, host.tensors, copy=copy)
-        merged = merge_adapter(host.version, host.adapter, host.tensors, self._weights.base, self._device)
-        return self._weights.stage_changes(host.version, merged)
+        with self._named_out_of_memory(host.version):
+            if host.adapter is None:
+                return self._weights.stage(host.version, host.tensors, copy=copy)
+            merged = merge_adapter(host.version, host.adapter, host.tensors, self._weights.base, self._device)
+            return self._weights.stage_changes(host.version, merged)
+
+    def _named_out_of_memory(self, version: int) -> AbstractContextManager[None]:
+        return named_out_of_memory(doing=f"staging version {version}", device=self._device, remedy=_REMEDY)
 
 
 def merge_adapter(

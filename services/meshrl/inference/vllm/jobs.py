@@ -9,8 +9,13 @@ from typing import TypedDict
 
 import torch
 
+from meshrl.inference.out_of_memory import is_out_of_memory, out_of_memory
 from meshrl.wire.errors import MeshError, Reason
 
+OUT_OF_MEMORY_REMEDY = (
+    "lower inference.gpu_memory_utilization, which leaves less to the KV cache, or split the model over more GPUs"
+    " (inference.tensor_parallel_size)"
+)
 BEFORE_DEADLINE_S = 600.0  # a checkpoint may be read to its end
 
 
@@ -30,10 +35,12 @@ class Job:
 
     def __init__(
         self, work: Callable[[], None], device: torch.device, *, after: Job | None = None,
-        before_deadline_s: float = BEFORE_DEADLINE_S,
+        doing: str = "a weight job", before_deadline_s: float = BEFORE_DEADLINE_S,
     ) -> None:  # fmt: skip
+        """`doing` names the work in the message of one that runs out of memory."""
         self._work, self._device = work, device
         self._before: Job | None = after
+        self._doing = doing
         self._before_deadline_s = before_deadline_s
         self.outcome: JobOutcome | None = None
         self._thread = threading.Thread(target=self._run, name="meshrl-weights", daemon=True)
@@ -58,6 +65,10 @@ class Job:
         except MeshError as error:
             self.outcome = {"reason": error.reason.name, "message": error.message}
         except Exception as error:  # noqa: BLE001 - a thread has no caller: the engine gets it as the outcome
+            if is_out_of_memory(error):
+                named = out_of_memory(error, doing=self._doing, device=self._device, remedy=OUT_OF_MEMORY_REMEDY)
+                self.outcome = {"reason": named.reason.name, "message": named.message}
+                return
             self.outcome = {"reason": Reason.LAYOUT_MISMATCH.name, "message": f"{type(error).__name__}: {error}"}
         else:
             self.outcome = {"seconds": time.perf_counter() - began_s}

@@ -22,6 +22,8 @@ _SERVICE = "weight hub"
 SLEEP_MARGIN_S = 5.0  # of the hub's answer beyond the deadline that it keeps itself
 LOOK_S = 0.2  # between two looks whether a version is there
 _NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, Reason.UNKNOWN_RUN})
+_LASTING = frozenset({Reason.OUT_OF_MEMORY.name, Reason.LAYOUT_MISMATCH.name, Reason.NOT_SUPPORTED.name})
+"""Refusals of a version that no wait mends, but other settings, another model or another machine."""
 _GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STALE_EPOCH})
 
 
@@ -72,14 +74,28 @@ class VersionRelay:
             await self._clock.sleep(0.1)
 
     async def activate_first(self, version: int) -> Activation:
-        """Commits the version that a run starts from, waiting until the trainer has published it. Raises RunError."""
+        """Commits the version that a run starts from, waiting until the trainer has published it.
+
+        Raises RunError, at once where every engine has refused the version for a reason that stays.
+        """
         startup_s = self._config.deadlines.startup_s
         patience = Patience(unreachable_s=startup_s, retry_s=startup_s, also=_NOT_THERE_YET)
+        doing = f"activating version {version}, which the run starts from,"
         try:
-            return await persist(lambda: self._commit(version, startup_s), patience, clock=self._clock)
+            return await persist(lambda: self._commit_first(version, startup_s, doing), patience, clock=self._clock)
         except MeshError as error:
-            doing = f"activating version {version}, which the run starts from,"
             raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+
+    async def _commit_first(self, version: int, startup_s: float, doing: str) -> Activation:
+        try:
+            return await self._commit(version, startup_s)
+        except MeshError as error:
+            if error.metadata and error.reason is Reason.ENGINES_NOT_READY:
+                engines = await self._client.list_engines(self._config.engine_pool)
+                faults = [engine.last_fault for engine in engines]
+                if all(fault is not None and fault.reason in _LASTING for fault in faults):
+                    raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+            raise
 
     async def activate(self, version: int) -> Activation | None:
         """Commits a version that a step made; None when it could not be and engines keep the one before.

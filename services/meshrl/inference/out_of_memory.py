@@ -1,0 +1,42 @@
+"""Turns a failed allocation into the mesh's own error: what was wanted, what is free, and which setting to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meshrl.wire.errors import MeshError, Reason
+
+GIB = 2**30
+_WANTED = re.compile(r"tried to allocate ([\d.]+ ?[A-Za-z]+)", re.IGNORECASE)
+_ON_THE_HOST = "can't allocate memory"  # torch's allocator of a CPU raises a plain RuntimeError
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed, on a device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _ON_THE_HOST in str(error)
+
+
+def out_of_memory(error: Exception, *, doing: str, device: torch.device, remedy: str) -> MeshError:
+    """OUT_OF_MEMORY for a failed allocation. `remedy` names the settings, as the end of the sentence."""
+    wanted = _WANTED.search(str(error))
+    asked = f"{wanted[1]} more were asked for" if wanted else "an allocation failed"
+    there = ""
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        there = f" and {free_bytes / GIB:.2f} of {total_bytes / GIB:.1f} GiB are free"
+    return MeshError(Reason.OUT_OF_MEMORY, f"{doing} ran out of memory on {device}: {asked}{there}; {remedy}")
+
+
+@contextmanager
+def named_out_of_memory(*, doing: str, device: torch.device, remedy: str) -> Iterator[None]:
+    """Raises MeshError OUT_OF_MEMORY in place of a failed allocation; other errors pass."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(error, doing=doing, device=device, remedy=remedy) from error
