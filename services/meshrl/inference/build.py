@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
+from meshrl.client.machine_memory import machine_memory
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import Engine
 from meshrl.inference.engine_choice import choose_engine
+from meshrl.inference.sizing import GIB
 from meshrl.models.load import eos_token_ids, load_model
 
 SLOTS = 128
 PREFILL_TOKENS = 2048
-CACHE_SHARE = 0.5  # of the memory that is free once the model is loaded
+CACHE_SHARE = 0.5  # of the memory that model and versions leave free
 
 
 async def open_engine(config: InferenceConfig) -> Engine:
@@ -51,7 +52,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
         num_slots=SLOTS if config.max_num_seqs == "auto" else config.max_num_seqs,
         max_queue=config.max_queue,
         max_num_batched_tokens=config.max_num_batched_tokens or PREFILL_TOKENS,
-        kv_cache_bytes=config.kv_cache_bytes or int(CACHE_SHARE * _free_bytes(model.device)),
+        kv_cache_bytes=config.kv_cache_bytes or _cache_bytes(config, model),
         eos_token_ids=eos_token_ids(model),
         seed=config.seed,
         version=0 if config.weight_broadcast is None else None,
@@ -73,4 +74,19 @@ def _max_model_len(config: InferenceConfig, model: PreTrainedModel) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = machine_memory()
+    if memory is None:
+        raise ValueError("this system does not report its memory; set inference.kv_cache_bytes")
+    return memory.available
+
+
+def _cache_bytes(config: InferenceConfig, model: PreTrainedModel) -> int:
+    """Half of what is free once a second copy of the weights, into which versions come, has its room."""
+    shadow = 0 if config.weight_broadcast is None else sum(p.nbytes for p in model.parameters())
+    free = _free_bytes(model.device)
+    if shadow >= free:
+        raise ValueError(
+            f"{free / GIB:.2f} GiB are free on {model.device} beside the model, and versions come into a second copy"
+            f" of its weights, {shadow / GIB:.2f} GiB; take a device with more memory, or a smaller model.name"
+        )
+    return int(CACHE_SHARE * (free - shadow))

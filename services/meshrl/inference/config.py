@@ -129,8 +129,8 @@ class InferenceConfig(BaseConfig):
     """vLLM: only run this node's copies for the node at data_parallel_address, which serves the requests."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = "auto"
-    """vLLM: share of the GPU's memory for weights, activations and KV cache. auto leaves room for the second copy of
-    the weights, which versions come into; on a GPU that a trainer shares it is 0.5."""
+    """vLLM: share of the GPU's memory for weights, the second copy that versions come into, activations and KV cache.
+    auto is 0.92, less on a small GPU, and 0.5 on one that a trainer shares."""
 
     enforce_eager: bool | None = None
     """vLLM: run without CUDA graphs and compilation: slower, and up sooner."""

@@ -22,7 +22,7 @@ TYPICAL_SHARE, TYPICAL_TOKENS = 1 / 4, 1024
 """Of the context that a rollout fills, and at most; the rollout service lets fewer run where they turn out longer."""
 MOST_SHARE = 0.92
 RESERVE_BYTES = 3 * GIB
-"""Beside vLLM's share: CUDA's contexts, buckets of weight transfers, what allocators lose."""
+"""Beside vLLM's share: buckets of weight transfers, CUDA graphs beyond vLLM's estimate, what allocators lose."""
 ACTIVATION_BYTES = 2 * GIB
 LARGE_GPU_BYTES, BATCHED_TOKENS = 70 * GIB, (2048, 8192)
 """Tokens of one step on a smaller and on a large GPU, as vLLM's own server has them."""
@@ -83,17 +83,18 @@ class EngineSize:
 def engine_size(
     model: ModelShape, *, gpu_bytes: int, max_model_len: int, gpus: int = 1, versions: bool, share: float | None = None
 ) -> EngineSize:
-    """For each of `gpus` with `gpu_bytes` of memory. `versions`: a second copy of the weights lies beside vLLM's.
+    """For each of `gpus` with `gpu_bytes` of memory. `versions`: a second copy of the weights lies beside the first.
 
-    `share` is that of the memory which is given already; None chooses it.
+    `share` of the memory is for weights, their second copy, activations and KV cache; None chooses it.
     """
     weights = model.weight_bytes(gpus)
+    copies = 2 if versions and fits(model, gpu_bytes=gpu_bytes, gpus=gpus) else 1
     if share is None:
-        beside = RESERVE_BYTES + (weights if versions and fits(model, gpu_bytes=gpu_bytes, gpus=gpus) else 0)
-        share = min(MOST_SHARE, int(100 * (gpu_bytes - beside) / gpu_bytes) / 100)
+        share = min(MOST_SHARE, int(100 * (gpu_bytes - RESERVE_BYTES) / gpu_bytes) / 100)
     per_token = model.kv_bytes_per_token(gpus)
     batched = BATCHED_TOKENS[gpu_bytes >= LARGE_GPU_BYTES]
-    held = f"{weights / GIB:.1f} GiB of weights on each of {gpus} GPU(s) of {gpu_bytes / GIB:.0f} GiB"
+    twice = ", twice for versions," if copies == 2 else ""
+    held = f"{weights / GIB:.1f} GiB of weights{twice} on each of {gpus} GPU(s) of {gpu_bytes / GIB:.0f} GiB"
     if per_token is None:
         return EngineSize(
             max_num_seqs=UNKNOWN_SLOTS,
@@ -105,7 +106,7 @@ def engine_size(
     slots, tokens = SLOT_CHOICES[0], 0
     for choice in SLOT_CHOICES:
         logits = choice * model.vocab_size * BYTES_PER_LOGIT // gpus
-        room = max(0, int(share * gpu_bytes) - weights - ACTIVATION_BYTES - logits)
+        room = max(0, int(share * gpu_bytes) - copies * weights - ACTIVATION_BYTES - logits)
         if choice == SLOT_CHOICES[0] or room // per_token >= choice * typical:
             slots, tokens = choice, room // per_token
     reason = f"{held} leave about {tokens:,} tokens of KV cache at {per_token:,} bytes, {typical} a sequence"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 WORKER_EXTENSION = "meshrl.inference.vllm.worker.WeightsExtension"
+GPU_WORKER = "meshrl.inference.vllm.gpu_worker.GpuWorker"
 MAX_ALTERNATIVES = 64
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -34,13 +35,20 @@ RESERVED: Mapping[str, str] = {
 }
 
 
-def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> AsyncEngineArgs:
+def takes_whole_versions(config: InferenceConfig) -> bool:
+    """Whether a second copy of the weights will lie beside the live ones: adapters need none."""
+    adapters = config.lora_rank is not None or bool(config.vllm_argument("enable_lora"))
+    return config.weight_broadcast is not None and not adapters
+
+
+def engine_arguments(given: JsonObject, *, versions: bool = False, torch_threads: int | None = None) -> AsyncEngineArgs:
     """vLLM's AsyncEngineArgs from snake_case keys, for that many threads on a CPU (None: vLLM's own choice).
 
-    Raises VllmError naming every key that is wrong.
+    `versions`: as `takes_whole_versions`. Raises VllmError naming every key that is wrong.
     """
     check_supported()
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     problems = [f"{key}: set by meshrl itself, since {RESERVED[key]}; leave it out" for key in given if key in RESERVED]
@@ -55,6 +63,7 @@ def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> 
         "skip_tokenizer_init": True,  # text routes have their own tokenizer, and engines speak token ids
         "disable_log_stats": True,
         "max_logprobs": MAX_ALTERNATIVES,
+        **({"worker_cls": GPU_WORKER} if versions and current_platform.is_cuda_alike() else {}),
         **given,
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
@@ -85,7 +94,7 @@ def automatic(config: InferenceConfig, given: JsonObject) -> dict[str, bool | in
         bytes_per_value=4 if config.model.dtype == "float32" else 2,
     )
     gpus = int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
-    memory, versions = int(current_platform.get_device_total_memory()), config.weight_broadcast is not None
+    memory, versions = int(current_platform.get_device_total_memory()), takes_whole_versions(config)
     if versions and not fits(shape, gpu_bytes=memory, gpus=gpus):
         logger.warning(
             "weights and the second copy that versions come into need {:.0f} GiB on each of {} GPU(s) of {:.0f} GiB;"

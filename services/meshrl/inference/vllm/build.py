@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
+from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config, takes_whole_versions
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
@@ -93,7 +93,11 @@ def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConf
     given = {"seed": secrets.randbelow(2**31), **config.vllm_arguments()}
     if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
         given["dtype"] = str(resolve_dtype(config.model)).removeprefix("torch.")
-    arguments = engine_arguments({**automatic(config, given), **given}, torch_threads=config.torch_threads)
+    arguments = engine_arguments(
+        {**automatic(config, given), **given},
+        versions=takes_whole_versions(config),
+        torch_threads=config.torch_threads,
+    )
     return engine_config(arguments, headless=headless)
 
 

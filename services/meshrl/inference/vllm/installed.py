@@ -6,6 +6,7 @@ Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and o
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 
@@ -63,6 +65,30 @@ def kv_tokens_of(config: VllmConfig) -> int:
     cache, parts = config.cache_config, config.parallel_config.data_parallel_size
     of_one_part: int | None = getattr(cache, "kv_cache_size_tokens", None)
     return of_one_part * parts if of_one_part else (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+
+
+def process_bytes(device: torch.device) -> int | None:
+    """What this process holds of a GPU, by the driver's count; None where the driver does not list it.
+
+    Unlike what is free, this does not count a trainer that grows on the same GPU.
+    """
+    from vllm.utils.import_utils import import_pynvml
+
+    nvml = import_pynvml()
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+        used = {each.pid: each.usedGpuMemory for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except nvml.NVMLError:  # no driver that counts by process, as on parts of a GPU
+        return None
+    return used.get(os.getpid()) or None  # in a container its number may be another
+
+
+def profiled_bytes(worker: Worker) -> int:
+    """What a step takes beyond what a worker holds at rest, as it has measured: activations and CUDA graphs."""
+    activations, graphs = int(worker.peak_activation_memory), int(worker.cudagraph_memory_estimate)
+    # 0.32 counts the graphs among the activations; before, they came on top.
+    return max(activations, graphs) if hasattr(worker, "total_consumed") else activations + graphs
 
 
 def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -12,6 +12,7 @@ That cannot be seen, so where there are such layers a shadow first has to make t
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.installed import reload_weights
 from meshrl.versions.collective.digest import digest_bytes, sum128
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
-HEADROOM_BYTES = 2**30
+HEADROOM_BYTES = 2**30  # stays free beside a shadow: portions of a version on their way into it
 Weights = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face name
 
 
@@ -78,10 +80,6 @@ class ParameterShadow:
             raise ValueError("vLLM has changed the form of some weights after loading them")
         self._loaded: set[str] | None = set()
 
-    @staticmethod
-    def bytes_of(live: nn.Module) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
-
     def begin(self) -> None:
         self._loaded = set()
 
@@ -113,17 +111,18 @@ class ParameterShadow:
 
 
 class CheckpointShadow:
-    """The checkpoint's own tensors; `apply` has vLLM load them in place."""
+    """The checkpoint's own tensors, kept on the device or on the host; `apply` has vLLM load them in place."""
 
-    def __init__(self, runner: GPUModelRunner, device: torch.device) -> None:
+    def __init__(self, runner: GPUModelRunner, device: torch.device, *, on_host: bool) -> None:
         self._runner, self._device = runner, device
+        self.kept_on = torch.device("cpu") if on_host else device
         self._tensors: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
         self._tensors = {}
 
     def add(self, tensors: Weights) -> None:
-        self._tensors.update((name, tensor.clone()) for name, tensor in tensors)
+        self._tensors.update((name, tensor.to(self.kept_on, copy=True)) for name, tensor in tensors)
 
     def finish(self) -> None:
         if not self._tensors:
@@ -147,31 +146,54 @@ class CheckpointShadow:
             raise ValueError(f"{len(missing)} parameters got no weights, first {missing[0]!r}")
 
 
-def build_shadow(worker: WorkerBase, *, in_place: bool = False) -> WorkerShadow:
+def build_shadow(worker: WorkerBase, *, in_place: bool = False, leave_bytes: int = HEADROOM_BYTES) -> WorkerShadow:
     """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights.
 
-    `in_place`: only one that loads in place does, as `tested_shadow` found.
+    `in_place`: only one that loads in place does, as `tested_shadow` found. A shadow that would not leave `leave_bytes`
+    of the device free is kept on the host: versions then land slower, in a longer pause.
     """
     runner, device = worker.model_runner, torch.device(worker.device)
     live = runner.get_model()
-    if in_place or device.type != "cuda":
-        return CheckpointShadow(runner, device)
+    if device.type != "cuda":
+        return CheckpointShadow(runner, device, on_host=True)
+    needed = weight_bytes(live)
+    gc.collect()
+    torch.cuda.empty_cache()  # what a shadow before this one held
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if ParameterShadow.bytes_of(live) + HEADROOM_BYTES > free_bytes:
-        return CheckpointShadow(runner, device)
+    on_host = needed + leave_bytes > free_bytes
+    if on_host:
+        logger.warning(
+            "{:.2f} GiB are free on {}, and a second copy of the weights takes {:.2f}, beside {:.2f} that must stay"
+            " free: versions are kept on the host, and loaded in the pause; lower inference.gpu_memory_utilization, or"
+            " raise inference.tensor_parallel_size, to have them on the GPU",
+            free_bytes / GIB, device, needed / GIB, leave_bytes / GIB,
+        )  # fmt: skip
+    if in_place or on_host:
+        return CheckpointShadow(runner, device, on_host=on_host)
     try:
         return ParameterShadow(live, worker.vllm_config, device)
     except ValueError:  # quantised, for one
-        return CheckpointShadow(runner, device)
+        return CheckpointShadow(runner, device, on_host=False)
 
 
-def tested_shadow(worker: WorkerBase) -> tuple[WorkerShadow, bool]:
+def weight_bytes(live: nn.Module) -> int:
+    """Of a model's parameters, tied ones counted once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in live.parameters())
+
+
+def bytes_to_come(shadow: WorkerShadow, live: nn.Module) -> int:
+    """Memory of the device that a shadow will take once versions come, beyond what it holds already."""
+    on_device = isinstance(shadow, CheckpointShadow) and shadow.kept_on.type == "cuda"
+    return weight_bytes(live) if on_device else 0
+
+
+def tested_shadow(worker: WorkerBase, shadow: WorkerShadow) -> tuple[WorkerShadow, bool]:
     """The shadow for a worker, and whether it must load versions in place since layers have rearranged their weights.
 
-    Where layers may have, this is found out by loading the checkpoint once more, before any request comes. Raises
-    RuntimeError when no shadow makes the live weights out of their checkpoint; the live weights are wrong then.
+    `shadow` is the one that was built for it. Where layers may have rearranged weights, this is found out by loading
+    the checkpoint once more, before any request comes. Raises RuntimeError when no shadow makes the live weights out of
+    their checkpoint; the live weights are wrong then.
     """
-    shadow = build_shadow(worker)
     live = worker.model_runner.get_model()
     if not _may_rearrange(live):
         return shadow, False
@@ -187,6 +209,7 @@ def tested_shadow(worker: WorkerBase) -> tuple[WorkerShadow, bool]:
             return shadow, False
         rearranged = True
         logger.info("vLLM rearranged {} weights, first {}: versions are loaded in the pause", len(changed), changed[0])
+        del shadow  # its memory is for the next one
         shadow = build_shadow(worker, in_place=True)
     changed = shadow.rehearse(loader.get_all_weights(model_config, live))
     if changed:

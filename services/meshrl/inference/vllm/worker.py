@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.file_reader import PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
 from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tested_shadow
@@ -34,16 +35,17 @@ APPLY_WAIT_S = 30.0
 class WeightsExtension:
     """The weight side of one vLLM worker. Paths, JSON and plain values in; plain values out."""
 
+    _meshrl_shadow: WorkerShadow | None = None  # `gpu_worker` builds it before vLLM measures its room
+
     def meshrl_open(self) -> dict[str, str]:
-        """Builds the shadow; once, before requests come. Says what was built, or {"reason", "message"}."""
+        """Builds the shadow; once, before requests come. Returns what was built, or {"reason", "message"}."""
         worker = self._meshrl_worker
         if self._meshrl_device().type == "cpu":
             # vLLM's attention in bfloat16 uses AMX where the processor has it. Without the kernel's leave for this
             # process the first request would end it with SIGILL.
             torch.cpu._init_amx()
-        self._meshrl_shadow: WorkerShadow | None
         try:
-            self._meshrl_shadow, self._meshrl_in_place = tested_shadow(worker)
+            self._meshrl_shadow, self._meshrl_in_place = tested_shadow(worker, self._meshrl_first_shadow())
         except (RuntimeError, ValueError) as error:  # torch's and vLLM's own, too
             text = f"vLLM cannot take weight versions of this model: {error}"
             return {"reason": Reason.NOT_SUPPORTED.name, "message": text}
@@ -51,7 +53,8 @@ class WeightsExtension:
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
         self._meshrl_staged: int | None = None
-        return {"shadow": type(self._meshrl_shadow).__name__, "device": str(worker.device)}
+        free = f", {self.meshrl_free_bytes() / GIB:.2f} GiB are free" if self._meshrl_device().type == "cuda" else ""
+        return {"shadow": type(self._meshrl_shadow).__name__, "device": f"{worker.device}{free}"}
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
         """Starts to fill the shadow from safetensors files under Hugging Face names."""
@@ -65,7 +68,7 @@ class WeightsExtension:
             shadow.finish()
             self._meshrl_staged = version
 
-        self._meshrl_start(work)
+        self._meshrl_start(work, f"staging version {version}")
 
     def meshrl_receive(self, version: int, manifest_json: bytes, stall_s: float) -> None:
         """Starts to fill the shadow from what the senders of the group broadcast."""
@@ -80,7 +83,7 @@ class WeightsExtension:
             shadow.finish()
             self._meshrl_staged = version
 
-        self._meshrl_start(work)
+        self._meshrl_start(work, f"receiving version {manifest.version}")
 
     def meshrl_outcome(self) -> JobOutcome | None:
         """How the last job ended: {"seconds"} or {"reason", "message"}; None while it runs."""
@@ -130,7 +133,7 @@ class WeightsExtension:
         def work() -> None:
             self._meshrl_receiver = Receiver.join(joined, index=index, device=self._meshrl_device())
 
-        self._meshrl_start(work)
+        self._meshrl_start(work, f"joining group {joined.generation}")
 
     def meshrl_leave(self) -> None:
         """Ends the group, a transfer under way included."""
@@ -150,13 +153,18 @@ class WeightsExtension:
             for name, p in parameters
         ).hex()
 
+    def _meshrl_first_shadow(self) -> WorkerShadow:
+        """The one that was built before vLLM measured its room, handed over; else a new one."""
+        built, self._meshrl_shadow = self._meshrl_shadow, None
+        return built or build_shadow(self)
+
     def _meshrl_ready_shadow(self) -> WorkerShadow:
         """The shadow, built here and not on the job's thread: building one sets defaults of the whole process."""
         if self._meshrl_shadow is None:
             self._meshrl_shadow = build_shadow(self, in_place=self._meshrl_in_place)
         return self._meshrl_shadow
 
-    def _meshrl_start(self, work: Callable[[], None]) -> None:
+    def _meshrl_start(self, work: Callable[[], None], doing: str) -> None:
         """Has `work` done on a thread, after the job before it: the worker's next step waits for neither."""
 
         def alone() -> None:
@@ -164,7 +172,7 @@ class WeightsExtension:
             work()
 
         self._meshrl_staged = None
-        self._meshrl_job = Job(alone, self._meshrl_device(), after=self._meshrl_job)
+        self._meshrl_job = Job(alone, self._meshrl_device(), after=self._meshrl_job, doing=doing)
 
     def _meshrl_device(self) -> torch.device:
         return torch.device(self._meshrl_worker.device)

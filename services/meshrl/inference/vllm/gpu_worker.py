@@ -1,0 +1,48 @@
+"""vLLM's GPU worker for engines that take weight versions: the room of a second copy is taken before the KV cache's.
+
+vLLM gives its KV cache all of the configured share that weights and activations leave. Here the shadow exists when it
+measures, and what counts is the memory that this process holds on the device, whichever library took it.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from loguru import logger
+from vllm.v1.worker.gpu_worker import Worker
+
+from meshrl.inference.sizing import ACTIVATION_BYTES, GIB
+from meshrl.inference.vllm.installed import process_bytes, profiled_bytes
+from meshrl.inference.vllm.shadow import HEADROOM_BYTES, build_shadow, bytes_to_come
+from meshrl.inference.vllm.worker import WeightsExtension
+
+
+class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no types where it is not installed
+    """The worker class of such an engine; vLLM finds the extension among its bases and does not mix it in again."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Loads the weights and then builds the shadow, outside the pools that vLLM's sleep mode frees."""
+        super().load_model(*args, **kwargs)
+        self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: the share that is configured, less all that this process holds and will hold."""
+        offered = int(super().determine_available_memory())
+        if self.cache_config.kv_cache_memory_bytes or self._meshrl_shadow is None:
+            return offered
+        gc.collect()
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        held = process_bytes(self.device) or self.init_snapshot.free_memory - free_bytes
+        to_come = profiled_bytes(self) + bytes_to_come(self._meshrl_shadow, self.model_runner.get_model())
+        within_share, there = int(self.requested_memory) - held, free_bytes - HEADROOM_BYTES
+        room = min(within_share, there) - to_come
+        logger.info(
+            "this process holds {:.2f} GiB of {}, its second copy of the weights included, and steps take {:.2f} more;"
+            " {:.2f} GiB of its {:.2f} are left for the KV cache, {:.2f} GiB of the device are free",
+            held / GIB, self.device, to_come / GIB, room / GIB, self.requested_memory / GIB, free_bytes / GIB,
+        )  # fmt: skip
+        self.available_kv_cache_memory_bytes = room
+        return room
