@@ -32,7 +32,8 @@ class Load:
 
 async def keep_busy(port: int, count: int) -> None:
     """Requests without end: each that is answered is followed by another."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+    connector = aiohttp.TCPConnector(limit=0)  # else aiohttp keeps all but 100 back
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), connector=connector) as http:
 
         async def forever(index: int) -> None:
             body = {

@@ -34,6 +34,7 @@ class StatePublisher:
         adapter: Adapter | None = None,
         retry_for_s: float = RETRY_FOR_S,
         num_threads: int = 1,
+        chunk_bytes: int = 4096,
         anchor_every: int | None = None,
     ) -> None:
         line = VersionLine(run_id=run_id, epoch=epoch, adapter=adapter)
@@ -42,10 +43,10 @@ class StatePublisher:
             rows = StreamShare(folder, epoch=epoch, num_threads=num_threads)
             calls = RankCalls(rows, None, num_ranks=1)
             way = StreamTransport(
-                line, calls, rows, chunk_bytes=4096, num_threads=num_threads, anchor_every=anchor_every
+                line, calls, rows, chunk_bytes=chunk_bytes, num_threads=num_threads, anchor_every=anchor_every
             )
         else:
-            share = FileShare(folder, epoch=epoch, chunk_bytes=4096, num_threads=num_threads)
+            share = FileShare(folder, epoch=epoch, chunk_bytes=chunk_bytes, num_threads=num_threads)
             way = FilesystemTransport(line, RankCalls(share, None, num_ranks=1), share, stall_s=60.0)
         self.client, self._transport = client, way
         self.progress = way.progress
