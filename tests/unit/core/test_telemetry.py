@@ -1,19 +1,36 @@
 """Spans end up as OTLP JSON lines."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import zstandard
 from google.protobuf import json_format
 from loguru import logger
 from opentelemetry import trace
+from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_TIMEOUT
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from meshrl.core.telemetry import tracing as telemetry
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter, export_line
-from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
+from meshrl.core.telemetry.tracing import (
+    CLOSE_S,
+    ENDPOINT_VARIABLES,
+    ROLLOUT_SPAN,
+    TRAIN_SPAN,
+    Tracing,
+    build_provider,
+    traceparent_of,
+)
 from meshrl.wire.trace_file import read_lines
 from small_disk import fill, mounted
 
@@ -181,31 +198,77 @@ def test_bytes_in_attributes_are_read_back_by_the_official_schema(traced):
     assert stored["empty"].WhichOneof("value") == "bytes_value"
 
 
-def test_a_collector_that_takes_nothing_does_not_hold_the_end_up(tmp_path, monkeypatch):
-    """The file comes first, so nothing is lost that a person could not read there."""
-    monkeypatch.setattr(telemetry, "CLOSE_S", 0.2)
-    let_go, said = threading.Event(), []
+@contextmanager
+def collector(kind: str) -> Iterator[str]:
+    """The address of one that is down, of one that accepts connections and never answers, or of one that works."""
+    if kind == "works":
+        taken: list[bytes] = []
 
-    class Stuck(SpanExporter):
-        def export(self, spans):
-            let_go.wait(60.0)
-            return SpanExportResult.SUCCESS
+        class Take(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                taken.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200)
+                self.end_headers()
 
-    path = tmp_path / "trainer.jsonl.zst"
-    provider = build_provider("trainer", [JsonLinesSpanExporter(path), Stuck()])
-    tracing = Tracing(provider.get_tracer("meshrl"), provider)
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Take) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}"
+            server.shutdown()
+        assert taken
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if kind == "never answers":
+            listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from loguru import logger
+from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.tracing import TRAIN_SPAN, setup_tracing
+setup_logging("trainer", "info")
+tracing = setup_tracing("trainer", Path(sys.argv[1]))
+for _ in range(int(float(sys.argv[2]) * 10)):
     tracing.start_span(TRAIN_SPAN).end()
-    sink = logger.add(lambda message: said.append(message.record["message"]), level="WARNING")
-    try:
-        tracing.close()
-        assert not let_go.is_set(), "it came back before the collector"
-    finally:
-        let_go.set()
-        logger.remove(sink)
-        provider.shutdown()
-    assert len(said) == 1
-    assert said[0].startswith("the collector did not take the last spans within 0.2 s")
-    assert TRAIN_SPAN.encode() in read_lines(path)[0][0]
+    time.sleep(0.1)
+tracing.start_span(TRAIN_SPAN).end()
+began = time.monotonic()
+tracing.close()
+logger.info("closed {}", time.monotonic() - began)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs_s", "lines"),
+    [
+        ("is down", 4.0, ["does not take spans; traces/", "or more spans; traces/"]),
+        ("is down", 0.0, ["missed the last spans; traces/"]),
+        ("never answers", 4.0, ["missed the last spans; traces/"]),
+        ("works", 0.0, []),
+    ],
+)
+def test_a_collector_holds_the_end_of_a_program_up_for_a_moment_alone(
+    tmp_path: Path, kind: str, runs_s: float, lines: list[str]
+) -> None:
+    """In a process of its own: one that is given up goes on trying until its process ends."""
+    timeout_s = "1" if lines[1:] else "10"
+    with collector(kind) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, tmp_path, str(runs_s)], capture_output=True, text=True, timeout=60.0,
+            env={**os.environ, ENDPOINT_VARIABLES[0]: address, OTEL_EXPORTER_OTLP_TIMEOUT: timeout_s}, check=True,
+        )  # fmt: skip
+    *warned, closed = done.stdout.splitlines()
+    assert len(warned) == len(lines), done.stdout
+    assert all(part in line for part, line in zip(lines, warned, strict=True)), done.stdout
+    assert float(closed.split()[-1]) < CLOSE_S + 3.0
+    written = b"".join(read_lines(tmp_path / "trainer.jsonl.zst")[0])
+    assert written.count(TRAIN_SPAN.encode()) == int(runs_s * 10) + 1
 
 
 def test_lines_say_what_opentelemetrys_own_encoder_says():

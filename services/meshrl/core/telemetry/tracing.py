@@ -6,9 +6,11 @@ processes, can be imported from here, too.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,12 +20,11 @@ from loguru import logger
 from opentelemetry import trace
 from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from prometheus_client import CollectorRegistry
 
-from meshrl.core.telemetry.collector import CollectorExporter
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
 from meshrl.core.telemetry.spans import SpanProvider
 from meshrl.core.telemetry.waits import Waits
@@ -50,8 +51,8 @@ than a large engine ends while a collector thinks."""
 # A train span links to every rollout of its batch; the SDK's own limit is 128.
 MAX_LINKS = 8192
 _EXPORT_EVERY_MS = 1000
-CLOSE_S = 15.0
-"""How long a program that ends waits for its collector. No run fails for its traces."""
+CLOSE_S = 2.0
+"""How long a program that ends waits for a collector that has not failed it. No run fails for its traces."""
 
 __all__ = [
     "BATCH_SPAN",
@@ -109,15 +110,58 @@ class SpanIds(RandomIdGenerator):
         return super().generate_span_id() if chosen is None else chosen.span_id
 
 
+class CollectorExporter(SpanExporter):
+    """Passes batches on to OpenTelemetry's exporter, which retries by itself; notes whether the collector takes them.
+
+    Batches that are given up are in the trace file. The log has one line when that begins.
+    """
+
+    def __init__(self, inner: SpanExporter) -> None:
+        self._inner = inner
+        self._fails = False  # the latest batch was given up
+        self._sending_since_s: float | None = None
+        self.missed = 0
+        """Spans of batches that were given up."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Blocks until the batch is taken or given up."""
+        self._sending_since_s = time.monotonic()
+        result = self._inner.export(spans)
+        self._sending_since_s = None
+        self._fails = result is not SpanExportResult.SUCCESS
+        if self._fails:
+            if not self.missed:
+                logger.warning(
+                    "the collector (OTEL_EXPORTER_OTLP_ENDPOINT) does not take spans; traces/ of the output folder has"
+                    " them all"
+                )
+            self.missed += len(spans)
+        return result
+
+    def patience_s(self) -> float:
+        """How long the end of the program may wait for it: CLOSE_S for each batch, nothing once one was given up."""
+        if self._fails:
+            return 0.0
+        since_s = self._sending_since_s
+        return CLOSE_S if since_s is None else max(0.0, since_s + CLOSE_S - time.monotonic())
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
 class Tracing(trace.Tracer):
     """The tracer of a program, with an end: `close` writes what is still buffered.
     `waits` is what the program waits for, `registry` has its metrics for Prometheus."""
 
-    def __init__(self, tracer: trace.Tracer, provider: TracerProvider | None) -> None:
+    def __init__(
+        self, tracer: trace.Tracer, provider: SpanProvider | None, collector: CollectorExporter | None = None
+    ) -> None:
+        """`collector` is the last exporter of the provider, where there is one."""
         self.waits = Waits()
         self.registry = CollectorRegistry()
         self._tracer = tracer
         self._provider = provider
+        self._collector = collector
 
     @property
     def tracer(self) -> trace.Tracer:
@@ -131,19 +175,26 @@ class Tracing(trace.Tracer):
         return self._tracer.start_as_current_span(*args, **kwargs)
 
     def close(self) -> None:
-        """Exports what is buffered and stops; blocks for as long as that takes, and for CLOSE_S at most.
+        """Writes what is buffered to the file, then sends it to the collector, within `patience_s` of that.
 
-        Spans after it are lost, and those that a collector has not taken by then: they are in the file.
+        Spans after it are lost. Those that the collector has not taken by then are in the file alone.
         """
         if self._provider is None:
             return
-        closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
+        processors = list(self._provider.processors)
+        sending = processors.pop() if self._collector is not None else None
+        for processor in processors:
+            processor.shutdown()
+        if self._collector is None or sending is None:
+            return
+        closing = threading.Thread(target=sending.shutdown, name="tracing", daemon=True)
         closing.start()
-        closing.join(CLOSE_S)
-        if closing.is_alive():
+        closing.join(self._collector.patience_s())
+        missed = self._collector.missed
+        if closing.is_alive() or missed:
             logger.warning(
-                "the collector did not take the last spans within {:g} s; they are in traces/ of the output folder",
-                CLOSE_S,
+                "the collector (OTEL_EXPORTER_OTLP_ENDPOINT) missed {} spans; traces/ of the output folder has them",
+                f"{missed} or more" if missed else "the last",
             )
 
 
@@ -165,10 +216,10 @@ def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | Non
         return Tracing(trace.get_tracer("meshrl"), None)
     provider = build_provider(service_name, exporters)
     trace.set_tracer_provider(provider)
-    return Tracing(provider.get_tracer("meshrl"), provider)
+    return Tracing(provider.get_tracer("meshrl"), provider, collector)
 
 
-def build_provider(service_name: str, exporters: list[SpanExporter]) -> TracerProvider:
+def build_provider(service_name: str, exporters: list[SpanExporter]) -> SpanProvider:
     """Returns a provider that exports in the background, without making it the process's own."""
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
@@ -182,7 +233,7 @@ def build_provider(service_name: str, exporters: list[SpanExporter]) -> TracerPr
     return provider
 
 
-def _collector_exporter(environment: Mapping[str, str]) -> SpanExporter | None:
+def _collector_exporter(environment: Mapping[str, str]) -> CollectorExporter | None:
     if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
         return None
     try:
@@ -192,4 +243,5 @@ def _collector_exporter(environment: Mapping[str, str]) -> SpanExporter | None:
         logger.warning("no traces to the collector: install opentelemetry-exporter-otlp-proto-http")
         return None
     chosen = any(environment.get(name) for name in COMPRESSION_VARIABLES)
-    return CollectorExporter(OTLPSpanExporter(compression=None if chosen else Compression.Gzip), close_s=CLOSE_S / 2)
+    logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # a line for each try
+    return CollectorExporter(OTLPSpanExporter(compression=None if chosen else Compression.Gzip))
