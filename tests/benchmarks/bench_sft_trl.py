@@ -28,7 +28,7 @@ def make(folder: Path, *, batch: int, hidden: int, layers: int) -> None:
     from meshrl.models.load import load_tokenizer
     from meshrl.sft.config import DataConfig
     from meshrl.sft.data.sources import load_conversations
-    from meshrl.sft.data.tokenization import tokenize
+    from meshrl.sft.data.tokenization import ConversationTokenizer
     from meshrl.training.model_config import TrainerModelConfig
 
     create_model(folder / "model", seed=0, hidden_size=hidden, num_layers=layers)
@@ -41,7 +41,7 @@ def make(folder: Path, *, batch: int, hidden: int, layers: int) -> None:
     tokenizer = load_tokenizer(TrainerModelConfig(name=str(folder / "model")))
     with (folder / "tokens.jsonl").open("w") as file:
         for conversation in load_conversations(DataConfig(name=str(folder / "train.jsonl"))):
-            sample = tokenize(conversation, tokenizer, learned_roles=frozenset({"assistant"}))
+            sample = ConversationTokenizer(tokenizer, None, learned_roles=frozenset({"assistant"}))(conversation)
             row = {"input_ids": sample.token_ids.tolist(), "completion_mask": sample.loss_mask.astype(int).tolist()}
             file.write(json.dumps(row) + "\n")
 

@@ -8,7 +8,7 @@ without an error. So messages pass here once, before any template.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshrl.wire.values import JsonObject
@@ -40,6 +40,34 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
     if isinstance(normal.get("reasoning"), str):
         normal.setdefault("reasoning_content", normal["reasoning"])
     return normal
+
+
+def apply_chat_template(tokenizer: Any, messages: Sequence[JsonObject], **options: Any) -> Any:
+    """What a tokenizer's `apply_chat_template` gives for messages of the normal shape.
+
+    Some published templates, DeepSeek-V3's among them, take arguments of tool calls as JSON text alone. Where one fails
+    on objects it gets that text. Raises what the template raises.
+    """
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except Exception:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return tokenizer.apply_chat_template([_with_json(message) for message in messages], **options)
+
+
+def _with_json(message: JsonObject) -> JsonObject:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call_with_json(call) for call in calls]}
+
+
+def _call_with_json(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _text(content: object, role: str) -> str:

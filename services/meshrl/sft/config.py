@@ -119,7 +119,10 @@ class SFTConfig(BaseConfig):
     needs no template that renders each message the same wherever it stands. Empty: the chat template."""
 
     loss_mask: LossMaskConfig = LossMaskConfig()
-    """Whose messages are learned."""
+    """Whose messages are learned. A message with weight, loss_mask, trainable or train (0 or 1) decides for itself."""
+
+    show_rows: int = Field(default=1, ge=0, le=64)
+    """First rows of the data that are shown before training, with what is learned between [[ and ]]."""
 
     val: ValConfig | None = None
     """Validation; None means none."""

@@ -17,6 +17,7 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.sft.data.batches import SFTBatch
+from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.feed import Feed
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer
@@ -50,8 +51,23 @@ class SFTLoop:
     def run(self, signals: Sequence[str]) -> Path:
         """Returns the folder of the final weights. `signals` names those that came to this rank, each asks for the end.
 
-        Raises StepError when a step cannot be made, and DataError.
+        Raises StepError when a step cannot be made, and DataError for data that cannot be used. Where that shows only
+        after some steps, the weights of the last one are saved first, as at a stop.
         """
+        begun = self._learner.step_done
+        unusable: DataError | None = None
+        try:
+            self._train(signals)
+        except DataError as error:
+            if self._learner.step_done == begun:
+                raise
+            unusable = error
+        folder = self._save_final()
+        if unusable is not None:
+            raise DataError(f"{unusable}; the weights after step {self._learner.step_done} are in {folder}")
+        return folder
+
+    def _train(self, signals: Sequence[str]) -> None:
         save_s = 0.0
         while self._learner.step_done < self._max_steps and not self._learner.parallel.any(bool(signals)):
             started = time.perf_counter()
@@ -77,6 +93,8 @@ class SFTLoop:
         if self._learner.step_done < self._max_steps:
             why = signals[0] if signals else "another rank got a signal"
             logger.info("{}: training ends after step {} of {}", why, self._learner.step_done, self._max_steps)
+
+    def _save_final(self) -> Path:
         if self._ckpt is not None and not self._ckpt.weights_only:
             self._checkpointer.save()
             self._checkpointer.prune(self._ckpt)

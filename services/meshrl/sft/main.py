@@ -54,11 +54,7 @@ def _dry_run(config: SFTConfig) -> None:
     except (DataError, ModelError) as error:
         raise ConfigError(str(error)) from error
     sys.stdout.writelines(f"note: {note}\n" for note in config.notes)
-    for check in checks:
-        sys.stdout.write(
-            f"{check.part}: {check.rows:,} rows; the first have {check.tokens:,} tokens on average, of which"
-            f" {check.learned:.0%} are learned\n"
-        )
+    sys.stdout.writelines(f"{line}\n" for check in checks for line in check.lines())
     doubt = config.data.doubt()
     if doubt is not None:
         sys.stdout.write(f"warning: {doubt}\n")

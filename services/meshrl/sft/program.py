@@ -20,7 +20,7 @@ from meshrl.core.telemetry.monitor import Monitor, open_monitor
 from meshrl.models.load import ModelError, resolve_device, resolve_dtype
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.batches import DataProgress
-from meshrl.sft.data.check import check_data
+from meshrl.sft.data.check import DataCheck, check_data
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.feed import Feed
 from meshrl.sft.data.rendering import load_sft_tokenizer
@@ -74,8 +74,11 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     tokenizer = load_sft_tokenizer(config)
+    checks: list[DataCheck] = []
     if parallel.plan.leads:
-        check_data(config)
+        checks = check_data(config)
+        for line in (line for check in checks for line in check.lines()):
+            logger.info("{}", line)
     learner = _build(config, parallel)
     checkpointer = Checkpointer(
         learner,
@@ -88,7 +91,8 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         logger.info("resumed from step {}", checkpointer.restore(config.ckpt.resume_step))
     saved = checkpointer.progress.data
-    feed = Feed(config, parallel, vocab_size=int(learner.model.config.get_text_config().vocab_size))
+    unused = frozenset[str]().union(*(check.unused for check in checks))
+    feed = Feed(config, parallel, vocab_size=int(learner.model.config.get_text_config().vocab_size), unused=unused)
     monitor = Monitor([])
     if parallel.plan.leads:
         monitor = open_monitor(layout, config.log, config.wandb, config.model_dump(mode="json"))

@@ -15,7 +15,7 @@ from meshrl.environments.word_trail.demonstrations import write_demonstrations
 from meshrl.environments.word_trail.trail import trails
 from meshrl.sft.config import DataConfig
 from meshrl.sft.data.sources import load_conversations
-from meshrl.sft.data.tokenization import tokenize
+from meshrl.sft.data.tokenization import ConversationTokenizer
 
 # verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
@@ -77,7 +77,7 @@ async def test_a_trail_is_followed_with_the_tool_in_the_tokens_of_the_demonstrat
     (sample,) = rollout.samples
     write_demonstrations(tmp_path / "data", seed=0)
     row = load_conversations(DataConfig(name=str(tmp_path / "data" / "val.jsonl")))[number]
-    shown = tokenize(row, tokenizer, learned_roles=frozenset({"assistant"}))
+    shown = ConversationTokenizer(tokenizer, None, learned_roles=frozenset({"assistant"}))(row)
     assert sample.token_ids.tolist() == shown.token_ids.tolist()[: len(sample.token_ids)]
     assert tokenizer.decode(shown.token_ids[len(sample.token_ids) :]) == "\n"
     assert sample.loss_mask.tolist() == shown.loss_mask.tolist()[: len(sample.token_ids)]

@@ -17,7 +17,7 @@ from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.environments.words import every_word, words_of
 from meshrl.sft.config import DataConfig
 from meshrl.sft.data.sources import load_conversations
-from meshrl.sft.data.tokenization import tokenize
+from meshrl.sft.data.tokenization import ConversationTokenizer
 
 TOKENIZER = create_tokenizer()
 
@@ -68,7 +68,7 @@ def test_what_is_learned_of_the_demonstrations_is_what_the_policy_has_to_say(tmp
     roles = frozenset({"assistant"})
     row = load_conversations(DataConfig(name=str(tmp_path / "game" / "val.jsonl")))[0]
     a, b, c = games("held_out")[0]
-    assert learned(tokenize(row, TOKENIZER, learned_roles=roles)) == (
+    assert learned(ConversationTokenizer(TOKENIZER, None, learned_roles=roles)(row)) == (
         f"{a}<|im_end|>{a} {b}<|im_end|>{a} {b} {c}<|im_end|>"
     )
 

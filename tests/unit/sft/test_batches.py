@@ -38,7 +38,7 @@ def drawn(
 def dealt(lengths: list[int], config: DataConfig, **options: Any) -> Iterator[SFTBatch]:
     progress = options.pop("progress", None)
     start = progress.next if progress else Cursor()
-    return training_batches(drawn(lengths, config, start), config, parts=["train"], progress=progress, **options)
+    return training_batches(drawn(lengths, config, start), config, parts={"train": ""}, progress=progress, **options)
 
 
 def seen(batch: SFTBatch) -> list[int]:
@@ -132,7 +132,7 @@ def test_a_step_that_goes_through_the_data_several_times_is_warned_about_once() 
 
 def test_the_realised_mixture_counts_samples_and_tokens_of_each_part() -> None:
     config = DataConfig(batch_size=1, seq_len=12)
-    both = training_batches(drawn([3, 6], config, sizes=[1, 2]), config, parts=["short", "mixed"])
+    both = training_batches(drawn([3, 6], config, sizes=[1, 2]), config, parts={"short": "", "mixed": ""})
     batch = next(both)
     assert batch.progress.samples["short"] + batch.progress.samples["mixed"] == batch.samples
     assert batch.progress.tokens["short"] == 3 * batch.progress.samples["short"]

@@ -58,9 +58,9 @@ def test_tools_are_taken_as_list_or_json_and_tool_defs_get_their_envelope(write:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "hi"}, r"row 0 has columns \['text'\]; expected messages, or prompt and completion"),
+        ({"text": "hi"}, r"line 1 has columns \['text'\]; expected messages, or prompt and completion"),
         ({"prompt": "hi"}, "expected messages, or prompt and completion"),
-        ({"messages": 3}, "row 0: messages must be a list of messages or a string, got int"),
+        ({"messages": 3}, "line 1: messages must be a list of messages or a string, got int"),
         ({"messages": [{"content": "hi"}]}, "message 0 of messages: a message needs a role"),
         ({"messages": [USER], "tools": "{"}, "tools is a string but not JSON"),
         ("{", "line 1: not JSON"),

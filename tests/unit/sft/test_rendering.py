@@ -13,7 +13,7 @@ from meshrl.models.load import ModelError
 from meshrl.sft.config import SFTConfig, TokenizerConfig
 from meshrl.sft.data.conversations import Conversation, DataError
 from meshrl.sft.data.rendering import TEMPLATES, Renderers, load_sft_tokenizer
-from meshrl.sft.data.tokenization import render, tokenize
+from meshrl.sft.data.tokenization import ConversationTokenizer
 from meshrl.training.model_config import TrainerModelConfig
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -45,7 +45,9 @@ CALLED = "\n".join(f'<tool_call>\n{{"name": "add", "arguments": {{"a": {n}}}}}\n
 
 
 def test_the_template_that_comes_with_sft_keeps_the_thinking_of_all_turns(qwen: Any) -> None:
-    sample = tokenize(Conversation(row="row 0", messages=MESSAGES, tools=(TOOL,)), qwen, learned_roles=LEARNED)
+    sample = ConversationTokenizer(qwen, None, learned_roles=LEARNED)(
+        Conversation(row="row 0", messages=MESSAGES, tools=(TOOL,))
+    )
     assert learned(qwen, sample) == (
         f"<think>\nwhy\n</think>\n\n{CALLED}<|im_end|><think>\n\n</think>\n\nba<|im_end|>"
         "<think>\nso\n</think>\n\ndc<|im_end|>"
@@ -54,14 +56,14 @@ def test_the_template_that_comes_with_sft_keeps_the_thinking_of_all_turns(qwen: 
 
 def test_a_renderer_learns_what_the_model_samples_whatever_the_template_does_with_thinking(qwen: Any) -> None:
     conversation = Conversation(row="row 0", messages=MESSAGES, tools=(TOOL,))
-    sample = render(conversation, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)
+    sample = ConversationTokenizer(qwen, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)(conversation)
     assert learned(qwen, sample) == f"{CALLED}<|im_end|>ba<|im_end|><think>\nso\n</think>\n\ndc<|im_end|>"
 
 
 def test_a_renderer_and_the_template_agree_on_a_single_turn(qwen: Any) -> None:
     conversation = Conversation(row="row 0", messages=(*MESSAGES[:2], MESSAGES[-1]), learn_from=2)
-    ours = render(conversation, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)
-    theirs = tokenize(conversation, qwen, learned_roles=LEARNED)
+    ours = ConversationTokenizer(qwen, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)(conversation)
+    theirs = ConversationTokenizer(qwen, None, learned_roles=LEARNED)(conversation)
     assert ours.token_ids.tolist() == theirs.token_ids.tolist()
     assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
 
@@ -69,36 +71,41 @@ def test_a_renderer_and_the_template_agree_on_a_single_turn(qwen: Any) -> None:
 def test_of_tools_and_users_a_renderer_learns_the_text_alone(qwen: Any) -> None:
     conversation = Conversation(row="row 0", messages=MESSAGES, tools=(TOOL,))
     renderers = Renderers(qwen, {"name": "qwen3"})
-    assert learned(qwen, render(conversation, renderers, learned_roles=frozenset({"tool"}))) == "34"
-    assert learned(qwen, render(conversation, renderers, learned_roles=frozenset({"user", "system"}))) == "Sabcd"
+    assert (
+        learned(qwen, ConversationTokenizer(qwen, renderers, learned_roles=frozenset({"tool"}))(conversation)) == "34"
+    )
+    assert (
+        learned(qwen, ConversationTokenizer(qwen, renderers, learned_roles=frozenset({"user", "system"}))(conversation))
+        == "Sabcd"
+    )
 
 
 def test_a_prompt_is_context_for_a_renderer_too(qwen: Any) -> None:
     conversation = Conversation(row="row 0", messages=MESSAGES, learn_from=7)
-    sample = render(conversation, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)
+    sample = ConversationTokenizer(qwen, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)(conversation)
     assert learned(qwen, sample) == "<think>\nso\n</think>\n\ndc<|im_end|>"
 
 
 def test_chat_template_kwargs_reach_template_and_renderer(qwen: Any) -> None:
     plain = ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"})
     conversation = Conversation(row="row 0", messages=plain, template_options={"enable_thinking": False})
-    by_template = tokenize(conversation, qwen, learned_roles=LEARNED)
-    by_renderer = render(conversation, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)
+    by_template = ConversationTokenizer(qwen, None, learned_roles=LEARNED)(conversation)
+    by_renderer = ConversationTokenizer(qwen, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)(conversation)
     assert by_template.token_ids.tolist() == by_renderer.token_ids.tolist()
     assert learned(qwen, by_template) == "ba<|im_end|>"  # the empty thinking is part of the prompt
     wrong = Conversation(row="row 3", messages=plain, template_options={"thinking": "no"})
     with pytest.raises(DataError, match="row 3: the renderer cannot render it: Unsupported chat_template_kwargs"):
-        render(wrong, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)
+        ConversationTokenizer(qwen, Renderers(qwen, {"name": "qwen3"}), learned_roles=LEARNED)(wrong)
 
 
 def test_the_refusal_of_a_template_names_the_message_and_both_ways_out(qwen: Any) -> None:
     forgetful = create_tokenizer()
     forgetful.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ (m.reasoning_content if loop.last else '') "
-        "~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
+        "~ m.content ~ (m.tool_calls or '') ~ '<|im_end|>\n' }}{% endfor %}"
     )
     with pytest.raises(DataError) as refused:
-        tokenize(Conversation(row="row 5", messages=MESSAGES[1:]), forgetful, learned_roles=LEARNED)
+        ConversationTokenizer(forgetful, None, learned_roles=LEARNED)(Conversation(row="row 5", messages=MESSAGES[1:]))
     assert str(refused.value).startswith("row 5, message 1 (assistant): the chat template lacks the prefix property")
     assert "--renderer.name qwen3" in str(refused.value)
     assert "--tokenizer.chat-template qwen3" in str(refused.value)

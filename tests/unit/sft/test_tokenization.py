@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.sft.data.conversations import Conversation, DataError
-from meshrl.sft.data.tokenization import tokenize
+from meshrl.sft.data.tokenization import ConversationTokenizer
 
 MESSAGES = (
     {"role": "system", "content": "S"},
@@ -25,7 +25,7 @@ def tokenizer() -> Any:
 
 
 def learned(tokenizer: Any, conversation: Conversation, *roles: str) -> str:
-    sample = tokenize(conversation, tokenizer, learned_roles=frozenset(roles))
+    sample = ConversationTokenizer(tokenizer, None, learned_roles=frozenset(roles))(conversation)
     text: str = tokenizer.decode(sample.token_ids[sample.loss_mask].tolist())
     return text
 
@@ -46,7 +46,9 @@ def test_other_roles_are_learned_on_request(tokenizer: Any) -> None:
 
 
 def test_tokens_are_those_of_the_chat_template(tokenizer: Any) -> None:
-    sample = tokenize(Conversation(row="row 0", messages=MESSAGES), tokenizer, learned_roles=frozenset({"assistant"}))
+    sample = ConversationTokenizer(tokenizer, None, learned_roles=frozenset({"assistant"}))(
+        Conversation(row="row 0", messages=MESSAGES)
+    )
     assert sample.token_ids.tolist() == tokenizer.apply_chat_template(list(MESSAGES), return_dict=False)
 
 
@@ -58,11 +60,15 @@ def test_a_template_without_the_prefix_property_is_refused() -> None:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     with pytest.raises(DataError, match=r"row 7, message 2 \(assistant\): the chat template lacks the prefix property"):
-        tokenize(Conversation(row="row 7", messages=MESSAGES), forgetful, learned_roles=frozenset({"assistant"}))
+        ConversationTokenizer(forgetful, None, learned_roles=frozenset({"assistant"}))(
+            Conversation(row="row 7", messages=MESSAGES)
+        )
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     bare = create_tokenizer()
     bare.chat_template = None
     with pytest.raises(DataError, match="row 0: the tokenizer cannot render messages"):
-        tokenize(Conversation(row="row 0", messages=MESSAGES), bare, learned_roles=frozenset({"assistant"}))
+        ConversationTokenizer(bare, None, learned_roles=frozenset({"assistant"}))(
+            Conversation(row="row 0", messages=MESSAGES)
+        )

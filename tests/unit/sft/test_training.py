@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 from pydantic import ValidationError
 
 from meshrl.core.config.shared import ModelConfig
@@ -83,6 +85,61 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Pat
 def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path), ("SIGTERM",), RankGroup())
     assert (tmp_path / "weights" / "step_0" / "model.safetensors").is_file()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(sink)
+
+
+def test_a_bad_row_late_in_the_data_ends_with_the_weights_of_the_steps_before(folder: Path, tmp_path: Path) -> None:
+    rows = (folder / "train.jsonl").read_text().splitlines()[:39]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join([*rows, json.dumps({"messages": [{"content": "no role"}]})]))
+    data = DataConfig(name=str(bad), batch_size=2, seq_len=64, shuffle=False)
+    with pytest.raises(
+        DataError, match=r"bad.jsonl, line 40, .*a message needs a role.*weights after step (\d+) are in"
+    ):
+        train(config(folder, tmp_path / "out", data=data, max_steps=500), (), RankGroup())
+    steps = records(tmp_path / "out")[-1]["step"]
+    assert steps > 2
+    assert (tmp_path / "out" / "weights" / f"step_{steps}" / "model.safetensors").is_file()
+
+
+def test_a_run_that_goes_on_over_other_data_names_the_difference(
+    folder: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("\n".join(rows[:8]))
+    data = DataConfig(name=str(mine), batch_size=2, seq_len=256)
+    first = config(folder, tmp_path / "out", data=data, max_steps=2, ckpt=CheckpointConfig(interval=2))
+    train(first, (), RankGroup())
+    again = config(folder, tmp_path / "out", data=data, max_steps=4, ckpt=CheckpointConfig(resume_step=2))
+    train(again, (), RankGroup())
+    assert not [line for line in logged if "is not the data of the checkpoint" in line]
+    mine.write_text("\n".join(rows[:3]))
+    train(again, (), RankGroup())
+    (line,) = [line for line in logged if "is not the data of the checkpoint" in line]
+    assert "train had 8 rows, crc32" in line
+    assert "now 3 rows, crc32" in line
+
+
+def test_before_training_rows_are_shown_and_what_is_not_used_is_listed_once(
+    folder: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    messages = [{"role": "user", "content": "ab", "turn": 1}, {"role": "assistant", "content": "ba", "turn": 2}]
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': messages, 'score': 1, 'tools': None})}\n" * 12)
+    data = DataConfig(name=str(tmp_path / "rows.jsonl"), batch_size=1, seq_len=64)
+    train(config(folder, tmp_path / "out", data=data, val=None, max_steps=1), (), RankGroup())
+    (row,) = [line for line in logged if "row 0: " in line]
+    assert "<|im_start|>assistant\n[[ba<|im_end|>]]\n" in row
+    assert any("learned, found by prefixes that the chat template renders" in line for line in logged)
+    unused = [line.partition("not used: ")[2] for line in logged if "not used" in line]
+    assert unused == ["'turn', which the chat template leaves out", "column 'score'"]
 
 
 def test_data_without_anything_to_learn_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 from transformers import PreTrainedTokenizerBase
 
-from meshrl.core.chat_messages import normal_message
+from meshrl.core.chat_messages import apply_chat_template, normal_message
 from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.tokenizer_pool import TokenizerPool
 from meshrl.wire.errors import MeshError, Reason
@@ -85,8 +85,8 @@ class TextCodec:
 
         def work(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             try:
-                text = tokenizer.apply_chat_template(
-                    normal, tools=list(tools) or None, tokenize=False,
+                text = apply_chat_template(
+                    tokenizer, normal, tools=list(tools) or None, tokenize=False,
                     add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
                     **arguments,
                 )  # fmt: skip

@@ -21,21 +21,44 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class DataProgress:
-    """Where a run stands in its data after a step: the row that comes next, and what was trained of each part."""
+    """Where a run stands in its data after a step: the row that comes next, and what was trained of each part.
+
+    `parts` has the identity of each part's rows, by which a resumed run notices other data.
+    """
 
     next: Cursor = field(default_factory=Cursor)
+    parts: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """As a checkpoint holds it."""
         place = {"epoch": self.next.epoch, "position": self.next.position}
-        return {"next": place, "samples": dict(self.samples), "tokens": dict(self.tokens)}
+        return {
+            "next": place,
+            "parts": dict(self.parts),
+            "samples": dict(self.samples),
+            "tokens": dict(self.tokens),
+        }
 
     @classmethod
     def from_json(cls, values: JsonObject) -> DataProgress:
         """What `to_json` gave."""
-        return cls(next=Cursor(**values["next"]), samples=values["samples"], tokens=values["tokens"])
+        return cls(
+            next=Cursor(**values["next"]),
+            parts=values.get("parts", {}),
+            samples=values["samples"],
+            tokens=values["tokens"],
+        )
+
+    def changed(self, parts: Mapping[str, str]) -> str | None:
+        """How the data differs from what was trained; None for the same data, or where it was not recorded."""
+        differing = [
+            f"{part} had {was}, now {parts.get(part, 'nothing')}"
+            for part, was in self.parts.items()
+            if parts.get(part) != was
+        ]
+        return "; ".join(differing) or None
 
     def ratios(self) -> dict[str, float]:
         """The realised mixture by metric; empty where nothing is mixed."""
@@ -63,17 +86,19 @@ def training_batches(
     drawn: Iterator[DrawnSample],
     data: DataConfig,
     *,
-    parts: Sequence[str],
+    parts: Mapping[str, str],
     dp_size: int = 1,
     progress: DataProgress | None = None,
 ) -> Iterator[SFTBatch]:
     """Endless steps; each is divided among `dp_size` ranks.
 
-    `drawn` goes on where `progress` says. With pack_function cat a step takes samples until one more would exceed
-    batch_size * seq_len tokens, and at least one; with stack it takes batch_size. The sample that did not fit is the
-    first of the next step. Raises DataError when a whole epoch has nothing to learn.
+    `parts` are the names of the data's parts with their identity. `drawn` goes on where `progress` says. With
+    pack_function cat a step takes samples until one more would exceed batch_size * seq_len tokens, and at least one;
+    with stack it takes batch_size. The sample that did not fit is the first of the next step. Raises DataError when a
+    whole epoch has nothing to learn.
     """
     usable = _Usable(drawn, data)
+    names = list(parts)
     counts = progress or DataProgress()
     samples, tokens = (
         {part: counts_of.get(part, 0) for part in parts} for counts_of in (counts.samples, counts.tokens)
@@ -87,8 +112,8 @@ def training_batches(
             room -= _size(held, data)
             held = next(usable)
         for each in chosen:
-            samples[parts[each.draw.part]] += 1
-            tokens[parts[each.draw.part]] += len(each.sample.token_ids)
+            samples[names[each.draw.part]] += 1
+            tokens[names[each.draw.part]] += len(each.sample.token_ids)
         last = chosen[-1].draw
         if last.cursor.epoch > chosen[0].draw.cursor.epoch + 1:
             usable.warn_of_small_data(data)
@@ -99,7 +124,7 @@ def training_batches(
             samples=len(chosen),
             tokens=sum(len(each.sample.token_ids) for each in chosen),
             epoch=last.cursor.epoch + last.passed,
-            progress=DataProgress(next=held.draw.cursor, samples=dict(samples), tokens=dict(tokens)),
+            progress=DataProgress(next=held.draw.cursor, parts=parts, samples=dict(samples), tokens=dict(tokens)),
         )
 
 

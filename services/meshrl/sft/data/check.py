@@ -8,18 +8,32 @@ from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.loader import TokenizedRows
 from meshrl.sft.data.mixture import Cursor, Draw
+from meshrl.sft.data.tokenization import shown
 
 FIRST_ROWS = 8
+SHOWN_CHARACTERS = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck:
-    """What the first rows of one part of the data are like."""
+    """What the first rows of one part of the data are like. `ways` lists how their learned text was found,
+    `unused` the columns and message keys that nothing reads; those were logged."""
 
     part: str
     rows: int
     tokens: int  # of the rows that were looked at, on average
     learned: float  # share of those tokens
+    ways: tuple[str, ...]
+    unused: frozenset[str]
+    shown: tuple[str, ...]  # rows as text with what is learned between [[ and ]]
+
+    def lines(self) -> list[str]:
+        """As `sft` prints it."""
+        return [
+            f"{self.part}: {self.rows:,} rows; the first have {self.tokens:,} tokens on average, of which"
+            f" {self.learned:.0%} are learned, found by {' and '.join(self.ways)}",
+            *(f"{self.part}, row {number}: {text}" for number, text in enumerate(self.shown)),
+        ]
 
 
 def check_data(config: SFTConfig) -> list[DataCheck]:
@@ -28,17 +42,19 @@ def check_data(config: SFTConfig) -> list[DataCheck]:
     Raises DataError for data that is missing or malformed, and ModelError for a tokenizer, template or renderer that
     cannot be loaded.
     """
-    sections = [config.data, *([config.val.data] if config.val is not None else [])]
-    return [found for data in sections if data.type != "fake" for found in _checked(config, data)]
+    found = _checked(config, config.data, show=config.show_rows)
+    return found + (_checked(config, config.val.data, show=0) if config.val is not None else [])
 
 
-def _checked(config: SFTConfig, data: DataConfig) -> list[DataCheck]:
+def _checked(config: SFTConfig, data: DataConfig, *, show: int) -> list[DataCheck]:
+    if data.type == "fake":
+        return []
     rows = TokenizedRows(config, data)
     found: list[DataCheck] = []
     for part, (name, of_part) in enumerate(rows.parts.items()):
         samples = [
             rows.sample(Draw(cursor=Cursor(), part=part, row=row, passed=0.0)).sample
-            for row in range(min(FIRST_ROWS, len(of_part)))
+            for row in range(min(max(FIRST_ROWS, show), len(of_part)))
         ]
         tokens = sum(len(sample.token_ids) for sample in samples)
         learned = sum(int(sample.loss_mask.sum()) for sample in samples)
@@ -48,6 +64,14 @@ def _checked(config: SFTConfig, data: DataConfig) -> list[DataCheck]:
                 rows=len(of_part),
                 tokens=round(tokens / len(samples)),
                 learned=learned / max(1, tokens),
+                ways=tuple(rows.tokenize.ways),
+                unused=frozenset(rows.unused),
+                shown=tuple(_cut(shown(sample, rows.tokenize.tokenizer)) for sample in samples[:show]),
             )
         )
     return found
+
+
+def _cut(text: str) -> str:
+    left = len(text) - SHOWN_CHARACTERS
+    return text if left <= 0 else f"{text[:SHOWN_CHARACTERS]} ... and {left:,} characters more"

@@ -19,15 +19,36 @@ class DataError(Exception):
     """The data cannot be used; the message says which row and what to change."""
 
 
+MARKS = ("weight", "loss_mask", "trainable", "train")
+"""Keys of a message by which data of others marks what is learned: OpenAI's and Mistral's, Fireworks', axolotl's."""
+
+_KEYS = frozenset({"role", "content", "reasoning", "tool_calls", "tool_call_id", "id", "name", *MARKS})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One row. Messages before `learn_from` are context whatever their role."""
+    """One row.
+
+    `marks` has an entry for each message that is marked as learned or not, by its place. Of the others those before
+    `learn_from` are context whatever their role. The row has `other_columns`, and its messages `other_keys`, beside
+    those that are read here; a chat template may read such keys, reasoning_content among them.
+    """
 
     row: str
     messages: tuple[Message, ...]
     learn_from: int = 0
+    marks: Mapping[int, bool] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
     template_options: Mapping[str, object] = field(default_factory=dict)
+    other_columns: frozenset[str] = frozenset()
+    other_keys: frozenset[str] = frozenset()
+
+    def learned(self, roles: frozenset[str]) -> list[bool]:
+        """Whether each message is learned, where messages without a mark are by their role."""
+        return [
+            self.marks.get(place, place >= self.learn_from and message["role"] in roles)
+            for place, message in enumerate(self.messages)
+        ]
 
 
 def to_conversation(row: Row, name: str) -> Conversation:
@@ -37,8 +58,10 @@ def to_conversation(row: Row, name: str) -> Conversation:
     that is malformed.
     """
     if row.get("messages") is not None:
+        taken = {"messages"}
         messages, learn_from = _messages(_parsed(row, "messages", name), name, "messages", role="user"), 0
     elif row.get("prompt") is not None and row.get("completion") is not None:
+        taken = {"prompt", "completion"}
         prompt = _messages(row["prompt"], name, "prompt", role="user")
         messages = (*prompt, *_messages(row["completion"], name, "completion", role="assistant"))
         learn_from = len(prompt)
@@ -47,9 +70,31 @@ def to_conversation(row: Row, name: str) -> Conversation:
     options = _parsed(row, "chat_template_kwargs", name) or {}
     if not isinstance(options, Mapping):
         raise DataError(f"{name}: chat_template_kwargs must be an object, got {type(options).__name__}")
+    marks = {place: mark for place, message in enumerate(messages) if (mark := _mark(message, name, place)) is not None}
     return Conversation(
-        row=name, messages=messages, learn_from=learn_from, tools=_tools(row, name), template_options=options
+        row=name,
+        messages=tuple({key: value for key, value in message.items() if key not in MARKS} for message in messages),
+        learn_from=learn_from,
+        marks=marks,
+        tools=_tools(row, name),
+        template_options=options,
+        other_columns=frozenset(row) - taken - {"tools", "tool_defs", "chat_template_kwargs"},
+        other_keys=frozenset(key for message in messages for key in message) - _KEYS,
     )
+
+
+def _mark(message: Message, name: str, place: int) -> bool | None:
+    """Whether the message is marked as learned; None without a mark."""
+    found = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, value in found.items():
+        if value not in (0, 1):  # true and false among them
+            raise DataError(
+                f"{name}, message {place}: {key} must be 0 or 1 (or false or true), got {value!r}; a message is learned"
+                " whole or not at all"
+            )
+    if len(set(map(bool, found.values()))) > 1:
+        raise DataError(f"{name}, message {place}: {' and '.join(found)} contradict each other; keep one")
+    return bool(next(iter(found.values()))) if found else None
 
 
 def _messages(value: object, name: str, column: str, *, role: str) -> tuple[Message, ...]:

@@ -38,10 +38,14 @@ class StepRows:
 class Feed:
     """The batches of a run, and its validation rows; every rank calls the same methods in the same order."""
 
-    def __init__(self, config: SFTConfig, parallel: RankGroup, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: SFTConfig, parallel: RankGroup, *, vocab_size: int, unused: frozenset[str] = frozenset()
+    ) -> None:
+        """`unused` are columns and message keys that were named before; others are logged when they are met."""
         self._config = config
         self._parallel = parallel
         self._vocab_size = vocab_size
+        self._unused = unused
         self._batches: Iterator[SFTBatch] | None = None
         self._close: Callable[[], None] = lambda: None
         self._validation: Sequence[MicroBatch] | None = None
@@ -82,7 +86,7 @@ class Feed:
             def read() -> bytes:
                 assert self._config.val is not None
                 data = self._config.val.data
-                drawn = TokenizedRows(self._config, data).in_order()
+                drawn = TokenizedRows(self._config, data, unused=self._unused).in_order()
                 rows.append(validation_rows(drawn, data, dp_size=self._parallel.plan.dp_size).micro_batches)
                 return b"" if self._parallel.plan.is_alone else _encode(rows[0])
 
@@ -101,11 +105,17 @@ class Feed:
         if doubt is not None:
             logger.warning("{}", doubt)
         if data.type == "fake":
-            parts = ["fake"]
+            parts = {"fake": ""}
             drawn = fake_samples(data, progress.next, vocab_size=self._vocab_size)
         else:
-            rows = TokenizedRows(self._config, data)
-            parts = list(rows.parts)
+            rows = TokenizedRows(self._config, data, unused=self._unused)
+            parts = {name: of.identity for name, of in rows.parts.items()}
+            changed = progress.changed(parts)
+            if changed is not None:
+                logger.warning(
+                    "{} is not the data of the checkpoint: {}; the run goes on at epoch {}, row {} of the new order",
+                    data.name, changed, progress.next.epoch, progress.next.position,
+                )  # fmt: skip
             sizes = [f"{len(of):,} rows" + (f" of {name}" if len(parts) > 1 else "") for name, of in rows.parts.items()]
             logger.info("{}: {}", data.name, ", ".join(sizes))
             workers = data.num_workers

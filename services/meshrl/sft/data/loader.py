@@ -14,12 +14,13 @@ from itertools import count, islice
 
 import numpy as np
 import torch
+from loguru import logger
 from torch.utils.data import DataLoader, Dataset
 
 from meshrl.algorithms.packing import TrainSample
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.config import DataConfig
-from meshrl.sft.data.conversations import DataError, to_conversation
+from meshrl.sft.data.conversations import Conversation, DataError, to_conversation
 from meshrl.sft.data.mixture import Cursor, Draw, Mixture
 from meshrl.sft.data.rendering import Renderers, load_sft_tokenizer
 from meshrl.sft.data.sources import Rows, every_row, open_parts, row_name
@@ -40,13 +41,18 @@ class DrawnSample:
 
 
 class TokenizedRows(Dataset[object]):
-    """The rows of a data section in tokens. Opened at first use, so that each process opens its own."""
+    """The rows of a data section in tokens. Opened at first use, so that each process opens its own.
 
-    def __init__(self, config: SFTConfig, data: DataConfig) -> None:
+    `unused` are the columns and message keys met so far that nothing reads. One that is not among those it begins with
+    is logged at its first row.
+    """
+
+    def __init__(self, config: SFTConfig, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
         self._config = config
         self._data = data
         self._parts: dict[str, Rows] | None = None
         self._tokenize: ConversationTokenizer | None = None
+        self.unused = set(unused)
 
     @property
     def parts(self) -> dict[str, Rows]:
@@ -57,14 +63,30 @@ class TokenizedRows(Dataset[object]):
 
     def sample(self, draw: Draw) -> DrawnSample:
         """One row. Raises DataError when it is malformed, and ModelError when the tokenizer cannot be loaded."""
+        name = list(self.parts)[draw.part]
+        rows = self.parts[name]
+        conversation = to_conversation(rows[draw.row], row_name(rows, name, draw.row, mixed=len(self.parts) > 1))
+        self._list_unused(conversation)
+        return _fitted(draw, self.tokenize(conversation), self._data.seq_len)
+
+    @property
+    def tokenize(self) -> ConversationTokenizer:
+        """What makes tokens of a conversation. Raises ModelError when the tokenizer cannot be loaded."""
         if self._tokenize is None:
             tokenizer = load_sft_tokenizer(self._config)
             renderers = Renderers(tokenizer, self._config.renderer) if self._config.renderer else None
             self._tokenize = ConversationTokenizer(tokenizer, renderers, learned_roles=self._config.loss_mask.roles())
-        name = list(self.parts)[draw.part]
-        row = self.parts[name][draw.row]
-        sample = self._tokenize(to_conversation(row, row_name(name, draw.row, mixed=len(self.parts) > 1)))
-        return _fitted(draw, sample, self._data.seq_len)
+        return self._tokenize
+
+    def _list_unused(self, conversation: Conversation) -> None:
+        template = str(self.tokenize.tokenizer.chat_template)
+        unused = [f"column {name!r}" for name in conversation.other_columns]
+        if not self._config.renderer:  # renderers read what they know of these
+            keys = conversation.other_keys | ({"tools"} if conversation.tools else frozenset())
+            unused += [f"{name!r}, which the chat template leaves out" for name in keys if name not in template]
+        for each in sorted(set(unused) - self.unused):
+            logger.warning("{}: not used: {}", self._data.name, each)
+        self.unused |= set(unused)
 
     def __getitem__(self, draws: Sequence[Draw]) -> list[DrawnSample] | str:
         """What the DataLoader asks for: several rows, or what is wrong with one of them."""
@@ -74,7 +96,8 @@ class TokenizedRows(Dataset[object]):
             return str(error)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_config": self._config, "_data": self._data, "_parts": None, "_tokenize": None}
+        left = {"_parts": None, "_tokenize": None}  # a process of the loader opens its own
+        return {"_config": self._config, "_data": self._data, "unused": self.unused, **left}
 
     def in_order(self) -> list[DrawnSample]:
         """Every row once, as validation takes them. Raises DataError."""

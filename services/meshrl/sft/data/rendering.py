@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from loguru import logger
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.models.load import ModelError, load_tokenizer
 from meshrl.sft.config import SFTConfig
+from meshrl.sft.data.conversations import Conversation
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -66,7 +67,11 @@ class Renderers:
                 f"renderer {dict(options)} does not fit the tokenizer {tokenizer.name_or_path!r}: {what}; name the"
                 " renderer of the model's family, or leave [renderer] out and use its chat template"
             ) from error
-        logger.info("conversations are rendered by {}", type(self.of({})).__name__)
+
+    @property
+    def name(self) -> str:
+        """Name of the renderer's class."""
+        return type(self.of({})).__name__
 
     def of(self, template_options: Mapping[str, object]) -> object:
         """The renderer for a row. Raises ValueError for options that it has not."""
@@ -78,3 +83,41 @@ class Renderers:
                 self._tokenizer, self._config, chat_template_kwargs=dict(template_options) or None
             )
         return self._made[key]
+
+
+class MatchingRenderers:
+    """Renderers that make the tokens of a tokenizer's chat template; they take its place where it gives no mask."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._fitting: list[Renderers] | None = None
+
+    def of(self, conversation: Conversation, token_ids: list[int]) -> Renderers | None:
+        """The first one whose tokens of the conversation are `token_ids`; None without one."""
+        if self._fitting is None:
+            self._fitting = self._load()
+        messages = [dict(message) for message in conversation.messages]
+        tools = [dict(tool) for tool in conversation.tools] or None
+        for renderers in self._fitting:
+            try:
+                renderer: Any = renderers.of(conversation.template_options)
+                rendered = list(renderer.render(messages, tools=tools).token_ids)
+            except Exception:  # noqa: BLE001  # a renderer with other needs of a message is none for this one
+                continue
+            if rendered == token_ids:
+                return renderers
+        return None
+
+    def _load(self) -> list[Renderers]:
+        """Those of all families whose special tokens the tokenizer has; first the one that is made for its model."""
+        from renderers.base import MODEL_RENDERER_MAP
+
+        of_model = MODEL_RENDERER_MAP.get(self._tokenizer.name_or_path)
+        names = dict.fromkeys(([of_model] if of_model else []) + sorted(set(MODEL_RENDERER_MAP.values())))
+        fitting = []
+        for name in names:
+            try:
+                fitting.append(Renderers(self._tokenizer, {"name": name}))
+            except Exception:  # noqa: BLE001  # of another family, or one that needs a download
+                continue
+        return fitting

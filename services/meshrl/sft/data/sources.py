@@ -6,6 +6,7 @@ First stage of fine-tuning. Rows are read when they are asked for, so that a dat
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,20 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-Rows = Sequence[Row]
 SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of datasets leaves in a folder
 
 
-class JsonLines(Sequence[Row]):
+class Rows(Sequence[Row]):
+    """The rows of one part of the data by their index. `identity` differs where the data does, over restarts too."""
+
+    identity: str
+
+    def where(self, index: int) -> str:
+        """What errors call a row."""
+        return f"row {index}"
+
+
+class JsonLines(Rows):
     """The rows of a .jsonl file; only the places of its lines are kept in memory."""
 
     def __init__(self, path: Path) -> None:
@@ -32,7 +42,7 @@ class JsonLines(Sequence[Row]):
         self._path = path
         offsets: list[int] = []
         numbers: list[int] = []
-        at = 0
+        at = checksum = 0
         try:
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
@@ -40,30 +50,63 @@ class JsonLines(Sequence[Row]):
                         offsets.append(at)
                         numbers.append(number)
                     at += len(line)
+                    checksum = zlib.crc32(line, checksum)
         except OSError as error:
             raise DataError(f"data.name {str(path)!r} cannot be read: {error.strerror}") from error
         self._offsets, self._numbers = np.array(offsets, dtype=np.int64), np.array(numbers, dtype=np.int64)
+        self.identity = f"{len(offsets)} rows, crc32 {checksum:08x}"
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._numbers[index]}"
 
     def __getitem__(self, index: Any) -> Any:
         with self._path.open("rb") as file:
             file.seek(int(self._offsets[index]))
             line = file.readline()
-        where = f"{self._path}, line {self._numbers[index]}"
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error}); each line must be one object") from error
-        return _object(row, where)
+            raise DataError(f"{self.where(index)}: not JSON ({error}); each line must be one object") from error
+        return _object(row, self.where(index))
 
 
-class _DatasetRows(Sequence[Row]):
+class _JsonList(Rows):
+    """The rows of a .json file that is one list."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError for a file that is no list of objects."""
+        self._path = path
+        content = path.read_bytes()
+        try:
+            rows = json.loads(content)
+        except ValueError as error:
+            raise DataError(f"{path}: not JSON ({error}); it begins as a list of rows") from error
+        self._rows = [_object(row, self.where(index)) for index, row in enumerate(rows)]
+        self.identity = f"{len(rows)} rows, crc32 {zlib.crc32(content):08x}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, row {index}"
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+
+class _DatasetRows(Rows):
     """The rows of a Hugging Face dataset. Its columns are typed, so keys that a row lacks come as None: they go."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
+        sample = [
+            self[place] for place in sorted({0, len(dataset) // 2, len(dataset) - 1}) if 0 <= place < len(dataset)
+        ]
+        checksum = zlib.crc32(json.dumps(sample, default=str, sort_keys=True).encode())
+        self.identity = f"{len(dataset)} rows, crc32 of three {checksum:08x}"
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -110,13 +153,9 @@ def _json(path: Path) -> Rows:
     """Lines of objects; a .json file may also be one list of them."""
     if path.suffix == ".json":
         with path.open(encoding="utf-8") as file:
-            if file.read(4096).lstrip()[:1] == "[":
-                file.seek(0)
-                try:
-                    rows = json.load(file)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path}: not JSON ({error}); it begins as a list of rows") from error
-                return [_object(row, f"{path}, row {index}") for index, row in enumerate(rows)]
+            is_list = file.read(4096).lstrip()[:1] == "["
+        if is_list:
+            return _JsonList(path)
     return JsonLines(path)
 
 
@@ -171,9 +210,9 @@ def every_row(parts: Mapping[str, Rows]) -> Iterator[tuple[int, int]]:
     return ((part, row) for part, rows in enumerate(parts.values()) for row in range(len(rows)))
 
 
-def row_name(part: str, row: int, *, mixed: bool) -> str:
-    """What errors call a row."""
-    return f"row {row} of {part}" if mixed else f"row {row}"
+def row_name(rows: Rows, part: str, row: int, *, mixed: bool) -> str:
+    """What errors call a row of a part of the data."""
+    return f"{rows.where(row)} of {part}" if mixed else rows.where(row)
 
 
 def load_conversations(config: DataConfig) -> list[Conversation]:
@@ -181,6 +220,6 @@ def load_conversations(config: DataConfig) -> list[Conversation]:
     parts = open_parts(config)
     names, rows = list(parts), list(parts.values())
     return [
-        to_conversation(rows[part][row], row_name(names[part], row, mixed=len(names) > 1))
+        to_conversation(rows[part][row], row_name(rows[part], names[part], row, mixed=len(names) > 1))
         for part, row in every_row(parts)
     ]
