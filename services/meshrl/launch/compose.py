@@ -183,7 +183,7 @@ def _orchestrator(
         values["sleep_engines"] = True
     ckpt = config.trainer.ckpt
     if ckpt is not None and not ckpt.weights_only and "trainer" not in config.orchestrator.services.given():
-        values["checkpoint_interval"] = ckpt.interval
+        values |= {"checkpoint_interval": ckpt.interval, "checkpoint_at_end": True}
     return with_values(_own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM), values)
 
 

@@ -43,6 +43,7 @@ def make_journal(
         session=config.session,
         least_rollouts={env.resolved_name: config.algo_of(env).least_rollouts for env in config.train.env},
         checkpoints=config.checkpoint_interval is not None,
+        saves_last=config.checkpoint_at_end,
         writer=writer,
     )
 

@@ -270,6 +270,7 @@ _INFERENCE = (
 
 _ALONE = (
     ForeignKey(old="orchestrator.ckpt.interval", new="orchestrator.checkpoint_interval", alone=True),
+    ForeignKey(old="orchestrator.ckpt", new="orchestrator.checkpoint_at_end", alone=True, values={"{}": True}),
     _alone("orchestrator.ckpt", "the trainer writes and resumes checkpoints; start it with the same [ckpt]"),
     _alone(
         "orchestrator.model", "the trainer says which model is trained; give [model] to trainer, rollout, inference"

@@ -283,6 +283,13 @@ async def test_a_new_run_resumes_from_an_earlier_checkpoint(mesh, script, make_c
     assert step_lines(tmp_path)[-1]["progress/samples"] == 56
 
 
+async def test_without_an_interval_the_part_of_the_last_step_is_written(mesh, make_config, tmp_path) -> None:
+    assert await Orchestrator(make_config(mesh.services, max_steps=3, checkpoint_at_end=True)).run()
+    (state,) = (tmp_path / "checkpoints").rglob("progress.json")
+    assert state == tmp_path / "checkpoints/step_3/orchestrator/progress.json"
+    assert json.loads(state.read_text())["samples"] == 24
+
+
 async def test_a_resumed_trainer_of_another_size_trains_the_same_rollouts_in_new_batches(
     mesh, script, make_config, tmp_path
 ) -> None:

@@ -121,6 +121,17 @@ def test_data_parallel_engines_of_several_runs_do_not_meet() -> None:
     assert parts_of(load("--inference"))["inference"].config.data_parallel_rpc_port is None
 
 
+def test_the_orchestrator_writes_its_part_of_the_checkpoints_that_the_trainer_saves() -> None:
+    def of(*flags: str) -> tuple[int | None, bool]:
+        config = parts_of(load("--inference", *flags))["orchestrator"].config
+        return config.checkpoint_interval, config.checkpoint_at_end
+
+    assert of() == (None, False)
+    assert of("--ckpt") == (None, True)
+    assert of("--ckpt.interval", "5") == (5, True)
+    assert of("--ckpt.weights-only") == (None, False)
+
+
 def test_each_launch_has_a_name_of_its_own() -> None:
     def named(*argv: str, session: str) -> str:
         parts = compose(load(*argv), lambda host: 40001, session=session)

@@ -51,6 +51,7 @@ def test_keys_of_a_trainer_that_is_not_started_are_not_held_against_the_others()
     parts = parts_of(load(*engine, *flags, *own, "--restarts", "1", "--ckpt.interval", "5"))
     assert parts["orchestrator"].config.run_id == "theirs"
     assert parts["orchestrator"].config.checkpoint_interval is None
+    assert not parts["orchestrator"].config.checkpoint_at_end
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,13 @@ def test_orchestrator_alone_takes_the_sections_of_its_file(load: Callable[..., A
     assert "ckpt is not used: the trainer writes and resumes checkpoints" in said
 
 
+def test_orchestrator_alone_writes_its_part_of_the_last_checkpoint_where_there_is_a_section(
+    load: Callable[..., Any],
+) -> None:
+    assert load("[ckpt]\n", program="orchestrator").checkpoint_at_end
+    assert not load("", program="orchestrator").checkpoint_at_end
+
+
 def test_trainer_alone_takes_the_sections_of_its_file(load: Callable[..., Any]) -> None:
     text = "max_steps = 9\n[wandb]\nproject = 'p'\n[data]\nseq_len = 256\nmicro_batch_size = 2\n"
     text += "[model.experimental.lora]\n"

@@ -182,6 +182,10 @@ class OrchestratorConfig(BaseConfig):
     """Steps between the trainer's checkpoints: batches are kept until theirs is on disk, so that a trainer that
     restarts gets them again. None: a step that is done is final. rl takes it from ckpt.interval."""
 
+    checkpoint_at_end: bool = False
+    """The trainer saves its last step, so the orchestrator's part of that checkpoint is written; with
+    checkpoint_interval it always is. rl sets it with ckpt."""
+
     session: str = ""
     """Names one launch: an orchestrator that restarts under the same name goes on with the run of its output_dir even
     where the trainer has yet to train a step. Empty: the trainer's process decides."""

@@ -49,7 +49,8 @@ class StartingPoint:
 
 
 class Journal:
-    """The journal of one run. `checkpoints` says that a trainer which restarts goes back to its last durable step."""
+    """The journal of one run. With `checkpoints` a trainer that restarts goes back to its last durable step, and with
+    `saves_last`, as with those, it saves the last step."""
 
     def __init__(
         self,
@@ -60,12 +61,14 @@ class Journal:
         layout: Layout,
         durable: int,
         checkpoints: bool,
+        saves_last: bool = False,
     ) -> None:
         self.starting_point = start
         self._ledger = ledger
         self._store = store
         self._layout = layout
         self._checkpoints = checkpoints
+        self._saves_last = checkpoints or saves_last
         self._began_durable = durable
         self._durable = durable
         self._stated = durable
@@ -209,7 +212,7 @@ class Journal:
 
         The last step's is written ahead: the trainer saves that step when nobody is left to hear of it.
         """
-        step = last_step if last_step is not None and self._checkpoints else self._durable
+        step = last_step if last_step is not None and self._saves_last else self._durable
         if step > self._stated and step in self._records:
             self._stated = step
             await asyncio.to_thread(write_state, self._layout, self._records[step])

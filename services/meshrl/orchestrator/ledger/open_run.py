@@ -32,12 +32,13 @@ def open_journal(
     session: str,
     least_rollouts: Mapping[str, int],
     checkpoints: bool,
+    saves_last: bool = False,
     writer: Writer | None = None,
 ) -> Journal:
     """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
 
     `session`: that of the configuration; `least_rollouts`: what a group must have left, by training environment;
-    `checkpoints`: whether the run saves any.
+    `checkpoints`: whether the trainer saves steps on the way; `saves_last`: whether it saves the last one.
     """
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
@@ -76,6 +77,7 @@ def open_journal(
         layout=layout,
         durable=run.durable_step,
         checkpoints=checkpoints,
+        saves_last=saves_last,
     )
 
 
