@@ -167,7 +167,7 @@ def _trainer(config: RLConfig, hub: str, placement: Placement, free_port: Callab
     if config.inference is not None and config.inference.sleep_while_training:
         _check_sleep(config.inference, placement)
         values["release_memory"] = True
-    return with_values(_with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port), values)
+    return with_values(_with_port(config.trainer, free_port), values)
 
 
 def _orchestrator(

@@ -231,8 +231,6 @@ def _supervise(
         logger.info("{}", text)
     for finding in findings:
         logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
-    if config.trainer.wandb is not None:
-        logger.warning("trainer.wandb is not used: the orchestrator logs the trainer's metrics; set wandb instead")
     for name, addresses in config.orchestrator.services.given().items():
         logger.info("{} runs already at {}: it is used, and left running at the end", name, " and ".join(addresses))
     if makes_own(config, os.environ) and hub_is_open(config) and not (layout.credentials / "ca.key").exists():

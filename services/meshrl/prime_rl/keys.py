@@ -103,7 +103,6 @@ _RUN = (
     *_resumed(""),
     _moved("orchestrator.weight_broadcast", "weight_broadcast"),
     _moved("orchestrator.monitors.wandb", "orchestrator.wandb"),
-    _moved("trainer.monitors.wandb", "trainer.wandb"),
     _moved("sft.monitors.wandb", "sft.wandb"),
     _absent("sft.eval", "sft plays no rollouts; give its weights to `eval --weights-dir`, or held-out rows to [val]"),
     _moved("sft.data.loss_mask", "sft.loss_mask"),
@@ -194,10 +193,17 @@ _ORCHESTRATOR = (
 )  # fmt: skip
 
 _TRAINER = (
+    _unused("trainer.wandb", "the orchestrator logs the trainer's metrics; set wandb there, or at the top of rl"),
+    _unused("trainer.monitors", "the orchestrator logs the trainer's metrics; set wandb there, or at the top of rl"),
     _unused("trainer.micro_batch_size", _PACKED),
     _unused("trainer.data.micro_batch_size", _PACKED),
     _moved("trainer.data.seq_len", "trainer.seq_len"),
-    _unused("trainer.data.fake", "trainer.bench makes its data itself"),
+    _moved("trainer.data.fake.batch_size", "trainer.bench.rows"),
+    ForeignKey(
+        old="trainer.data.fake.generate_samples", new="trainer.bench.lengths",
+        values={"true": "variable", "false": "fixed"},
+    ),
+    _moved("trainer.data.fake", "trainer.bench"),
     _moved("trainer.model.seq_len", "trainer.seq_len"),
     _moved("trainer.weight_broadcast.adapter_only", "trainer.weight_broadcast.lora_adapter_only"),
     _moved("trainer.weight_broadcast.timeout", "trainer.weight_broadcast.transfer_deadline_s"),
@@ -278,8 +284,6 @@ _ALONE = (
     _alone("orchestrator.client", "the rollout program calls engines; start it with the same [client]"),
     _alone("orchestrator.log.vf_level", "environments run in the rollout program; start it with --vf-level"),
     _alone("orchestrator.weight_broadcast", "the hub brings versions to engines; see services.weights"),
-    _alone("trainer.wandb", "the orchestrator logs the trainer's metrics; start it with [wandb]"),
-    _alone("trainer.monitors", "the orchestrator logs the trainer's metrics; start it with [wandb]"),
     _alone("trainer.max_async_level", "the orchestrator keeps to it; start it with --max-async-level"),
     _alone("trainer.async_level", "the orchestrator keeps to it; start it with --max-async-level"),
     _alone("inference.wandb", "the orchestrator logs metrics; start it with [wandb]"),

@@ -28,14 +28,19 @@ class _Row:
     new: Path
     key: ForeignKey
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The values that the row is for; empty for all of them."""
+        return self.key.only or tuple(self.key.values)
+
     def fits(self, path: Path) -> bool:
-        """Whether a path is that of the row, or below it."""
-        return len(path) >= len(self.old) and all(one in ("*", two) for one, two in zip(self.old, path, strict=False))
+        """Whether a path is that of the row, or below it where the row is for all values."""
+        fits = all(one in ("*", two) for one, two in zip(self.old, path, strict=False))
+        return fits and (len(path) == len(self.old) or (len(path) > len(self.old) and not self.words))
 
     def is_for(self, path: Path, value: object) -> bool:
         """Whether the row is for this key with this value."""
-        words = self.key.only or tuple(self.key.values)
-        return self.fits(path) and (not words or (len(path) == len(self.old) and str(value).lower() in words))
+        return self.fits(path) and (not self.words or str(value).lower() in self.words)
 
     def renamed(self, path: Path) -> Path:
         """The path here, with the places that the other one had for its stars."""

@@ -81,14 +81,6 @@ def test_shared_section_and_own_section_merge_key_by_key() -> None:
     assert (config.orchestrator.wandb.project, config.orchestrator.wandb.log_extras.interval) == ("p", 50)
 
 
-def test_wandb_of_the_trainer_is_taken_and_left_to_the_orchestrator() -> None:
-    config = load("--wandb", "--no-trainer.wandb.log-extras.distributions")
-    assert config.trainer.wandb is not None
-    parts = parts_of(config)
-    assert "wandb" not in parts["trainer"].config.model_dump()
-    assert parts["orchestrator"].config.wandb.log_extras.distributions is True
-
-
 def test_switching_a_shared_section_off_switches_it_off_everywhere(tmp_path: Path) -> None:
     path = tmp_path / "rl.toml"
     path.write_text("[wandb]\n[ckpt]\n[orchestrator.wandb]\nproject = 'p'\n")

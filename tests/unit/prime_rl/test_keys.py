@@ -223,10 +223,28 @@ def test_orchestrator_alone_writes_its_part_of_the_last_checkpoint_where_there_i
 def test_trainer_alone_takes_the_sections_of_its_file(load: Callable[..., Any]) -> None:
     text = "max_steps = 9\n[wandb]\nproject = 'p'\n[data]\nseq_len = 256\nmicro_batch_size = 2\n"
     text += "[model.experimental.lora]\n"
-    config = load(text, "--data.fake", program="trainer")
+    config = load(text, program="trainer")
     assert (config.seq_len, config.max_steps) == (256, 9)
     assert config.model.lora is not None
     assert load("[model]\nseq_len = 512\n", program="trainer").seq_len == 512
+
+
+def test_a_trainer_on_made_up_data_is_its_benchmark_and_waits_for_no_orchestrator(
+    load: Callable[..., Any], refused: Callable[..., str]
+) -> None:
+    fake = load("max_steps = 5\n[data.fake]\nbatch_size = 2\ngenerate_samples = true\n", program="trainer")
+    assert (fake.bench.rows, fake.bench.lengths) == (2, "variable")
+    assert load("", "--data.fake", "--bench", program="trainer").bench == load("", "--bench", program="trainer").bench
+    assert "trainer.bench measures the trainer without a run" in refused(ENVIRONMENT + "[trainer.data.fake]\n")
+
+
+def test_a_key_of_the_trainer_for_wandb_has_a_note_that_it_has_no_effect(load: Callable[..., Any]) -> None:
+    config = load(ENVIRONMENT, "--wandb", "--no-trainer.wandb.log-extras.distributions")
+    assert config.orchestrator.wandb.log_extras.distributions is True
+    assert config.notes[1:] == (
+        "trainer.wandb is not used: the orchestrator logs the trainer's metrics; set wandb there, or at the top of rl"
+        " (from --no-trainer.wandb.log-extras.distributions)",
+    )
 
 
 def test_a_trainer_holds_one_run(refused: Callable[..., str]) -> None:

@@ -20,10 +20,10 @@ from meshrl.launch.config.sections import (
     OrchestratorSection,
     RolloutSection,
     RunDeploymentConfig,
-    TrainerSection,
     WeightsSection,
 )
 from meshrl.launch.config.shared_keys import COMPONENTS, HandedTo, every_component, hand_down
+from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import CheckpointConfig
 
 
@@ -159,7 +159,7 @@ class RLConfig(BaseConfig):
     failure_grace_s: float = Field(default=4.0, gt=0.0, le=8.0)
     """Once a program has died, how long the others may take to end before they are killed."""
 
-    trainer: TrainerSection = TrainerSection()
+    trainer: TrainerConfig = TrainerConfig()
     """The trainer."""
 
     orchestrator: Annotated[

@@ -7,11 +7,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LOCAL, AddressesOrNone, LogConfig, LogLevel, ModelConfig, WandbConfig
+from meshrl.core.config.shared import LOCAL, AddressesOrNone, LogConfig, LogLevel, ModelConfig
 from meshrl.core.slurm.config import DeploymentType
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
-from meshrl.trainer.config import TrainerConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
 from meshrl.weights.config import WeightsConfig
 
@@ -108,13 +107,6 @@ class RolloutSection(RolloutConfig):
     @model_validator(mode="after")
     def _engines(self) -> Self:
         return self  # rl names the hub, which knows the engines
-
-
-class TrainerSection(TrainerConfig):
-    """The trainer, with a key that other launchers know and that has no effect here."""
-
-    wandb: WandbConfig | None = None
-    """Taken but not used: the orchestrator logs the trainer's metrics into the run's one W&B run; set wandb instead."""
 
 
 class WeightsSection(WeightsConfig):
