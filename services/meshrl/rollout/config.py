@@ -82,6 +82,9 @@ class RolloutConfig(BaseConfig):
     chat template, and any name of the renderers package with its options is accepted. Empty: auto, and default where
     auto fails."""
 
+    show_rows: int = Field(default=1, ge=0, le=64)
+    """First prompts that each worker logs, with the messages they are made of and their tokens."""
+
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of every environment where neither the environment nor the request says otherwise."""
 

@@ -49,7 +49,9 @@ async def open_players(
     if isinstance(servers, ChatServers):
         client = servers
     else:
-        renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
+        renderer = await asyncio.to_thread(
+            load_renderer, config.tokenizer or config.model.name, config.renderer, show_rows=config.show_rows
+        )
         client = EngineClient(PolicyRenderer(renderer), servers, book, tracer, seq_len=config.seq_len)
     players: dict[str, EpisodePlayer | TimedPlayer] = {}
     for entry in config.env:

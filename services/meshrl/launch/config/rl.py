@@ -67,6 +67,9 @@ class RLConfig(BaseConfig):
     ] = Field(default=None, ge=2)
     """Longest sequence in tokens, for trainer, orchestrator, rollout and (as max_model_len) inference."""
 
+    show_rows: Annotated[int | None, HandedTo(("rollout.show_rows",))] = Field(default=None, ge=0, le=64)
+    """First prompts that each worker of rollout logs, for rollout."""
+
     max_steps: Annotated[int | None, HandedTo(("trainer.max_steps", "orchestrator.max_steps"), even_none=True)] = Field(
         default=None, ge=1
     )

@@ -24,6 +24,7 @@ from meshrl.core.chat_messages import normal_message
 from meshrl.core.config import ConfigError
 from meshrl.rollout.rendering.content import tell_content
 from meshrl.rollout.rendering.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
+from meshrl.rollout.rendering.shown_prompts import show_prompts
 from meshrl.rollout.rendering.tokenizer_folders import known_class, load_known
 from meshrl.wire.errors import MeshError, Reason
 
@@ -141,10 +142,11 @@ def _can_be_appended(tail: Sequence[WireMessage]) -> bool:
     return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")
 
 
-def load_renderer(tokenizer: str, options: Mapping[str, object]) -> Renderer:
+def load_renderer(tokenizer: str, options: Mapping[str, object], *, show_rows: int = 0) -> Renderer:
     """The renderer for a tokenizer (name or folder). Blocks: it may read many megabytes.
 
-    Without options the renderer made for the model is taken, and the tokenizer's own chat template where there is none.
+    The first `show_rows` prompts are logged. Without options the renderer made for the model is taken, and the
+    tokenizer's own chat template where there is none.
     Raises ConfigError when the tokenizer cannot be loaded or the options do not name a renderer.
     """
     try:
@@ -156,6 +158,7 @@ def load_renderer(tokenizer: str, options: Mapping[str, object]) -> Renderer:
     renderer = _create(loaded, tokenizer, options)
     remember_prefixes(renderer)
     tell_content(renderer, loaded)
+    show_prompts(renderer, loaded, show_rows)
     return renderer
 
 
