@@ -43,6 +43,12 @@ def test_dry_run_looks_at_the_data_and_writes_the_file(
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["configs"]
 
 
+def test_dry_run_of_a_benchmark_reads_no_data(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    nowhere = ["--data.name", "nowhere.jsonl", "--tokenizer.chat-template", "nowhere"]
+    assert start(monkeypatch, folder, "--bench", "--dry-run", *nowhere) == 0
+    assert capsys.readouterr().out.startswith("dry run: the configuration is valid")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
