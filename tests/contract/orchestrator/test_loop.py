@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.status import read_status
+from meshrl.core.config import dump_toml
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
@@ -368,3 +371,17 @@ async def test_a_mesh_without_engines_is_said_so(mesh, script, make_config, star
     async with start(make_config(mesh.services, deadlines={"startup_s": 0.3})) as (loop, _):
         with pytest.raises(RunError, match=r"weight hub at .* has 0 inference engines after 0.3 s, need 1; start `inf"):
             await loop.train()
+
+
+async def test_status_compares_the_last_step_with_the_version_of_that_step(
+    mesh, script, make_config, start, tmp_path
+) -> None:
+    config = make_config(mesh.services, max_steps=4)
+    async with start(config) as (loop, _):
+        await loop.train()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]))  # the trainer is two steps ahead of the last record
+    dump_toml(config, tmp_path / "configs" / "orchestrator.toml")
+    rows = {row.service: row for row in (await read_status(RunFolder(tmp_path))).rows}
+    assert rows["trainer"].version == 4
+    assert (rows["orchestrator"].version, rows["orchestrator"].lag) == (2, 0)

@@ -34,7 +34,10 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRow:
-    """One line of the status: a service or an engine. `lag` is in versions behind the trainer; None where unknown."""
+    """One line of the status: a service or an engine. `lag` is in versions behind the trainer; None where unknown.
+
+    The orchestrator's row is about its last step, when the trainer had that step's version.
+    """
 
     service: str
     address: str
@@ -236,14 +239,15 @@ def _orchestrator(folder: RunFolder, last: JsonObject | None, now_s: float, *, r
         address="-",
         state="running" if running else "ended",
         version=None if active is None else int(active),
+        lag=None if active is None else max(0, int(last["step"]) - int(active)),
         detail=detail,
         figures={"age_s": age_s, "lag_s": last.get("weights/lag_s")},
     )
 
 
 def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
-    """The row with its lag behind the newest version of the trainer."""
-    if newest is None or row.version is None:
+    """The row with its lag behind the newest version of the trainer, unless it is about an earlier moment."""
+    if newest is None or row.version is None or row.lag is not None:
         return row
     return replace(row, lag=max(0, newest - row.version))
 
