@@ -12,10 +12,13 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import current_process
 from pathlib import Path
+from typing import Any
 
+from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
 
 SHM = Path("/dev/shm")
@@ -83,6 +86,27 @@ def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
         f"no folder for Unix sockets: {', '.join(map(str, choices))} cannot be written, belong to another user or have"
         f" more than {SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - 16} bytes; set TMPDIR to a short path of your own"
     )
+
+
+@contextmanager
+def short_socket_paths() -> Iterator[None]:
+    """The sockets of `multiprocessing` and of vLLM are in a `socket_folder` of this process, however long TMPDIR is.
+
+    For the whole life of a program: a fork server keeps its socket. The folder goes with the process, also where that
+    is killed. Ends the process with a sentence where there is no place for one.
+    """
+    try:
+        folder = socket_folder()
+    except OSError as error:
+        raise SystemExit(str(error)) from error
+    guardian = FolderGuardian(folder)
+    own: Any = current_process()
+    own._config["tempdir"] = str(folder)  # where multiprocessing would keep one of its own, for its children as well
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
+    try:
+        yield
+    finally:
+        guardian.close()
 
 
 def _keeps_names(folder: os.stat_result) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 
 from meshrl.client.trust import Role
 from meshrl.core.config import load_config
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import loading
 from meshrl.core.interpreter import start_anew_in
+from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.torch_environment import wait_briefly
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
@@ -32,8 +34,15 @@ def main() -> None:
         instead=_elsewhere,
         spellings=PrimeRLKeys(InferenceProgramConfig, "inference"),
     )
-    if config.engine != "vllm":  # whose processes have the cores of a CPU for themselves
-        wait_briefly(os.environ)
+    with ExitStack() as stack:
+        if config.engine == "vllm":
+            stack.enter_context(short_socket_paths())
+        else:  # vLLM's processes have the cores of a CPU for themselves
+            wait_briefly(os.environ)
+        _run(config)
+
+
+def _run(config: InferenceProgramConfig) -> None:
     name = f"inference-{config.engine_id}" if config.engine_id else "inference"
     log_as(name, config)
     if config.headless:

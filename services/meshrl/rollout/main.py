@@ -15,6 +15,7 @@ from meshrl.core.config import load_config
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded, loading
 from meshrl.core.orphans import children_end_too
+from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
@@ -45,7 +46,7 @@ DELIVER_S = 10.0
 def main() -> None:
     """Entry point of the console scripts `rollout` and `env-server`."""
     config = load_config(RolloutConfig, prog="rollout", spellings=PrimeRLKeys(RolloutConfig, "rollout"))
-    with children_end_too():  # the tool servers and sandboxes of environments
+    with short_socket_paths(), children_end_too():  # the tool servers and sandboxes of environments
         # Environments may have threads of their own kind of work: as many as Python gives them.
         run_program("rollout", config, as_member(Role.ROLLOUT, serve), blocking_threads=None)
 

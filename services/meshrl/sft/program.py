@@ -15,6 +15,7 @@ from meshrl.algorithms.objective import Objective
 from meshrl.core.config import dump_toml
 from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
+from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import exit_code_of, leave, raise_open_file_limit
 from meshrl.core.telemetry.monitor import Monitor, open_monitor
 from meshrl.models.load import ModelError, resolve_device, resolve_dtype
@@ -52,7 +53,8 @@ def run_rank(config: SFTConfig, rank: int) -> None:
         signals: list[str] = []
         for signum in (signal.SIGTERM, signal.SIGINT):  # only now: a rank that waits for others ends at once
             signal.signal(signum, lambda number, _: signals.append(signal.Signals(number).name))
-        train(config, signals, parallel)
+        with short_socket_paths():  # for the processes that tokenize
+            train(config, signals, parallel)
         parallel.barrier()
         lifeline.release()
         parallel.close()

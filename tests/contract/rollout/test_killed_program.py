@@ -1,4 +1,4 @@
-"""A rollout program on its own that is killed: what its environments started ends with it."""
+"""A rollout program on its own that is killed: what its environments started ends with it, and no socket stays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,24 +33,30 @@ async def test_a_program_that_an_environment_started_ends_with_the_rollout_progr
         "--env.0.args.kind", "keeps", "--env.0.args.seconds", "3600", "--server.port", str(port),
         "--drain-deadline-s", "0.1",
     ]  # fmt: skip
-    with console.open("wb") as out:
+    deep = tmp_path / ("scratch-" * 10)  # no Unix socket has so long a path
+    deep.mkdir()
+    with console.open("wb") as out, tempfile.TemporaryDirectory(dir="/tmp") as short:
         program = subprocess.Popen(  # noqa: ASYNC220  # its own pace, as a user's
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(TASKSETS), "PYTHONUNBUFFERED": "1"},
+            env={
+                **os.environ, "PYTHONPATH": str(TASKSETS), "PYTHONUNBUFFERED": "1", "TMPDIR": str(deep),
+                "XDG_RUNTIME_DIR": short,
+            },
         )  # fmt: skip
-    try:
-        async with RolloutClient(f"127.0.0.1:{port}") as client:
-            await client.wait_until_serving(START_S)
-            playing = asyncio.create_task(_collect(client, make_group(environment="keeps", deadline_s=DEADLINE_S)))
-            started = await _until(lambda: _started(tmp_path))
-            assert all(map(_runs, started))
-            program.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(program.wait, DEADLINE_S)
-            await asyncio.wait({playing})
-        await _until(lambda: not any(map(_runs, started)))
-    finally:
-        program.kill()
-        program.wait(DEADLINE_S)
+        try:
+            async with RolloutClient(f"127.0.0.1:{port}") as client:
+                await client.wait_until_serving(START_S)
+                playing = asyncio.create_task(_collect(client, make_group(environment="keeps", deadline_s=DEADLINE_S)))
+                started = await _until(lambda: _started(tmp_path))
+                assert all(map(_runs, started))
+                program.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(program.wait, DEADLINE_S)
+                await asyncio.wait({playing})
+            await _until(lambda: not any(map(_runs, started)))
+            await _until(lambda: not list(Path(short).iterdir()))
+        finally:
+            program.kill()
+            program.wait(DEADLINE_S)
 
 
 async def _collect(client, request):

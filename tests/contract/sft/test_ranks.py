@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def configure(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
     return SFTConfig(**(values | changes))
 
 
-def start(config: SFTConfig, *, by: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+def start(config: SFTConfig, *, by: Sequence[str] = (), **environ: str) -> subprocess.Popen[bytes]:
     config.output_dir.mkdir(exist_ok=True)
     dump_toml(config, config.output_dir / "sft.toml")
     with (config.output_dir / "console.txt").open("wb") as out:
@@ -58,7 +59,7 @@ def start(config: SFTConfig, *, by: Sequence[str] = ()) -> subprocess.Popen[byte
             [*by, sys.executable, "-m", "meshrl.sft.main", "@", str(config.output_dir / "sft.toml")],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         )
 
 
@@ -68,10 +69,18 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    process = start(configure(folder, two))
-    train(configure(folder, one), (), RankGroup())
-    assert process.wait(180) == 0, (two / "console.txt").read_text()
+    """The two read with a process of its own, below a temporary folder too deep for Unix sockets."""
+    one, two, deep = tmp_path / "one", tmp_path / "two", tmp_path / ("scratch-" * 12)
+    deep.mkdir()
+    data = DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256, num_workers=1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        process = start(configure(folder, two, data=data), TMPDIR=str(deep), XDG_RUNTIME_DIR=short)
+        train(configure(folder, one), (), RankGroup())
+        assert process.wait(180) == 0, (two / "console.txt").read_text()
+        end = time.monotonic() + 60
+        while list(Path(short).iterdir()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
     for ours, theirs in zip(records(two), records(one), strict=True):
         assert ours["step"] == theirs["step"]
         for name in ("loss/mean", "optim/grad_norm", "entropy/all/mean", "progress/num_tokens"):

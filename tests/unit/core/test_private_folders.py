@@ -3,7 +3,10 @@
 import os
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +103,41 @@ def test_a_short_temporary_folder_is_taken_and_one_in_which_others_rename_is_not
         folder = socket_folder({"XDG_RUNTIME_DIR": short})
         assert folder.parent == Path("/tmp")
         folder.rmdir()
+
+
+PLAYS = """
+import multiprocessing, os, sys
+from meshrl.core.private_folders import short_socket_paths
+
+def work(number):
+    return number + 1
+
+if __name__ == "__main__":
+    with short_socket_paths():
+        context = multiprocessing.get_context("forkserver")
+        with context.Pool(1) as pool:
+            print(pool.apply(work, (1,)), os.environ["VLLM_RPC_BASE_PATH"], flush=True)
+            if sys.argv[1] == "killed":
+                os.kill(os.getpid(), 9)
+            if sys.argv[1] == "left":
+                os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("end", ["orderly", "left", "killed"])
+def test_a_fork_server_works_below_a_long_temporary_folder_and_leaves_nothing(tmp_path: Path, end: str) -> None:
+    deep, script = tmp_path / ("scratch-" * 12), tmp_path / "plays.py"
+    deep.mkdir()
+    script.write_text(PLAYS)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        environ = {**os.environ, "TMPDIR": str(deep), "XDG_RUNTIME_DIR": short}
+        command = [sys.executable, str(script), end]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environ)
+        assert ended.stdout.split()[0] == "2", ended.stderr
+        folder = Path(ended.stdout.split()[1])
+        assert folder.parent == Path(short)
+        deadline = time.monotonic() + 60.0
+        while folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert list(deep.iterdir()) == []
