@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from meshrl.wire.growing_file import GrowingFile, json_records
 from meshrl.wire.values import JsonObject
 
 EVAL_SCORE = re.compile(r"eval/(?P<environment>.+)/avg@\d+")
@@ -88,11 +89,9 @@ class Curves:
 
 def read_records(path: Path) -> list[JsonObject]:
     """The records of a metrics.jsonl. Raises ReportError when there is no such file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError as error:
-        raise ReportError(f"{path} is missing: the run ended before its first step; see the logs beside it") from error
-    return [json.loads(line) for line in lines if line.strip()]
+    if not path.exists():
+        raise ReportError(f"{path} is missing: the run ended before its first step; see the logs beside it")
+    return list(json_records(GrowingFile(path).read_on()))
 
 
 def curves(records: Sequence[JsonObject]) -> Curves:

@@ -57,12 +57,6 @@ def test_the_last_step_is_the_last_whole_one(folder: RunFolder) -> None:
     assert folder.last_step() == {"step": 8, "time/step": 2.5}
 
 
-def test_a_line_that_the_tail_cuts_is_passed_over(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.cli.run_folder._TAIL_BYTES", 29)
-    (folder.path / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n{"step": 2, "time/step": 1.0}\n')
-    assert folder.last_step() is None  # the only line that ends within these bytes begins before them
-
-
 def test_a_lock_tells_a_run_that_lives_from_one_that_has_ended(folder: RunFolder) -> None:
     with (folder.path / "rl.lock").open("w") as lock:
         assert not folder.is_held()

@@ -53,7 +53,7 @@ def test_points_are_the_means_of_equal_stretches(run_path: Path) -> None:
 
 
 def test_a_file_is_read_whole_in_pieces_that_cut_its_lines(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.cli.ui.history._READ_BYTES", 7)
+    monkeypatch.setattr("meshrl.wire.growing_file._READ_BYTES", 7)
     history = MetricsHistory(run_path / "metrics.jsonl")
     assert history.read_on()
     assert history.series(["time/step"], 100) == {"time/step": (list(range(1, 11)), [1.0] * 10)}

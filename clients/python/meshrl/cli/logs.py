@@ -7,7 +7,6 @@ import heapq
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
 from os import SEEK_END
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import click
 
 from meshrl.cli.command import CliError, folder_option
 from meshrl.cli.run_folder import RunFolder
+from meshrl.wire.growing_file import GrowingFile
 
 FOLLOW_S = 0.5
 TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
@@ -31,9 +31,9 @@ TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool, attempt: int | None) -> None:
     """Print the end of each program's log, and what is added to it."""
     found = _chosen(folder, services, attempt)
-    read: dict[Path, int] = {}
-    ends = [_stamped(name, path, read, lines) for name, path in found.items()]
-    for _, name, line in heapq.merge(*ends):
+    ends = [_stamped(name, path, lines) for name, path in found.items()]
+    read = {path: GrowingFile(path, end) for path, (_, end) in zip(found.values(), ends, strict=True)}
+    for _, name, line in heapq.merge(*(stamped for stamped, _ in ends)):
         click.echo(f"{name:14} {line}")
     with contextlib.suppress(KeyboardInterrupt):
         while follow:
@@ -41,8 +41,8 @@ def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool,
             for name, path in folder.logs(attempt).items():  # of a start that has just begun, maybe without some
                 if services and _program(name) not in services and name not in services:
                     continue
-                for line in _new_lines(path, read):
-                    click.echo(f"{name:14} {line}")
+                for added in read.setdefault(path, GrowingFile(path)).read_on():
+                    click.echo(f"{name:14} {added.decode(errors='replace')}")
 
 
 def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -> dict[str, Path]:
@@ -65,23 +65,23 @@ def _program(name: str) -> str:
     return program if number.isdecimal() else name
 
 
-def _stamped(name: str, path: Path, read: dict[Path, int], number: int) -> list[tuple[str, str, str]]:
+def _stamped(name: str, path: Path, number: int) -> tuple[list[tuple[str, str, str]], int]:
     """The last lines, each with the time it begins with, or that of the line before; none of a file that has gone.
 
-    Notes in `read` up to which byte.
+    And where the file ends.
     """
     try:
         with path.open("rb") as file:
-            read[path] = file.seek(0, SEEK_END)
-            begin = file.seek(max(0, read[path] - TAIL_BYTES))
-            kept = deque(file.read(read[path] - begin).decode(errors="replace").splitlines(), maxlen=number)
+            size = file.seek(0, SEEK_END)
+            begin = file.seek(max(0, size - TAIL_BYTES))
+            kept = deque(file.read(size - begin).decode(errors="replace").splitlines(), maxlen=number)
     except FileNotFoundError:
-        return []
+        return [], 0
     stamped, stamp = [], ""
     for line in kept:
         stamp = _time_of(line) or stamp
         stamped.append((stamp, name, line))
-    return stamped
+    return stamped, size
 
 
 def _time_of(line: str) -> str:
@@ -92,18 +92,3 @@ def _time_of(line: str) -> str:
         except (ValueError, KeyError, TypeError):
             return ""
     return line[:12] if line[2:3] == ":" else ""
-
-
-def _new_lines(path: Path, read: dict[Path, int]) -> Iterator[str]:
-    """Whole lines that were added since the last look; a file that shrank was begun anew, one that went has none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, SEEK_END)
-            begin = file.seek(read.get(path, 0) if size >= read.get(path, 0) else 0)
-            added = file.read(size - begin)
-    except FileNotFoundError:
-        read.pop(path, None)
-        return
-    whole = added[: added.rfind(b"\n") + 1]
-    read[path] = begin + len(whole)
-    yield from whole.decode(errors="replace").splitlines()

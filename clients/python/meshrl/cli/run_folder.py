@@ -14,12 +14,12 @@ import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os import SEEK_END
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zstandard
 
+from meshrl.wire.growing_file import json_records, lines_from_the_end
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 from meshrl.wire.values import JsonObject
@@ -27,7 +27,6 @@ from meshrl.wire.values import JsonObject
 if TYPE_CHECKING:
     from meshrl.client.credentials import Credentials
 
-_TAIL_BYTES = 2**20
 FULL_BYTES = 2**20
 """A disk with less room takes no more logs, states and metrics."""
 UNSET = "None"
@@ -39,13 +38,6 @@ def _reach(server: JsonObject) -> str:
     """host:port by which a server of this machine is called, IPv6 hosts in brackets."""
     host = "127.0.0.1" if server["host"] in _ANY_HOST else str(server["host"])
     return f"[{host}]:{server['port']}" if ":" in host else f"{host}:{server['port']}"
-
-
-def _tail(path: Path) -> bytes:
-    """The last _TAIL_BYTES of a file. Raises OSError."""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, SEEK_END) - _TAIL_BYTES))
-        return file.read()
 
 
 @dataclass(frozen=True)
@@ -104,18 +96,8 @@ class RunFolder:
 
         The file's last line may be half written, and evaluations have records of their own without a reward.
         """
-        try:
-            lines = _tail(self.path / "metrics.jsonl").split(b"\n")
-        except OSError:  # no step has ended yet
-            return None
-        for line in reversed(lines[:-1]):
-            try:
-                record = json.loads(line)
-            except ValueError:  # cut off where the tail begins
-                continue
-            if isinstance(record, dict) and "time/step" in record:
-                return record
-        return None
+        newest_first = json_records(lines_from_the_end(self.path / "metrics.jsonl"))
+        return next((record for record in newest_first if "time/step" in record), None)
 
     def metrics_age_s(self, now_s: float) -> float | None:
         """Seconds since metrics.jsonl last grew, None when there is none."""
@@ -153,12 +135,8 @@ class RunFolder:
 
     def why_it_ended(self) -> str:
         """The error that `rl` ended with, in one line; "" where it ended well, or runs."""
-        try:
-            lines = _tail(self.path / "logs" / "rl.log").decode(errors="replace").splitlines()
-        except OSError:  # programs that were started by hand
-            return ""
-        for line in reversed(lines):
-            level, message = _logged(line)
+        for line in lines_from_the_end(self.path / "logs" / "rl.log"):  # none of programs that were started by hand
+            level, message = _logged(line.decode(errors="replace"))
             if message.startswith("started "):  # of the run that is meant
                 return ""
             if level == "ERROR":

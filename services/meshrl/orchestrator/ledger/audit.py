@@ -31,6 +31,7 @@ from meshrl.orchestrator.ledger.rules import OPEN_STATES, RolloutState
 from meshrl.orchestrator.ledger.writer import LedgerFileError, check_layout, unusable
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.wire.growing_file import GrowingFile
 
 _LOST = (RolloutState.DROPPED, RolloutState.FAILED, RolloutState.CANCELLED)
 _STATES = frozenset(state.value for state in RolloutState)
@@ -147,20 +148,14 @@ def _step_lines(path: Path, offset: int) -> tuple[list[StepLine], list[str]]:
     """Each step's record since the run began, and what cannot be read; a half-written last line is none."""
     lines: list[StepLine] = []
     unreadable: list[str] = []
-    if not path.exists():
-        return lines, unreadable
-    with path.open("rb") as file:
-        file.seek(offset)
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = json.loads(line)
-                if "time/step" in record:
-                    held = {name: record[name] for name in _NEVER_FALL if name in record}
-                    lines.append(StepLine(step=int(record["step"]), redone="progress/redone" in record, totals=held))
-            except (ValueError, KeyError, TypeError) as error:
-                unreadable.append(f"{path.name}: record {number} of the run cannot be read ({error})")
+    for number, line in enumerate(GrowingFile(path, offset).read_on(), start=1):
+        try:
+            record = json.loads(line)
+            if "time/step" in record:
+                held = {name: record[name] for name in _NEVER_FALL if name in record}
+                lines.append(StepLine(step=int(record["step"]), redone="progress/redone" in record, totals=held))
+        except (ValueError, KeyError, TypeError) as error:
+            unreadable.append(f"{path.name}: record {number} of the run cannot be read ({error})")
     return lines, unreadable
 
 

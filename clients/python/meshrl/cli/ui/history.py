@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshrl.wire.growing_file import GrowingFile, json_records
 from meshrl.wire.values import JsonObject
-
-_READ_BYTES = 2**22
 
 
 @dataclass
@@ -37,8 +35,7 @@ class MetricsHistory:
     """Columns of one metrics.jsonl. A call of `read_on` takes what the file has gained; not for several threads."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._file = GrowingFile(path)
         self._columns: dict[str, Column] = {}
         self.last: JsonObject | None = None
         """The newest record of a step."""
@@ -50,40 +47,21 @@ class MetricsHistory:
 
     def read_on(self) -> bool:
         """Reads whole lines that are new; returns whether there were any. A file that shrank is read anew."""
-        try:
-            size = self._path.stat().st_size
-            if size < self._offset:
-                self._offset, self._columns, self.last = 0, {}, None
-            if size == self._offset:
-                return False
-            grown = False
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                rest = b""
-                while data := file.read(_READ_BYTES):
-                    whole, end, rest = (rest + data).rpartition(b"\n")
-                    self._offset += len(whole) + len(end)
-                    self._take(whole)
-                    grown = grown or bool(end)
-        except FileNotFoundError:  # no step has ended yet
-            return False
-        return grown
-
-    def _take(self, lines: bytes) -> None:
-        for line in lines.split(b"\n"):
-            try:
-                record = json.loads(line)
-            except ValueError:  # empty, or cut off by a full disk
+        if self._file.shrank():
+            self._columns, self.last = {}, None
+        before = self._file.offset
+        for record in json_records(self._file.read_on()):
+            if not isinstance(record.get("step"), int):
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                step: int = record["step"]
-                for name, value in record.items():
-                    if name != "step" and isinstance(value, int | float):
-                        column = self._columns.setdefault(name, Column())
-                        column.steps.append(step)
-                        column.values.append(value)
-                if "time/step" in record:
-                    self.last = record
+            step: int = record["step"]
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    column = self._columns.setdefault(name, Column())
+                    column.steps.append(step)
+                    column.values.append(value)
+            if "time/step" in record:
+                self.last = record
+        return self._file.offset != before
 
     def series(self, names: Iterable[str], most: int) -> dict[str, tuple[list[int], list[float]]]:
         """At most `most` points of each of the metrics; those that nobody wrote are left out."""

@@ -1,0 +1,99 @@
+"""Reads the lines of files that another process appends to: logs, and records as JSON lines such as metrics.jsonl.
+
+A last line without its end is being written, or was cut off by a kill: it is left for the next look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from meshrl.wire.values import JsonObject
+
+_BLOCK_BYTES = 2**14
+_READ_BYTES = 2**22
+
+
+class GrowingFile:
+    """A file that is read on from where the last look ended. Not for several threads."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        """The byte after the last line that was read."""
+
+    def shrank(self) -> bool:
+        """Whether the file holds less than was read: it was begun anew, and is read from its beginning then."""
+        try:
+            return self.path.stat().st_size < self.offset
+        except FileNotFoundError:
+            return self.offset > 0
+
+    def read_on(self) -> Iterator[bytes]:
+        """The whole lines that are new, without their ends; none of a file that is not there."""
+        if self.shrank():
+            self.offset = 0
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                rest = b""
+                while data := file.read(_READ_BYTES):
+                    whole, end, rest = (rest + data).rpartition(b"\n")
+                    self.offset += len(whole) + len(end)
+                    if end:
+                        yield from whole.split(b"\n")
+        except FileNotFoundError:
+            return
+
+
+def whole_size(path: Path) -> int:
+    """The bytes up to the end of the last whole line; 0 where there is no file."""
+    try:
+        with path.open("rb") as file:
+            for start, block in _blocks_from_the_end(file, 0):
+                if (end := block.rfind(b"\n")) >= 0:
+                    return start + end + 1
+    except FileNotFoundError:
+        pass
+    return 0
+
+
+def lines_from_the_end(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """The whole lines after `offset`, the last one first; none of a file that is not there."""
+    try:
+        with path.open("rb") as file:
+            rest = b""
+            torn = True  # what follows the last end of a line
+            for start, block in _blocks_from_the_end(file, offset):
+                lines = (block + rest).split(b"\n")
+                rest = b"" if start == offset else lines.pop(0)  # its beginning is in the block before
+                if torn and lines:
+                    lines.pop()
+                    torn = False
+                yield from reversed(lines)
+    except FileNotFoundError:
+        return
+
+
+def json_records(lines: Iterable[bytes]) -> Iterator[JsonObject]:
+    """Each line that is a JSON object. Others are damaged, or were cut off where a disk was full."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _blocks_from_the_end(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The bytes after `offset` in blocks, the last one first, with the place where each begins."""
+    end = file.seek(0, os.SEEK_END)
+    while end > offset:
+        start = max(offset, end - _BLOCK_BYTES)
+        file.seek(start)
+        yield start, file.read(end - start)
+        end = start
