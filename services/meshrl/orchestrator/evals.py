@@ -57,6 +57,13 @@ class Evaluator:
         """The environments in which this step's version is evaluated during the run."""
         return [env for env in self._config.env if step % self._config.interval_of(env) == 0]
 
+    def owed(self, after: int, upto: int) -> tuple[int, list[EvalEnvConfig]]:
+        """The environments that were due after step `after` and up to step `upto`, and the last of their steps."""
+        intervals = {env.resolved_name: self._config.interval_of(env) for env in self._config.env}
+        last = {name: upto // interval * interval for name, interval in intervals.items()}
+        envs = [env for env in self._config.env if last[env.resolved_name] > after]
+        return max((last[env.resolved_name] for env in envs), default=0), envs
+
     def due_before(self, version: int) -> list[EvalEnvConfig]:
         """Those in which the version that training begins with is evaluated."""
         return self._config.env if self._config.eval_base and version == 0 else []

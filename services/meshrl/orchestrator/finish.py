@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.clock import Clock
@@ -66,6 +67,7 @@ class StepFinisher:
         self._logprobs = LogprobCheck(config.logprob_check)
         self._alerts = Alerts(synchronous=config.max_async_level == 0)
         self._step_began_s = clock.now()
+        self._evaluated = run.journal.starting_point.evaluated
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
         """The step with a batch that asks the trainer for the logprobs that the rollout samples are to show."""
@@ -74,6 +76,11 @@ class StepFinisher:
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
         """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
         self._step_began_s = self._clock.now()
+        if self._evaluator is not None:
+            step, owed = self._evaluator.owed(self._evaluated, self._run.info.step)
+            if owed:
+                logger.info("the evaluation of step {} was cut off, and begins anew", step)
+                await self._evaluate(self._evaluator, step, owed, tasks, version=self._run.plan.active_version)
         while (ended := await self._uploader.next()) is not None:
             step, done = ended
             self.busy = True
@@ -106,16 +113,13 @@ class StepFinisher:
             served["policy/active_version"] = float(version)
             if not synchronous:
                 self._admit(version)
-        if redone := run.journal.redone(step):
+        if run.journal.redone(step):
             served["progress/redone"] = 1.0
         await self._write(submitted, served, done)
         await run.journal.state_checkpoint()
-        if self._evaluator is not None and (due := self._evaluator.due(step)) and not redone:
-            if synchronous:
-                served_now = version if active else run.plan.active_version
-                await self._wait_for_evaluation(self._evaluator, step, due, version=served_now)
-            else:
-                tasks.create_task(self._evaluator.evaluate(step, due, version=run.plan.active_version))
+        if self._evaluator is not None and step > self._evaluated and (due := self._evaluator.due(step)):
+            served_now = version if active else run.plan.active_version
+            await self._evaluate(self._evaluator, step, due, tasks, version=served_now)
         if active and synchronous:  # sampling goes on only now, after the evaluation
             self._admit(version)
 
@@ -132,6 +136,22 @@ class StepFinisher:
     @property
     def evaluating(self) -> bool:
         return self._evaluator is not None and self._evaluator.busy
+
+    async def _evaluate(
+        self,
+        evaluator: Evaluator,
+        step: int,
+        envs: Sequence[EvalEnvConfig],
+        tasks: asyncio.TaskGroup,
+        *,
+        version: int,
+    ) -> None:
+        """Evaluates a step: beside training, or before the run goes on where it is synchronous."""
+        self._evaluated = step
+        if self._config.max_async_level == 0:
+            await self._wait_for_evaluation(evaluator, step, envs, version=version)
+        else:
+            tasks.create_task(evaluator.evaluate(step, envs, version=version))
 
     async def _wait_for_evaluation(
         self, evaluator: Evaluator, step: int, envs: Sequence[EvalEnvConfig], *, version: int

@@ -269,6 +269,30 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
     assert [line["step"] for line in step_lines(tmp_path) if line["weights/activated"]] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("level", [0, 1])
+async def test_an_evaluation_that_the_orchestrator_died_in_is_made_anew(
+    mesh, script, make_config, tmp_path, level
+) -> None:
+    script.environments = {"echo": 50, "held-out": 3, "seldom": 2}
+    script.delay = lambda request: 3600.0 if request.environment == "held-out" and len(script.trained) >= 2 else 0.0
+    script.step_holds[3] = asyncio.Event()
+    evals = {"interval": 2, "env": [{"id": "held-out"}, {"id": "seldom", "interval": 3}], "group_size": 2}
+    config = make_config(mesh.services, max_async_level=level, max_steps=5, eval=evals)
+
+    async def second_step_is_evaluated() -> None:
+        await until(lambda: sum(one.environment == "held-out" for one in script.requests) > 3)
+        await until(lambda: [line["step"] for line in step_lines(tmp_path)] == [1, 2])
+
+    assert not await Orchestrator(config).run(second_step_is_evaluated)
+    script.delay = lambda request: 0.0
+    script.step_holds[3].set()
+    assert await Orchestrator(config).run()
+    assert_exact(tmp_path, 5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    scored = {name: [line["step"] for line in lines if f"eval/{name}/avg@2" in line] for name in ("held-out", "seldom")}
+    assert scored == {"held-out": [0, 2, 4, 5], "seldom": [0, 3, 5]}
+
+
 async def test_a_new_run_resumes_from_an_earlier_checkpoint(mesh, script, make_config, tmp_path) -> None:
     script.durable_every = 2
     config = make_config(mesh.services, max_steps=5, checkpoint_interval=2)

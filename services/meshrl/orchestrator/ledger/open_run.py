@@ -14,7 +14,7 @@ from loguru import logger
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path
 from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
-from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
+from meshrl.orchestrator.ledger.metrics_file import end_whole, last_evaluated_step, last_logged_step
 from meshrl.orchestrator.ledger.resume import ResumePlan, goes_on, plan_resume, restore, rows_fit
 from meshrl.orchestrator.ledger.rows import Past, RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
@@ -64,6 +64,7 @@ def open_journal(
             recorded=run.step,
             logged=run.step,
             unlogged_from=run.step + 1,
+            evaluated=run.step,
             progress=progress,
             records={},
             drawn=drawn,
@@ -135,6 +136,7 @@ def _resume(
         recorded=max(plan.again, default=step),
         logged=logged,
         unlogged_from=min(plan.unlogged, default=step + 1),
+        evaluated=max(last_evaluated_step(layout.metrics_jsonl, past.run.metrics_offset), past.run.first_step - 1),
         progress=progress,
         records={known: one for known, one in past.steps.items() if known in past.kept or known == step},
         ready=ready,
