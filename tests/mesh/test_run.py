@@ -65,7 +65,7 @@ def ports(run: Run) -> set[str]:
 
 def test_the_programs_of_a_run_with_an_authority_know_each_other_by_certificates(finished: dict[int, Run]) -> None:
     plain, secret = finished[0], finished[2]
-    shown = {"weights": "relay", "trainer": "publisher", "inference": "agent", "rollout": "rollout"}
+    shown = {"weights": "hub", "trainer": "publisher", "inference": "agent", "rollout": "rollout"}
     for program, role in (*shown.items(), ("orchestrator", "orchestrator")):
         assert re.search(rf"{role}/\S+ has a certificate of the run main", secret.log(program)), program
         assert "certificate" not in plain.log(program)

@@ -69,7 +69,7 @@ class Matrix:
     told: dict[Reason, int] = field(default_factory=dict)
 
     async def fill(self, address: str, credentials: Credentials, role: Role) -> None:
-        async with credentials.open_channel(address, [], Role.RELAY) as channel:
+        async with credentials.open_channel(address, [], Role.HUB) as channel:
             for method, allowed in ROLES_OF.items():
                 error = await outcome(channel, method, credentials)
                 self.told[error.reason] = self.told.get(error.reason, 0) + 1

@@ -9,6 +9,7 @@ Where the configuration or the environment names credentials, none are made.
 from __future__ import annotations
 
 import secrets
+import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from meshrl.launch.compose import Part
 from meshrl.launch.config import RLConfig
 
 ROLE_OF: Mapping[str, Role] = {
-    "weights": Role.RELAY,
+    "weights": Role.HUB,
     "trainer": Role.PUBLISHER,
     "inference": Role.AGENT,
     "rollout": Role.ROLLOUT,
@@ -84,13 +85,13 @@ def credentials_for(
         admin = _write_engine_key(config, environ, folder)
         # Where the run has an authority, programs get certificates by it.
         tokens = {} if (folder / "ca.key").exists() else _write_tokens(folder)
-    except OSError as error:
+    except (OSError, sqlite3.Error) as error:
         raise ConfigError(
-            f"output_dir: {str(folder)!r} cannot be written: {error.strerror}; choose another output_dir"
+            f"output_dir: {str(folder)!r} cannot be written: {error}; choose another output_dir"
         ) from error
     kinds = {part.name: part.name.partition("_")[0] for part in parts}
     if hub_is_open(config) and tokens:
-        tokens[Role.RELAY].pop(f"{PREFIX}TRUST")
+        tokens[Role.HUB].pop(f"{PREFIX}TRUST")
     return {
         name: {**tokens.get(ROLE_OF[kind], {}), **(admin if kind == "inference" else {})}
         for name, kind in kinds.items()

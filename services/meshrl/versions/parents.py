@@ -138,8 +138,11 @@ class Connections:
         """The connection of this number to a parent."""
         key = (parent.address, number)
         if key not in self._clients:
-            self._clients[key] = WeightSyncClient(parent.address, self._hub.options)
+            self._clients[key] = self._open(parent)
         return self._clients[key]
+
+    def _open(self, parent: Parent) -> WeightSyncClient:
+        return WeightSyncClient(parent.address, self._hub.options, of_relay=not parent.is_hub)
 
     def is_open(self, parent: Parent, number: int) -> bool:
         """Whether there is a connection of this number to a parent already."""
@@ -150,7 +153,7 @@ class Connections:
 
         Calls that run over the old one go on until `close_replaced`. Raises MeshError UNREACHABLE after `deadline_s`.
         """
-        client = WeightSyncClient(parent.address, self._hub.options)
+        client = self._open(parent)
         try:
             await client.wait_until_connected(deadline_s)
         except BaseException:  # also when cancelled

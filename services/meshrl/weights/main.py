@@ -167,11 +167,9 @@ def _token_for_engines() -> str | None:
 
 def main() -> None:
     """Console script `weights`."""
-    run_program(
-        "weights",
-        load_config(WeightsConfig, prog="weights", spellings=PrimeRLKeys(WeightsConfig, "weights")),
-        as_member(Role.RELAY, serve),
-    )
+    config = load_config(WeightsConfig, prog="weights", spellings=PrimeRLKeys(WeightsConfig, "weights"))
+    role = Role.HUB if config.upstream is None else Role.RELAY
+    run_program("weights", config, as_member(role, serve))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from meshrl.client.authority import Authority, own_hosts
+from meshrl.client.authority import Authority
 from meshrl.client.credentials import CredentialFiles
+from meshrl.client.names import own_hosts
 from meshrl.client.trust import Role
 from meshrl.core.credentials.https import client_context, kept_fresh, scheme, server_context
 from meshrl.weights.engine_calls import EngineCaller

@@ -181,7 +181,7 @@ def test_certificates_name_role_and_run_and_reach_the_pods_of_their_component_al
 ) -> None:
     manifests = rendered["watched"]
     made = {each["spec"]["secretName"]: each["spec"] for each in manifests if each["kind"] == "Certificate"}
-    assert made["run-weights-tls"]["uris"] == ["spiffe://meshrl/reverse/relay/run-weights"]
+    assert made["run-weights-tls"]["uris"] == ["spiffe://meshrl/reverse/hub/run-weights"]
     assert made["run-inference-tls"]["dnsNames"] == [
         "agent.meshrl", "run-inference.training.svc", "*.run-inference.training.svc",
     ]  # fmt: skip

@@ -151,7 +151,7 @@ def test_the_healthcheck_asks_the_program(status: str | None, code: int) -> None
 def test_the_healthcheck_shows_the_programs_certificate_and_takes_no_other_for_an_answer(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "run", "main")
     hub, engine = tmp_path / "hub", tmp_path / "engine"
-    authority.issue(hub, Role.RELAY, "hub")
+    authority.issue(hub, Role.HUB, "hub")
     authority.issue(engine, Role.AGENT, "engine")
     ca, cert, key = (str(hub / f"{name}.pem") for name in ("ca", "cert", "key"))
     pair = (Path(key).read_bytes(), Path(cert).read_bytes())

@@ -83,7 +83,7 @@ async def test_deltas_reach_engines_through_a_relay_to_the_bit_with_certificates
     await hub.start()
     stack.push_async_callback(hub.stop)
     service = CountedFetches(hub)
-    address = await listen(stack, service, member(Role.RELAY, "hub"))
+    address = await listen(stack, service, member(Role.HUB, "hub"))
     stack.callback(hub.close_streams)
     upstream = await stack.enter_async_context(client(Role.RELAY, "relay"))
     relay = Relay(upstream, TransferLimits(), spool_dir=tmp_path / "site", max_chunk_bytes=2**20, keep_versions=2)

@@ -30,7 +30,7 @@ def test_each_program_gets_the_token_of_its_role_and_the_servers_know_all_by_has
     given = credentials_for(config, parts, {})
     roles = {name: Path(variables["MESHRL_TLS_TOKEN"]).name for name, variables in given.items()}
     assert roles == {
-        "weights": "relay.token", "inference": "agent.token", "trainer": "publisher.token", "rollout": "rollout.token",
+        "weights": "hub.token", "inference": "agent.token", "trainer": "publisher.token", "rollout": "rollout.token",
         "orchestrator": "orchestrator.token",
     }  # fmt: skip
     trust = TrustFile(tmp_path / "credentials" / "trust.sqlite").read()

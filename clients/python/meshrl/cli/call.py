@@ -16,6 +16,7 @@ from meshrl.cli.command import CALL_DEADLINE_S, address_option, folder_option, o
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import Credentials, default_credentials
+from meshrl.client.trust import Role
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import from_rpc_error
 
@@ -36,8 +37,15 @@ CLIENTS = {client.service: client for client in (RolloutClient, TrainerClient, W
 @address_option
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0.1), default=CALL_DEADLINE_S, show_default=True,
               help="Seconds for the whole call.")  # fmt: skip
+@click.option("--relay", is_flag=True, help="The address is that of a relay of the weight hub.")
 def call(
-    service: str, method: str, requests: tuple[str, ...], folder: RunFolder, address: str | None, deadline_s: float
+    service: str,
+    method: str,
+    requests: tuple[str, ...],
+    folder: RunFolder,
+    address: str | None,
+    deadline_s: float,
+    relay: bool,
 ) -> None:
     """Call METHOD of a service with a request in JSON ({} if left out; - reads one a line), and print what it answers.
 
@@ -46,10 +54,12 @@ def call(
     offered = SERVICES[service].methods_by_name
     if method not in offered:
         raise click.UsageError(f"{SERVICES[service].full_name} has no {method}; it has: {', '.join(offered)}")
+    role = Role.RELAY if relay else CLIENTS[SERVICES[service].full_name].server_role
     run(
         _call(
             offered[method],
             the_address(folder, service, address),
+            role,
             list(_parsed(offered[method], requests)),
             options_for(folder, unary_deadline_s=deadline_s),
         )
@@ -66,11 +76,12 @@ def _parsed(method: MethodDescriptor, requests: tuple[str, ...]) -> Iterator[Mes
             raise click.UsageError(f"not a {method.input_type.name}: {error}") from error
 
 
-async def _call(method: MethodDescriptor, address: str, requests: list[Message], options: ChannelOptions) -> None:
+async def _call(
+    method: MethodDescriptor, address: str, role: str, requests: list[Message], options: ChannelOptions
+) -> None:
     if not method.client_streaming and len(requests) != 1:
         raise click.UsageError(f"{method.name} takes one request, got {len(requests)}")
     credentials, deadline_s = options.credentials or default_credentials(), options.unary_deadline_s
-    role = CLIENTS[method.containing_service.full_name].server_role
     async with credentials.open_channel(address, [], role) as channel:
         pending = start_call(channel, method, requests, deadline_s=deadline_s, credentials=credentials)
         try:

@@ -14,7 +14,7 @@ import click
 from meshrl.cli import command
 from meshrl.cli.command import CliError, folder_option
 from meshrl.cli.run_folder import RunFolder
-from meshrl.client.authority import Authority, own_hosts
+from meshrl.client.authority import Authority
 from meshrl.client.credentials import TRUST_FILE
 from meshrl.client.enrollment import join as join_run
 from meshrl.client.trust import Role, TrustFile
@@ -59,13 +59,15 @@ def token() -> None:
 @folder_option
 @click.option("--role", type=click.Choice([role.value for role in Role]), required=True, help="What it is good for.")
 @click.option("--ttl", type=_Duration(), default="1h", show_default=True, help="How long: 30m, 1h, 7d.")
-def create(folder: RunFolder, role: str, ttl: float) -> None:
+@click.option("--host", "hosts", multiple=True,
+              help="A name, an address or a network (10.1.0.0/16) at which its bearers serve; repeatable. Their"
+              " certificates name no other.")  # fmt: skip
+def create(folder: RunFolder, role: str, ttl: float, hosts: tuple[str, ...]) -> None:
     """Make a token, ID.SECRET, and print it with the hash of the authority's key. It is not shown again."""
-
     place = folder.path / "credentials"
     with _explained():
         ca_hash = Authority(place).fingerprint if (place / "ca.key").exists() else ""
-        made = TrustFile(place / TRUST_FILE).add_token(Role(role), ttl)
+        made = TrustFile(place / TRUST_FILE).add_token(Role(role), ttl, hosts=hosts)
     click.echo(f"token    {made}")
     if ca_hash:  # of a run without an authority, a token only shows who calls
         click.echo(f"ca-hash  {ca_hash}")
@@ -75,7 +77,10 @@ def create(folder: RunFolder, role: str, ttl: float) -> None:
 @folder_option
 @click.argument("what", metavar="ID|ROLE/NAME")
 def revoke(folder: RunFolder, what: str) -> None:
-    """Revoke a token, and everybody who came by it, or one member. The services end its calls within seconds."""
+    """Revoke a token with all members that joined by it, or one member. Its calls, and calls to it, end within seconds.
+
+    Members of other roles with the same names are revoked with the token.
+    """
     with _explained():
         revoked = TrustFile(folder.path / "credentials" / TRUST_FILE).revoke(what)
     if not revoked:
@@ -91,14 +96,14 @@ def revoke(folder: RunFolder, what: str) -> None:
 @click.option("--folder", "place", type=click.Path(file_okay=False, path_type=Path), default="credentials",
               show_default=True, help="Where to put the credentials.")  # fmt: skip
 @click.option("--name", default=None, help="What this member is called; left out, as its host.")
-@click.option("--host", "hosts", multiple=True, help="A name or address by which others reach it over HTTPS.")
+@click.option(
+    "--host", "hosts", multiple=True, help="One of the token's hosts that the certificate is to name; left out, all."
+)
 def join(address: str, shown: str, ca_hash: str, place: Path, name: str | None, hosts: tuple[str, ...]) -> None:
     """Join the run whose hub lets hosts in at HOST:PORT: get a certificate for a day, which programs then renew."""
     called = name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:63]
     try:
-        run_id, role = command.run(
-            join_run(place, address, token=shown, ca_hash=ca_hash, name=called, hosts=[*own_hosts(), *hosts])
-        )
+        run_id, role = command.run(join_run(place, address, token=shown, ca_hash=ca_hash, name=called, hosts=hosts))
     except (ValueError, OSError, sqlite3.Error) as error:
         raise CliError(str(error)) from error
     click.echo(f"{role}/{called} has joined the run {run_id!r}; start its program with --tls.folder {place}")

@@ -206,14 +206,15 @@ def _logged(line: str) -> tuple[str, str]:
 
 def _operator(folder: Path) -> Credentials:
     """Credentials of an operator, by the run's authority in `folder`. Raises CredentialError."""
-    from meshrl.client.authority import Authority, AuthorityError, renew_in_s  # gRPC takes 0.1 s to import
-    from meshrl.client.credentials import CredentialError, CredentialFiles, credentials_of
+    from meshrl.client.authority import Authority, renew_in_s  # gRPC takes 0.1 s to import
+    from meshrl.client.credentials import TRUST_FILE, CredentialError, CredentialFiles, credentials_of
     from meshrl.client.trust import Role
 
     own = folder / "operator-meshrl"
     try:
         if not (own / "cert.pem").exists() or renew_in_s(own / "cert.pem") <= 0.0:
             Authority(folder).issue(own, Role.OPERATOR, "meshrl")
-        return credentials_of(CredentialFiles.of_folder(own))
-    except (AuthorityError, OSError, sqlite3.Error) as error:
+        files = CredentialFiles.of_folder(own)
+        return credentials_of(CredentialFiles(ca=files.ca, cert=files.cert, key=files.key, trust=folder / TRUST_FILE))
+    except (ValueError, OSError, sqlite3.Error) as error:
         raise CredentialError(f"the run's authority in {folder} cannot be used: {error}") from error

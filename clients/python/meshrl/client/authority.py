@@ -1,8 +1,9 @@
 """The certificate authority of one run: made by `meshrl run init`, used to let members in for a day at a time.
 
 The authority's key never leaves its folder, a member's key never leaves the member's host: it sends a request, signed
-with its key, and gets a certificate. Role and name are in the certificate's URI, spiffe://meshrl/RUN/ROLE/NAME. All
-cryptography is the library's: ECDSA on P-256, X.509.
+with its key, and gets a certificate. Role and name are in the certificate's URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS
+names are those of the role's servers and the hosts that were bound to the member's token. All cryptography is the
+library's: ECDSA on P-256, X.509.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import ipaddress
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,13 +20,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from meshrl.client.credentials import TRUST_FILE, server_name
-from meshrl.client.trust import Role, TrustFile, check_name, write_private
+from meshrl.client.credentials import TRUST_FILE
+from meshrl.client.names import MEMBER_URI, canonical_host, check_name, member_name, server_name
+from meshrl.client.trust import SERVING, Role, Trust, TrustFile, write_private
 
 CERTIFICATE_S = 24 * 3600.0
 AUTHORITY_DAYS = 3650
 BACKDATED_S = 300.0
 """Certificates count from a little before they are made: hosts' clocks differ."""
+
+SERVER_NAMES = 8
+"""How many of a role's latest names a certificate has: a client may not have learned of the last revocations."""
 
 
 class AuthorityError(ValueError):
@@ -70,7 +74,7 @@ class Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(_usage(sign_certificates=True), critical=True)
             .add_extension(
-                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://meshrl/{run}")]), critical=False
+                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{MEMBER_URI}{run}")]), critical=False
             )
             .sign(key, hashes.SHA256())
         )
@@ -87,8 +91,27 @@ class Authority:
 
     @property
     def fingerprint(self) -> str:
-        """sha256:HEX of the authority's public key, by which who joins knows that it talks to this run."""
+        """sha256:HEX of the authority's public key, by which a host that joins recognises this run."""
         return key_hash(self.certificate)
+
+    def enroll(self, token: str, name: str, request_pem: bytes, hosts: Sequence[str]) -> tuple[Role, bytes]:
+        """The role and the certificate of who joins by a token. Raises TokenError, and ValueError for anything else."""
+        member = self.trust.enroll(token, name, _key_hash(_key_of(request_pem)), hosts)
+        return member.role, self.sign(request_pem, member.role, member.name, hosts=member.hosts)
+
+    def renew(self, role: Role, name: str, request_pem: bytes) -> bytes:
+        """The next certificate of a member, for the same hosts. Raises ValueError for one that is revoked or none."""
+        member = self.trust.renewed(role, name, _key_hash(_key_of(request_pem)))
+        return self.sign(request_pem, role, name, hosts=member.hosts)
+
+    def certify(
+        self, request_pem: bytes, role: Role, name: str, by: str, *,
+        hosts: Sequence[str] = (), ttl_s: float = CERTIFICATE_S,
+    ) -> bytes:  # fmt: skip
+        """A certificate for who the authority's owner lets in; `by` is kept in place of a token. Raises ValueError."""
+        bound = tuple(map(canonical_host, hosts))
+        member = self.trust.note_member(role, name, by, _key_hash(_key_of(request_pem)), bound)
+        return self.sign(request_pem, role, member.name, ttl_s=ttl_s, hosts=member.hosts)
 
     def sign(
         self, request_pem: bytes, role: Role, name: str, *, ttl_s: float = CERTIFICATE_S, hosts: Sequence[str] = ()
@@ -96,19 +119,21 @@ class Authority:
         """A member's certificate for the key of a request, followed by the authority's own, in PEM.
 
         Of the request nothing counts but its key and that its sender has it. `hosts`: DNS names and addresses that the
-        certificate is good for besides. Raises AuthorityError for a request that is none.
+        certificate is good for besides. Raises AuthorityError for a request that is none, for a revoked member and
+        for hosts of a role that does not serve, and ValueError for hosts that are none.
         """
-        try:
-            request = x509.load_pem_x509_csr(request_pem)
-            proven = request.is_signature_valid
-        except (ValueError, InvalidSignature) as error:
-            raise AuthorityError(f"the certificate request cannot be read: {error}; send one in PEM") from error
-        key = request.public_key()
-        if not proven or not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
-            raise AuthorityError("the certificate request must be signed with its own key, of ECDSA on P-256")
+        key, name = _key_of(request_pem), member_name(name)
+        trust = self.trust.read()  # at one moment: a member that is revoked later has none of the later names
+        if (role.value, name) in trust.revoked:
+            raise AuthorityError(f"{role}/{name} is revoked; give it another name")
+        if hosts and role not in SERVING:
+            raise AuthorityError(f"{role}/{name} serves nobody, so its certificate names no hosts; leave them out")
+        generation = trust.num_revoked(role)
+        latest = range(max(1, generation - SERVER_NAMES + 1), generation + 1)
+        servers = [server_name(role), *(server_name(role, number) for number in latest)]
         now = datetime.datetime.now(datetime.UTC)
-        uri = f"spiffe://meshrl/{self.run}/{role.value}/{check_name(name)}"
-        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri), x509.DNSName(server_name(role.value))]
+        uri = f"{MEMBER_URI}{self.run}/{role.value}/{name}"
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri), *map(x509.DNSName, servers)]
         names += [_host_name(host) for host in hosts]
         certificate = (
             x509.CertificateBuilder(issuer_name=self.certificate.subject, public_key=key)
@@ -133,11 +158,8 @@ class Authority:
         self, folder: Path, role: Role, name: str, *, hosts: Sequence[str] = (), ttl_s: float = CERTIFICATE_S
     ) -> None:
         """Makes a folder of credentials for a member on this host: ca.pem, cert.pem, key.pem."""
-        refused = self.trust.note_member(role, name, "this host")
-        if refused:
-            raise AuthorityError(f"{role}/{name} {refused}; give it another name")
-        request = request_for(folder, name)
-        save_certificate(folder, self.sign(request, role, name, ttl_s=ttl_s, hosts=hosts))
+        chain = self.certify(request_for(folder, name), role, name, "this host", hosts=hosts, ttl_s=ttl_s)
+        save_certificate(folder, chain)
 
 
 def request_for(folder: Path, name: str) -> bytes:
@@ -163,15 +185,24 @@ def save_certificate(folder: Path, chain: bytes) -> None:
 
 def key_hash(certificate: x509.Certificate) -> str:
     """sha256:HEX of a certificate's public key."""
-    encoded = certificate.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    key = certificate.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        return ""  # of no authority of ours
+    return _key_hash(key)
+
+
+def _key_hash(key: ec.EllipticCurvePublicKey) -> str:
+    encoded = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return f"sha256:{hashlib.sha256(encoded).hexdigest()}"
 
 
-def own_hosts() -> list[str]:
-    """The names by which programs on this host call one another."""
-    return ["localhost", "127.0.0.1", "::1", socket.gethostname()]
+def names_lack(cert: Path, trust: Trust) -> bool:
+    """Whether a member's certificate lacks the name that its role's servers have now. Raises OSError, ValueError."""
+    certificate = x509.load_pem_x509_certificate(cert.read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    found = names.get_values_for_type(x509.DNSName)
+    roles = [role for role in Role if server_name(role) in found]
+    return any(server_name(role, trust.num_revoked(role)) not in found for role in roles)
 
 
 def renew_in_s(cert: Path, now: datetime.datetime | None = None) -> float:
@@ -183,16 +214,24 @@ def renew_in_s(cert: Path, now: datetime.datetime | None = None) -> float:
 
 
 def _host_name(host: str) -> x509.GeneralName:
+    canonical = canonical_host(host)
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        return x509.IPAddress(ipaddress.ip_address(canonical))
     except ValueError:  # a name
-        pass
-    if host.endswith(".meshrl") or host == "meshrl":
-        raise AuthorityError(f"a host's name must not end in .meshrl, which names roles, got {host!r}")
+        return x509.DNSName(canonical)
+
+
+def _key_of(request_pem: bytes) -> ec.EllipticCurvePublicKey:
+    """The key of a certificate request, whose sender has proven that it has it. Raises AuthorityError."""
     try:
-        return x509.DNSName(host)
-    except ValueError as error:
-        raise AuthorityError(f"{host!r} is no host's name: {error}") from error
+        request = x509.load_pem_x509_csr(request_pem)
+        proven = request.is_signature_valid
+    except (ValueError, InvalidSignature) as error:
+        raise AuthorityError(f"the certificate request cannot be read: {error}; send one in PEM") from error
+    key = request.public_key()
+    if not proven or not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
+        raise AuthorityError("the certificate request must be signed with its own key, of ECDSA on P-256")
+    return key
 
 
 def _usage(*, sign_certificates: bool) -> x509.KeyUsage:

@@ -21,6 +21,7 @@ from opentelemetry import trace
 
 from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.client.credentials import Credentials, default_credentials
+from meshrl.client.reloading import ReloadingChannel
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.trace import TRACEPARENT, format_traceparent
 
@@ -213,10 +214,14 @@ class ServiceClient:
         """Makes one call with one message each way."""
         timeout_s = self.options.unary_deadline_s if deadline_s is None else deadline_s
         with self._span(method) as (span, metadata):
+            pending = call(request, timeout=timeout_s, metadata=metadata)
             try:
-                return await call(request, timeout=timeout_s, metadata=metadata)
+                return await pending
             except grpc.aio.AioRpcError as error:
                 raise self._failed(span, method, error, timeout_s) from error
+            except asyncio.CancelledError:
+                self._raise_if_cut(pending)
+                raise
 
     async def _upload(
         self,
@@ -245,6 +250,7 @@ class ServiceClient:
                 raise self._failed(span, method, error, deadline_s) from error
             except asyncio.CancelledError:
                 upload.raise_failure()
+                self._raise_if_cut(pending)
                 raise
             finally:
                 listener.cancel()
@@ -276,6 +282,7 @@ class ServiceClient:
             except asyncio.CancelledError:
                 if outgoing is not None:
                     outgoing.raise_failure()
+                self._raise_if_cut(stream)
                 raise
             finally:
                 stream.cancel()
@@ -358,6 +365,15 @@ class ServiceClient:
         traceparent = format_traceparent(span.get_span_context())
         metadata = self._credentials.metadata()
         return ((*metadata, (TRACEPARENT, traceparent)) if traceparent else metadata) or None
+
+    def _raise_if_cut(self, call: object) -> None:
+        """Raises UNREACHABLE for a call that was ended because a certificate of its server's role was revoked."""
+        if isinstance(self._channel, ReloadingChannel) and self._channel.was_cut(call):
+            raise MeshError(
+                Reason.UNREACHABLE,
+                f"the call to {self.address} was ended, since a certificate of the role {self.server_role} is revoked;"
+                " the next call connects anew, to a server whose certificate is not",
+            )
 
     def _failed(
         self, span: trace.Span, method: str, error: grpc.aio.AioRpcError, deadline_s: float | None

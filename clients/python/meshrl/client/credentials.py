@@ -8,6 +8,7 @@ server answers only callers whose certificate the same authority has signed; wit
 from __future__ import annotations
 
 import os
+import sqlite3
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +17,9 @@ from typing import Protocol
 
 import grpc
 
+from meshrl.client.names import MEMBER_URI, server_name
 from meshrl.client.reloading import ReloadingChannel
+from meshrl.client.trust import Trust, TrustFile
 
 ChannelArguments = Sequence[tuple[str, int | str]]
 Metadata = tuple[tuple[str, str], ...]
@@ -113,7 +116,7 @@ class CredentialFiles:
     """The token that is shown to servers, ID.SECRET."""
 
     trust: Path | None = None
-    """What a server knows of tokens and revocations: see `meshrl.client.trust`."""
+    """What this program knows of tokens and revocations: see `meshrl.client.trust`."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> CredentialFiles:
@@ -159,13 +162,18 @@ class CredentialFiles:
 
 
 def credentials_of(files: CredentialFiles, *, by_host: bool = False) -> Credentials:
-    """Credentials made of files. `by_host`: a server's certificate must name its host, not its role.
+    """Credentials made of files. `by_host`: a server's certificate, of another authority, names its host, not its role.
 
     Raises CredentialError.
     """
     if files == CredentialFiles():
         return INSECURE
     files.check()
+    if by_host and files.ca is not None and _is_of_a_run(files.ca):
+        raise CredentialError(
+            f"tls.names is 'hosts', and tls.ca {str(files.ca)!r} is the authority of a run, whose members may have the"
+            " host's name without its role; leave tls.names out"
+        )
     return FileCredentials(files, by_host=by_host)
 
 
@@ -182,6 +190,8 @@ class FileCredentials:
         """asks: whether a server with these wants to know who calls; False for one that lets members in."""
         self.files, self.asks = files, asks
         self._by_host = by_host
+        learns = files.trust is not None and files.ca is not None and not by_host and _is_of_a_run(files.ca)
+        self._revocations = Revocations(files.trust) if learns and files.trust is not None else None
         self._token = _Reread([files.token] if files.token is not None else [])
 
     @property
@@ -204,29 +214,32 @@ class FileCredentials:
         """As in `Credentials`. TLS where there is a `ca`; a certificate is shown where there is one."""
         if self.files.ca is None:
             return grpc.aio.insecure_channel(address, options=arguments)
-        expected, reread = self._expecting(server, arguments), _Reread(self._shown())
+        reread, name = _Reread(self._shown()), self._name_of(server)
 
         def connect() -> grpc.aio.Channel:
-            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*reread.read()), options=expected)
+            nonlocal name
+            name = self._name_of(server)
+            made = grpc.ssl_channel_credentials(*reread.read())
+            return grpc.aio.secure_channel(address, made, options=[*arguments, *_expecting(name)])
 
-        return ReloadingChannel(connect, reread.changed)
+        return ReloadingChannel(connect, reread.changed, distrusted=lambda: self._name_of(server) != name)
 
     def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
         """As in `Credentials`."""
         if self.files.ca is None:
             return grpc.insecure_channel(address, options=arguments)
         made = grpc.ssl_channel_credentials(*(path.read_bytes() for path in self._shown()))
-        return grpc.secure_channel(address, made, options=self._expecting(server, arguments))
+        return grpc.secure_channel(address, made, options=[*arguments, *_expecting(self._name_of(server))])
 
     def _shown(self) -> list[Path]:
         """The files that grpc makes a client's credentials of, in its order."""
         return [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
 
-    def _expecting(self, server: str, arguments: ChannelArguments) -> ChannelArguments:
-        """The arguments, with the name that the server's certificate must have."""
+    def _name_of(self, server: str) -> str:
+        """The name that the certificate of a server of this role must have now; empty for that of its host."""
         if not server or self._by_host:
-            return arguments
-        return [*arguments, ("grpc.ssl_target_name_override", server_name(server))]
+            return ""
+        return server_name(server, 0 if self._revocations is None else self._revocations.read().num_revoked(server))
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """As in `Credentials`. A new certificate is used from the next handshake on; streams that stand go on."""
@@ -250,9 +263,42 @@ class FileCredentials:
         return int(server.add_secure_port(address, made))
 
 
-def server_name(role: str) -> str:
-    """The DNS name that the certificate of a server of this role has, whatever its host is called."""
-    return f"{role}.meshrl"
+class Revocations:
+    """What a trust file lists as revoked, read again once the file has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._stamp = TrustFile(path), _Reread([path])
+        self._trust = Trust(tokens={}, revoked=frozenset())
+
+    def read(self) -> Trust:
+        """What the file holds; what it held before, while it cannot be read."""
+        if self._stamp.changed():
+            try:
+                self._stamp.read()
+                self._trust = self._file.read()
+            except (OSError, sqlite3.Error):  # being made: the next call looks again
+                self._stamp.forget()
+        return self._trust
+
+
+def _expecting(name: str) -> ChannelArguments:
+    """The arguments by which a server's certificate must have this name; none for that of its host."""
+    return [("grpc.ssl_target_name_override", name)] if name else []
+
+
+def _is_of_a_run(ca: Path) -> bool:
+    """Whether a file holds the authority of a run, which is in its certificate's URI."""
+    from cryptography import x509  # takes long to import, and few programs have certificates
+
+    try:
+        for certificate in x509.load_pem_x509_certificates(ca.read_bytes()):
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+            if any(uri.startswith(MEMBER_URI) for uri in uris):
+                return True
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        pass
+    return False
 
 
 class _Reread:
@@ -277,6 +323,10 @@ class _Reread:
             self._contents = [path.read_bytes() for path in self._paths]
             self._seen = stamp
         return self._contents
+
+    def forget(self) -> None:
+        """Counts the files as changed."""
+        self._seen = None
 
     def _stamp(self) -> object:
         return [(status.st_mtime_ns, status.st_ino, status.st_size) for status in map(os.stat, self._paths)]

@@ -20,8 +20,9 @@ from cryptography.hazmat.primitives import serialization
 from google.protobuf.message import Message
 
 from meshrl.client.authority import key_hash, request_for, save_certificate
-from meshrl.client.credentials import TRUST_FILE, Credentials, server_name
-from meshrl.client.trust import Role, TrustFile, check_name, write_private
+from meshrl.client.credentials import TRUST_FILE, Credentials
+from meshrl.client.names import canonical_host, member_name, server_name
+from meshrl.client.trust import Role, TrustFile, write_private
 from meshrl.v1 import identity_pb2 as pb
 from meshrl.v1 import identity_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
@@ -30,7 +31,7 @@ _AnswerT = TypeVar("_AnswerT")
 
 CALL_S = 20.0
 RENEWAL_FILE = "renewal"
-_SERVER = Role.RELAY
+_SERVER = Role.HUB
 
 
 async def join(
@@ -38,10 +39,11 @@ async def join(
 ) -> tuple[str, Role]:
     """Fills `folder` with a member's credentials; returns the run's name and the member's role.
 
-    address: host:port of the run's enrollment server. ca_hash: sha256:HEX, as `meshrl token create` prints it.
-    Raises MeshError, and ValueError for a name that is none.
+    address: host:port of the run's enrollment server. ca_hash: sha256:HEX, as `meshrl token create` prints it. hosts:
+    those of the token that the certificate is to name; empty takes all. Raises MeshError, and ValueError for a name
+    that is none.
     """
-    check_name(name)
+    name, hosts = member_name(name), list(map(canonical_host, hosts))
     authority = await asyncio.to_thread(pinned_authority, address, ca_hash)
     pem = authority.public_bytes(serialization.Encoding.PEM)
     options = [("grpc.ssl_target_name_override", server_name(_SERVER)), ("grpc.enable_http_proxy", 0)]

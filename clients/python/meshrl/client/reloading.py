@@ -1,7 +1,8 @@
-"""A gRPC channel whose certificate may be replaced while it is used.
+"""A gRPC channel whose certificate, and whose server's name, may change while it is used.
 
 gRPC's own channels keep what they were made with. This one opens another once the certificate has changed; calls that
-run go on over the old one, which is closed after the last of them.
+run go on over the old one, which is closed after the last of them. Once a server's certificate has been revoked, the
+servers of its role get another name, and calls over the old channel end.
 """
 
 from __future__ import annotations
@@ -9,24 +10,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Self
+from weakref import WeakSet
 
 import grpc
 
+LOOK_S = 1.0
+"""How often it is looked, while calls run, whether their server is still trusted."""
+
 
 class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no types
-    """Opens a channel with `connect`, and another before the first call after `changed()`.
+    """Opens a channel with `connect`, and another before the first call after `changed()` or `distrusted()`.
 
-    Both raise what reading files raises.
+    All raise what reading files raises.
     """
 
-    def __init__(self, connect: Callable[[], grpc.aio.Channel], changed: Callable[[], bool]) -> None:
-        self._connect, self._changed = connect, changed
+    def __init__(
+        self,
+        connect: Callable[[], grpc.aio.Channel],
+        changed: Callable[[], bool],
+        *,
+        distrusted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._connect, self._changed, self._distrusted = connect, changed, distrusted
+        self._cut: WeakSet[grpc.aio.Call] = WeakSet()
+        self._looking: asyncio.Task[None] | None = None
         self._current = connect()
         self._running: dict[grpc.aio.Channel, set[grpc.aio.Call]] = {self._current: set()}
         self._closing: set[asyncio.Task[None]] = set()
 
+    def was_cut(self, call: object) -> bool:
+        """Whether a call was cancelled because its server is no longer trusted."""
+        return call in self._cut
+
     def _fresh(self) -> grpc.aio.Channel:
-        if self._changed():
+        if self._distrusted():
+            self._cut_off()
+        elif self._changed():
             try:
                 renewed = self._connect()
             except OSError:  # being replaced: the next call looks again
@@ -35,6 +54,27 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
             self._running[self._current] = set()
             self._close_if_done(before)
         return self._current
+
+    def _cut_off(self) -> None:
+        """Opens another channel, and ends the calls over all others."""
+        try:
+            renewed = self._connect()
+        except OSError:  # being replaced: the next call looks again
+            return
+        before, self._current = self._running, renewed
+        self._running = {self._current: set(), **before}
+        for channel, calls in before.items():
+            for call in list(calls):
+                self._cut.add(call)
+                call.cancel()
+            self._close_if_done(channel)
+
+    async def _look(self) -> None:
+        while any(self._running.values()):
+            await asyncio.sleep(LOOK_S)
+            if self._distrusted():
+                self._cut_off()
+        self._looking = None
 
     def _close_if_done(self, channel: grpc.aio.Channel) -> None:
         if channel is not self._current and channel in self._running and not self._running[channel]:
@@ -56,6 +96,8 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
             pending = made[channel](*request, **options)
             running = self._running[channel]
             running.add(pending)
+            if self._looking is None:
+                self._looking = asyncio.ensure_future(self._look())
 
             def over(_: grpc.aio.Call) -> None:
                 running.discard(pending)
@@ -96,6 +138,8 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
 
     async def close(self, grace: float | None = None) -> None:
         """Ends every call that still runs after `grace` seconds."""
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.gather(*(channel.close(grace) for channel in self._running), *self._closing)
 
     async def __aenter__(self) -> Self:

@@ -1,8 +1,8 @@
-"""The trust file of a run: hashes of its tokens, the certificates that were issued, and what is revoked.
+"""The trust file of a run: hashes of its tokens, the members that got certificates, and what is revoked.
 
-One SQLite file, `trust.sqlite`, which the run's `rl`, the `meshrl` command and the enrollment server write, and every
-server that checks its callers reads. A token is ID.SECRET; the secret has 256 random bits, so that a plain SHA-256 of
-it tells nobody anything.
+One SQLite file, `trust.sqlite`. The run's `rl`, the `meshrl` command and the enrollment server write it. Servers read
+it to check their callers, clients to check servers. A token is ID.SECRET; the secret has 256 random bits, so that its
+plain SHA-256 discloses nothing.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+import json
 import os
-import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS tokens (
-    id TEXT PRIMARY KEY, hash TEXT NOT NULL, role TEXT NOT NULL, expires_s REAL, revoked INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS members (role TEXT, name TEXT, token TEXT NOT NULL, revoked INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (role, name));
+from meshrl.client.names import MAX_HOSTS, bound_host, granted_hosts, member_name
+
+_LAYOUT = 1
+_TABLES = f"""
+PRAGMA user_version = {_LAYOUT};
+CREATE TABLE IF NOT EXISTS tokens (id TEXT PRIMARY KEY, hash TEXT NOT NULL, role TEXT NOT NULL, scope TEXT NOT NULL,
+    expires_s REAL, revoked INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS members (role TEXT, name TEXT, token TEXT NOT NULL, key TEXT NOT NULL, hosts TEXT NOT NULL,
+    revoked INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (role, name));
 """
 EXPIRED = "has expired"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Role(enum.StrEnum):
@@ -39,8 +42,11 @@ class Role(enum.StrEnum):
     AGENT = "agent"
     """An engine: takes versions."""
 
+    HUB = "hub"
+    """The run's weight hub: decides on versions and hands them out."""
+
     RELAY = "relay"
-    """A weight hub: takes versions and hands them on."""
+    """A relay of the hub: takes versions and hands them on to the engines of its site."""
 
     ROLLOUT = "rollout"
     """A rollout service or worker: plays environments."""
@@ -55,6 +61,22 @@ class Role(enum.StrEnum):
     """Looks, and changes nothing."""
 
 
+SERVING = frozenset(Role) - {Role.OPERATOR, Role.VIEWER}
+"""The roles whose programs serve, and whose certificates may name hosts."""
+
+
+class TokenError(ValueError):
+    """A join token does not count; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a token is good for, beside its role. Kept as one JSON object, with room for patterns of runs."""
+
+    hosts: tuple[str, ...] = ()
+    """Hosts, and networks of hosts, that a certificate may name, in canonical form."""
+
+
 @dataclass(frozen=True)
 class KnownToken:
     """What is kept of a token. `expires_s` in seconds of the epoch, None for never."""
@@ -62,8 +84,18 @@ class KnownToken:
     id: str
     hash: str
     role: Role
+    scope: Scope
     expires_s: float | None
     revoked: bool
+
+
+@dataclass(frozen=True)
+class Member:
+    """Who has a certificate: its role, its name, and the hosts that the certificate names."""
+
+    role: Role
+    name: str
+    hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,26 +106,20 @@ class Trust:
     revoked: frozenset[tuple[str, str]]
     """(role, name) of each member whose certificates no longer count."""
 
+    def num_revoked(self, role: str) -> int:
+        """How many members of a role are revoked: it decides the name of the role's servers."""
+        return sum(each == role for each, _ in self.revoked)
+
     def why_not(self, id_: str, secret: str, now_s: float) -> str:
         """Why a token does not count; empty when it does."""
         record = self.tokens.get(id_)
-        given = hashlib.sha256(secret.encode(errors="replace")).hexdigest()
-        if record is None or not hmac.compare_digest(given, record.hash):
+        if record is None or not hmac.compare_digest(_hash(secret), record.hash):
             return "is none of this run"
         if record.revoked:
             return "is revoked"
         if record.expires_s is not None and record.expires_s <= now_s:
             return EXPIRED
         return ""
-
-
-def check_name(name: str) -> str:
-    """The name of a member. Raises ValueError for one that no certificate can carry."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"a member's name has 1 to 63 letters, digits, dots, hyphens or underscores, got {name!r}; give another"
-        )
-    return name
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -116,65 +142,146 @@ class TrustFile:
     def create(self) -> None:
         """Makes the file, for its owner alone, where it is not there."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
-        with self._open() as connection:
+        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+        with self._open(tables=True) as connection:
             connection.executescript(_TABLES)
 
     def read(self) -> Trust:
         """What the file holds now."""
         with self._open() as connection:
-            tokens = {
-                row[0]: KnownToken(row[0], row[1], Role(row[2]), row[3], bool(row[4]))
-                for row in connection.execute("SELECT id, hash, role, expires_s, revoked FROM tokens")
-            }
+            tokens = {row[0]: _token(row) for row in connection.execute(_TOKENS)}
             revoked = connection.execute("SELECT role, name FROM members WHERE revoked").fetchall()
         return Trust(tokens=tokens, revoked=frozenset(revoked))
 
-    def add_token(self, role: Role, ttl_s: float | None = None, *, id_: str = "") -> str:
-        """A new token of a role, ID.SECRET, which is told this once. An `id_` that is there is replaced."""
+    def add_token(self, role: Role, ttl_s: float | None = None, *, id_: str = "", hosts: Sequence[str] = ()) -> str:
+        """A new token of a role, ID.SECRET, which is shown this once. An `id_` that is there is replaced.
+
+        `hosts`: names, addresses and networks that certificates of its bearers may name. Raises ValueError for what is
+        none of these, and for hosts of a role that does not serve.
+        """
+        bound = tuple(dict.fromkeys(map(bound_host, hosts)))
+        if bound and role not in SERVING:
+            raise ValueError(f"the role {role} serves nobody, so its token has no hosts; leave --host out")
+        if len(bound) > MAX_HOSTS:
+            raise ValueError(f"a token has at most {MAX_HOSTS} hosts, got {len(bound)}; make several tokens")
         id_, secret = id_ or secrets.token_hex(5), secrets.token_urlsafe(32)
         expires_s = None if ttl_s is None else time.time() + ttl_s
         with self._open() as connection:
             connection.execute(
-                "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, 0)",
-                (id_, hashlib.sha256(secret.encode()).hexdigest(), role.value, expires_s),
+                "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, 0)",
+                (id_, _hash(secret), role.value, json.dumps({"hosts": bound}), expires_s),
             )
         return f"{id_}.{secret}"
 
-    def note_member(self, role: Role, name: str, token: str) -> str:
-        """Records who got a certificate by which token. Returns why not (the name is taken, or revoked), else empty."""
+    def enroll(self, token: str, name: str, key: str, asked: Sequence[str]) -> Member:
+        """Records a member that has joined by a token, with the hash of its key; `asked` as in `granted_hosts`.
+
+        Raises TokenError for a token that does not count, and ValueError where the name is another's or revoked, was
+        enrolled with another key, or is none, and for hosts that were not bound to the token.
+        """
+        id_, _, secret = token.partition(".")
+        name = member_name(name)
+        with self._open() as connection:
+            connection.execute("BEGIN IMMEDIATE")  # a token that is revoked meanwhile lets nobody in
+            found = connection.execute(f"{_TOKENS} WHERE id = ?", (id_,)).fetchone()
+            trust = Trust({} if found is None else {id_: _token(found)}, frozenset())
+            problem = trust.why_not(id_, secret, time.time())
+            if problem:
+                raise TokenError(f"the join token {problem}; make one with `meshrl token create --role ROLE`")
+            record = trust.tokens[id_]
+            member = Member(record.role, name, tuple(granted_hosts(record.scope.hosts, asked)))
+            self._record(connection, member, id_, key, replaces=False)
+        return member
+
+    def note_member(self, role: Role, name: str, by: str, key: str = "", hosts: Sequence[str] = ()) -> Member:
+        """Records a member that the authority's owner lets in; `by` stands in place of a token, `hosts` are canonical.
+
+        Raises ValueError where the name is another's or revoked, or is none.
+        """
+        member = Member(role, member_name(name), tuple(hosts) if role in SERVING else ())
+        with self._open() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            self._record(connection, member, by, key, replaces=True)
+        return member
+
+    def renewed(self, role: Role, name: str, key: str) -> Member:
+        """The member that renews its certificate, from now on with this key. Raises ValueError for one that is none."""
         with self._open() as connection:
             row = connection.execute(
-                "SELECT token, revoked FROM members WHERE role = ? AND name = ?", (role.value, name)
+                "UPDATE members SET key = ? WHERE role = ? AND name = ? AND NOT revoked RETURNING hosts",
+                (key, role.value, name),
             ).fetchone()
-            if row is not None:
-                return "is revoked" if row[1] else "" if row[0] == token else "is taken"
-            connection.execute("INSERT INTO members VALUES (?, ?, ?, 0)", (role.value, name, token))
-        return ""
+        if row is None:
+            raise ValueError(f"{role}/{name} is revoked or no member of this run; join with `meshrl join`")
+        return Member(role, name, tuple(json.loads(row[0])))
 
     def revoke(self, what: str) -> list[str]:
-        """Revokes a token by its id, with all members that came by it, or one member, ROLE/NAME.
+        """Revokes a token (ID or ID.SECRET), or one member, ROLE/NAME.
 
-        Returns what is revoked now: empty when there is no such token or member.
+        With a token it revokes all members that came by it, and those of other roles with their names, since they are
+        the same host. Returns what is revoked now: empty when there is no such token or member.
         """
         role, _, name = what.partition("/")
         with self._open() as connection:
-            changed = connection.execute("UPDATE tokens SET revoked = 1 WHERE id = ?", (what,)).rowcount
-            by = ("token = ?", (what,)) if not name else ("role = ? AND name = ?", (role, name))
-            members = connection.execute(f"SELECT role, name FROM members WHERE {by[0]}", by[1]).fetchall()
-            connection.execute(f"UPDATE members SET revoked = 1 WHERE {by[0]}", by[1])
-        return [f"token {what}"] * bool(changed) + [f"{role}/{name}" for role, name in members]
+            if name:
+                where, values = "role = ? AND name = ?", [role, name.lower()]
+                tokens = 0
+            else:
+                id_ = what.partition(".")[0]
+                where, values = "name IN (SELECT name FROM members WHERE token = ?)", [id_]
+                tokens = connection.execute("UPDATE tokens SET revoked = 1 WHERE id = ?", (id_,)).rowcount
+            members = connection.execute(f"UPDATE members SET revoked = 1 WHERE {where} RETURNING role, name", values)
+            revoked = sorted(f"{role}/{name}" for role, name in members)
+        return [f"token {what.partition('.')[0]}"] * bool(tokens) + revoked
 
     def shut_out(self, members: Collection[tuple[str, str]]) -> None:
-        """Takes over what another file of the run says of revoked members, (role, name) each."""
+        """Records members, (role, name) each, that another file of the run lists as revoked."""
         with self._open() as connection:
-            connection.executemany("INSERT OR REPLACE INTO members VALUES (?, ?, '', 1)", sorted(members))
+            connection.executemany("INSERT OR REPLACE INTO members VALUES (?, ?, '', '', '[]', 1)", sorted(members))
+
+    def _record(self, connection: sqlite3.Connection, member: Member, by: str, key: str, *, replaces: bool) -> None:
+        who = f"the name {member.role}/{member.name}"
+        row = connection.execute(
+            "SELECT token, key, revoked FROM members WHERE role = ? AND name = ?", (member.role.value, member.name)
+        ).fetchone()
+        if row is not None and row[2]:
+            raise ValueError(f"{who} is revoked; join under another with --name")
+        if row is not None and row[0] != by:
+            raise ValueError(f"{who} is taken by another token; join under another with --name")
+        if row is not None and row[1] != key and not replaces:
+            raise ValueError(
+                f"{who} is enrolled with another key; join with the folder that holds it, or under another name with"
+                " --name"
+            )
+        connection.execute(
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, 0)",
+            (member.role.value, member.name, by, key, json.dumps(member.hosts)),
+        )
 
     @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
+    def _open(self, *, tables: bool = False) -> Iterator[sqlite3.Connection]:
+        """A connection, whose work is one transaction. `tables`: they may be missing."""
         connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=rw", uri=True, timeout=5.0)
         try:
+            layout = connection.execute("PRAGMA user_version").fetchone()[0]
+            empty = tables and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if layout != _LAYOUT and not empty:
+                raise sqlite3.DatabaseError(
+                    f"{self.path} has layout {layout}, not {_LAYOUT}; delete it, make tokens anew"
+                )
             with connection:
                 yield connection
         finally:
             connection.close()
+
+
+_TOKENS = "SELECT id, hash, role, scope, expires_s, revoked FROM tokens"
+
+
+def _token(row: tuple[str, str, str, str, float | None, int]) -> KnownToken:
+    id_, hash_, role, scope, expires_s, revoked = row
+    return KnownToken(id_, hash_, Role(role), Scope(hosts=tuple(json.loads(scope)["hosts"])), expires_s, bool(revoked))
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()

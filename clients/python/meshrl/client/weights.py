@@ -38,7 +38,7 @@ class WeightSyncClient(ServiceClient):
     """Every method raises MeshError, and nothing else, when its call fails."""
 
     service = frames.SERVICE
-    server_role = "relay"
+    server_role = "hub"
     idempotent_methods = (
         "Register",
         "SealVersion",
@@ -50,7 +50,17 @@ class WeightSyncClient(ServiceClient):
         "SleepEngines",
     )
 
-    def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        options: ChannelOptions | None = None,
+        *,
+        tracer: Tracer | None = None,
+        of_relay: bool = False,
+    ) -> None:
+        """of_relay: `address` is that of a relay, whose certificate names this role instead of the hub's."""
+        if of_relay:
+            self.server_role = "relay"
         super().__init__(address, options, tracer=tracer)
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(

@@ -27,7 +27,9 @@ if _version_not_supported:
 
 class EnrollmentServiceStub(object):
     """Lets members into a run whose authority the server holds; see SECURITY.md. A member's certificate is
-    good for a day and says its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME.
+    good for a day and has its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS names are
+    ROLE.meshrl and, once N members of the role have been revoked, ROLE-N.meshrl, by which clients that
+    know of the revocations take no revoked server.
 
     Errors are as in meshrl/v1/trainer.proto.
     """
@@ -57,7 +59,9 @@ class EnrollmentServiceStub(object):
 
 class EnrollmentServiceServicer(object):
     """Lets members into a run whose authority the server holds; see SECURITY.md. A member's certificate is
-    good for a day and says its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME.
+    good for a day and has its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS names are
+    ROLE.meshrl and, once N members of the role have been revoked, ROLE-N.meshrl, by which clients that
+    know of the revocations take no revoked server.
 
     Errors are as in meshrl/v1/trainer.proto.
     """
@@ -65,9 +69,10 @@ class EnrollmentServiceServicer(object):
     def Enroll(self, request, context):
         """Gives a certificate to who shows a join token. Served at a port of its own, over TLS without a
         certificate of the caller, who knows the server by the hash of its authority's public key; members
-        cannot call it at the other ports. The same token and name again get another certificate.
+        cannot call it at the other ports. The same token, name and key again get another certificate.
         UNAUTHENTICATED for a token that is unknown, expired or revoked; INVALID_REQUEST for a request that
-        is none, and for a name that another token has taken or that is revoked.
+        is none, for a name that is revoked or that another token or key has taken, and for hosts that were
+        not bound to the token when it was made.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,7 +122,9 @@ def add_EnrollmentServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class EnrollmentService(object):
     """Lets members into a run whose authority the server holds; see SECURITY.md. A member's certificate is
-    good for a day and says its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME.
+    good for a day and has its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS names are
+    ROLE.meshrl and, once N members of the role have been revoked, ROLE-N.meshrl, by which clients that
+    know of the revocations take no revoked server.
 
     Errors are as in meshrl/v1/trainer.proto.
     """

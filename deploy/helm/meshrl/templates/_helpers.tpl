@@ -141,6 +141,10 @@ spec:
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         - name: POD_NAME
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- if eq (include "meshrl.tlsBy" .root) "join" }}
+        - name: POD_UID # a pod has its own key, and another pod of the same name another one
+          valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+        {{- end }}
         - name: STATEFUL_REPLICAS
           value: {{ $v.replicas | default 1 | quote }}
         - name: INFERENCE_URL
@@ -271,13 +275,13 @@ secrets
 
 {{- define "meshrl.joinScript" -}}
 {{- if eq (include "meshrl.tlsBy" .root) "join" -}}
-until meshrl join {{ .root.Values.tls.join.address }} --ca-hash {{ .root.Values.tls.join.caHash }} --name "$POD_NAME" --host "$POD_IP" --folder /tmp/credentials; do sleep 5; done
+until meshrl join {{ .root.Values.tls.join.address }} --ca-hash {{ .root.Values.tls.join.caHash }} --name "$(printf '%.54s-%.8s' "$POD_NAME" "$POD_UID")" --host "$POD_IP" --folder /tmp/credentials; do sleep 5; done
 {{ end -}}
 {{- end -}}
 
 {{/* The role that a component's certificate names. */}}
 {{- define "meshrl.role" -}}
-{{- index (dict "rollout" "rollout" "trainer" "publisher" "weights" "relay" "orchestrator" "orchestrator" "inference" "agent") . -}}
+{{- index (dict "rollout" "rollout" "trainer" "publisher" "weights" "hub" "orchestrator" "orchestrator" "inference" "agent") . -}}
 {{- end -}}
 
 {{/* What a claim asks for: one pod, and only that one, writes it. */}}

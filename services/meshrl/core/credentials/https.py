@@ -1,6 +1,7 @@
 """TLS for an engine's HTTP server and its clients, made from the same credential files as gRPC's.
 
-An engine is known by its certificate, a caller by the API key, as without TLS.
+An engine is known by its certificate, which names its host and, where the run's authority has signed it, its role. A
+caller is known by the API key, as without TLS.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from loguru import logger
 
-from meshrl.client.credentials import CredentialError, CredentialFiles
+from meshrl.client.credentials import CredentialError, CredentialFiles, Revocations
+from meshrl.client.names import MEMBER_URI
+from meshrl.client.trust import Role
 from meshrl.core.config.base import ConfigError
 
 LOOK_S = 1.0
@@ -28,17 +32,49 @@ def scheme(environ: Mapping[str, str] = os.environ) -> str:
 def client_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
     """The context with which clients of this process verify engines: by the run's authority and those of the system.
 
-    None where no authority is named: then those of the system alone count. Raises ConfigError for an unreadable one.
+    A member of a run must be an agent that is not revoked. None where no authority is named: then those of the system
+    alone count. Raises ConfigError for an unreadable one.
     """
-    ca = CredentialFiles.from_environ(environ).ca
-    if ca is None:
+    files = CredentialFiles.from_environ(environ)
+    if files.ca is None:
         return None
     context = ssl.create_default_context()
     try:
-        context.load_verify_locations(ca)
+        context.load_verify_locations(files.ca)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"tls.ca {str(ca)!r} cannot be read: {error}; give certificates in PEM") from error
+        raise ConfigError(f"tls.ca {str(files.ca)!r} cannot be read: {error}; give certificates in PEM") from error
+    revocations = Revocations(files.trust) if files.trust is not None else None
+    context.sslobject_class = _checked(ssl.SSLObject, revocations)
+    context.sslsocket_class = _checked(ssl.SSLSocket, revocations)
     return context
+
+
+_Tls = TypeVar("_Tls", ssl.SSLObject, ssl.SSLSocket)
+
+
+def _checked(base: type[_Tls], revocations: Revocations | None) -> type[_Tls]:
+    """A connection of ssl that also checks which member of the run its server is."""
+
+    class Checked(base):  # type: ignore[misc, valid-type]  # one of two classes of ssl
+        def do_handshake(self, *arguments: Any) -> None:
+            super().do_handshake(*arguments)
+            revoked = frozenset() if revocations is None else revocations.read().revoked
+            _check_engine(self.getpeercert() or {}, revoked)
+
+    return Checked
+
+
+def _check_engine(shown: Mapping[str, Any], revoked: Collection[tuple[str, str]]) -> None:
+    """Raises SSLCertVerificationError for a member of a run that is no engine, or revoked."""
+    for kind, value in shown.get("subjectAltName", ()):
+        member = value.removeprefix(MEMBER_URI)
+        if kind != "URI" or member == value:
+            continue
+        _, role, name = [*member.split("/"), "", ""][:3]
+        if role != Role.AGENT:
+            raise ssl.SSLCertVerificationError(f"the server's certificate is that of {role}/{name}, which is no engine")
+        if (role, name) in revoked:
+            raise ssl.SSLCertVerificationError(f"the server's certificate, that of {role}/{name}, is revoked")
 
 
 def server_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:

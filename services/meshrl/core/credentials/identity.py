@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from loguru import logger
 
-from meshrl.client.authority import Authority, AuthorityError, own_hosts, renew_in_s
+from meshrl.client.authority import Authority, names_lack, renew_in_s
 from meshrl.client.credentials import (
     NAMES_VARIABLE,
     PREFIX,
-    CredentialError,
     CredentialFiles,
+    Revocations,
     default_credentials,
 )
 from meshrl.client.enrollment import RENEWAL_FILE, renew, revoked_members
-from meshrl.client.trust import Role, TrustFile
+from meshrl.client.names import own_hosts
+from meshrl.client.trust import SERVING, Role, TrustFile
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import ServerConfig, TlsConfig
 from meshrl.core.paths import Layout
@@ -62,11 +63,11 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str) -> Authori
             return None
         authority = Authority(folder)
         member = (folder / f"{role}-{name}").resolve()
-        authority.issue(member, role, name, hosts=own_hosts())
+        authority.issue(member, role, name, hosts=_hosts(role))
         files = CredentialFiles.of_folder(member)
         trusted = CredentialFiles(ca=files.ca, cert=files.cert, key=files.key, trust=authority.trust.path.resolve())
         os.environ.update(trusted.variables())
-    except (CredentialError, AuthorityError) as error:
+    except ValueError as error:  # a CredentialError, an AuthorityError, or a name that is none
         raise ConfigError(str(error)) from error
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"the credentials in {folder} cannot be used: {error}; check its owner and mode") from error
@@ -96,21 +97,23 @@ async def _keep(files: CredentialFiles, authority: Authority | None, role: Role,
     if authority is None and not joined:  # somebody else's business
         return
     known: set[tuple[str, str]] = set()
+    revocations = Revocations(files.trust) if files.trust is not None else None
     told = ""
     while True:
         wait_s = LOOK_S
         try:
-            if renew_in_s(files.cert) <= 0.0:
-                if authority is None:
-                    await renew(folder, credentials)
-                else:
-                    await asyncio.to_thread(authority.issue, folder, role, name, hosts=own_hosts())
-                logger.info("the certificate in {} is renewed", folder)
             if joined and files.trust is not None:
                 revoked = await revoked_members(folder, credentials)
                 if revoked - known:
                     await asyncio.to_thread(TrustFile(files.trust).shut_out, revoked - known)
                 known = revoked
+            old = revocations is not None and names_lack(files.cert, revocations.read())
+            if old or renew_in_s(files.cert) <= 0.0:
+                if authority is None:
+                    await renew(folder, credentials)
+                else:
+                    await asyncio.to_thread(authority.issue, folder, role, name, hosts=_hosts(role))
+                logger.info("the certificate in {} is renewed", folder)
             told = ""
         except (MeshError, OSError, ValueError, sqlite3.Error) as error:  # what there is still counts for a while
             if told != str(error):
@@ -118,6 +121,11 @@ async def _keep(files: CredentialFiles, authority: Authority | None, role: Role,
                 logger.warning("the certificate in {} cannot be renewed or checked now: {}", folder, error)
             wait_s = RETRY_S if renew_in_s(files.cert) <= 0.0 else LOOK_S
         await asyncio.sleep(wait_s)
+
+
+def _hosts(role: Role) -> list[str]:
+    """The hosts of the certificate of a program that runs beside the authority."""
+    return own_hosts() if role in SERVING else []
 
 
 class MemberConfig(ProgramConfig, Protocol):

@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import grpc
-from cryptography import x509
 from loguru import logger
 
-from meshrl.client.authority import Authority, AuthorityError
-from meshrl.client.credentials import CredentialFiles, FileCredentials, server_name
-from meshrl.client.trust import Role, Trust, check_name
+from meshrl.client.authority import Authority
+from meshrl.client.credentials import CredentialFiles, FileCredentials
+from meshrl.client.names import MAX_HOSTS
+from meshrl.client.trust import TokenError, Trust
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.guard import certificate_of, member
@@ -30,7 +29,6 @@ from meshrl.v1 import identity_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 
 SERVICE = "meshrl.v1.EnrollmentService"
-MAX_HOSTS = 16
 MAX_REQUEST_BYTES = 16384
 
 _T = TypeVar("_T")
@@ -46,39 +44,20 @@ class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
 
     async def Enroll(self, request: pb.EnrollRequest, context: grpc.aio.ServicerContext) -> pb.EnrollResponse:
         """As in the contract."""
-        id_, _, secret = request.token.partition(".")
-        trust = await _off_loop(self._authority.trust.read)
-        problem = trust.why_not(id_, secret, time.time())
-        if problem:
-            raise MeshError(
-                Reason.UNAUTHENTICATED, f"the join token {problem}; make one with `meshrl token create --role ROLE`"
-            )
-        role, hosts = trust.tokens[id_].role, list(request.hosts)
-        _check(request.request, hosts)
-
-        def let_in() -> bytes:
-            check_name(request.name)
-            certificates = self._authority.sign(request.request, role, request.name, hosts=hosts)
-            taken = self._authority.trust.note_member(role, request.name, id_)
-            if taken:
-                raise AuthorityError(f"the name {role}/{request.name} {taken}; join under another with --name")
-            return certificates
-
-        certificates = await _off_loop(let_in)
-        logger.info("{}/{} has joined by the token {}", role, request.name, id_)
+        _check(request.request, request.hosts)
+        role, certificates = await _off_loop(
+            lambda: self._authority.enroll(request.token, request.name, request.request, list(request.hosts))
+        )
+        logger.info("{}/{} has joined by the token {}", role, request.name, request.token.partition(".")[0])
         return pb.EnrollResponse(
             certificates=certificates, run_id=self._authority.run, role=role.value, renewal_port=self.renewal_port
         )
 
     async def Renew(self, request: pb.RenewRequest, context: grpc.aio.ServicerContext) -> pb.RenewResponse:
         """As in the contract."""
-        shown = certificate_of(context)
-        caller = member(shown)
-        hosts = hosts_of(shown, caller.role)
-        _check(request.request, hosts)
-        certificates = await _off_loop(
-            lambda: self._authority.sign(request.request, caller.role, caller.name, hosts=hosts)
-        )
+        caller = member(certificate_of(context))
+        _check(request.request)
+        certificates = await _off_loop(lambda: self._authority.renew(caller.role, caller.name, request.request))
         logger.info("the certificate of {} is renewed", caller)
         return pb.RenewResponse(certificates=certificates)
 
@@ -109,14 +88,7 @@ async def open_entry(servicer: EnrollmentServicer, host: str, port: int) -> tupl
     return server, bound
 
 
-def hosts_of(pem: bytes, role: Role) -> list[str]:
-    """The hosts that a member's certificate names, beside its role."""
-    names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-    return [host for host in hosts if host != server_name(role.value)]
-
-
-def _check(request: bytes, hosts: Sequence[str]) -> None:
+def _check(request: bytes, hosts: Sequence[str] = ()) -> None:
     if len(request) > MAX_REQUEST_BYTES or len(hosts) > MAX_HOSTS:
         raise MeshError(
             Reason.INVALID_REQUEST,
@@ -126,10 +98,12 @@ def _check(request: bytes, hosts: Sequence[str]) -> None:
 
 
 async def _off_loop(work: Callable[[], _T]) -> _T:
-    """Runs work that reads files or signs on a thread; its AuthorityError becomes INVALID_REQUEST."""
+    """Runs work that reads files or signs on a thread. A bad token is UNAUTHENTICATED, other errors INVALID_REQUEST."""
     try:
         return await asyncio.to_thread(work)
     except sqlite3.Error as error:
         raise MeshError(Reason.INTERNAL, f"the run's list of members cannot be used: {error}") from error
+    except TokenError as error:
+        raise MeshError(Reason.UNAUTHENTICATED, str(error)) from error
     except ValueError as error:
         raise MeshError(Reason.INVALID_REQUEST, str(error)) from error

@@ -40,7 +40,7 @@ export type EnrollRequest = Message<"meshrl.v1.EnrollRequest"> & {
   request: Uint8Array;
 
   /**
-   * DNS names and addresses by which others reach the member over HTTPS; at most 16.
+   * Those of the hosts bound to the token that the certificate is to name; empty for all. At most 16.
    *
    * @generated from field: repeated string hosts = 4;
    */
@@ -176,7 +176,9 @@ export const ListRevokedResponseSchema: GenMessage<ListRevokedResponse> = /*@__P
 
 /**
  * Lets members into a run whose authority the server holds; see SECURITY.md. A member's certificate is
- * good for a day and says its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME.
+ * good for a day and has its role and name in a URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS names are
+ * ROLE.meshrl and, once N members of the role have been revoked, ROLE-N.meshrl, by which clients that
+ * know of the revocations take no revoked server.
  *
  * Errors are as in meshrl/v1/trainer.proto.
  *
@@ -186,9 +188,10 @@ export const EnrollmentService: GenService<{
   /**
    * Gives a certificate to who shows a join token. Served at a port of its own, over TLS without a
    * certificate of the caller, who knows the server by the hash of its authority's public key; members
-   * cannot call it at the other ports. The same token and name again get another certificate.
+   * cannot call it at the other ports. The same token, name and key again get another certificate.
    * UNAUTHENTICATED for a token that is unknown, expired or revoked; INVALID_REQUEST for a request that
-   * is none, and for a name that another token has taken or that is revoked.
+   * is none, for a name that is revoked or that another token or key has taken, and for hosts that were
+   * not bound to the token when it was made.
    *
    * @generated from rpc meshrl.v1.EnrollmentService.Enroll
    */

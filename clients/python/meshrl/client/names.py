@@ -1,0 +1,130 @@
+"""Names in certificates: of members, of roles and of hosts, each in the one spelling in which it is compared."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Sequence
+
+MAX_HOSTS = 16
+MEMBER_URI = "spiffe://meshrl/"
+"""How the URI of a run's authority, RUN, and that of a member, RUN/ROLE/NAME, begin."""
+
+RESERVED = "meshrl"
+"""The domain of the names of roles, which no host and no member has."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def server_name(role: str, revoked: int = 0) -> str:
+    """The DNS name of the servers of a role, whatever their hosts are called: ROLE.meshrl.
+
+    revoked: how many members of the role have been revoked. Each revocation gives the role's servers another name, for
+    which the authority signs no certificate of a revoked one.
+    """
+    return f"{role}-{revoked}.{RESERVED}" if revoked else f"{role}.{RESERVED}"
+
+
+def check_name(name: str) -> str:
+    """The name of a run or a member. Raises ValueError for one that no certificate can carry."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"a member's name has 1 to 63 letters, digits, dots, hyphens or underscores, got {name!r}; give another"
+        )
+    return name
+
+
+def member_name(name: str) -> str:
+    """The name of a member as certificates carry it, in lower case. Raises ValueError for one that names a role."""
+    lower = check_name(name).lower()
+    if lower.rstrip(".").endswith(f".{RESERVED}"):
+        raise ValueError(f"a member's name must not end in .{RESERVED}, which names roles, got {name!r}; give another")
+    return lower
+
+
+def canonical_host(host: str) -> str:
+    """A DNS name or an address as certificates carry it: lower case, no trailing dot, IDNA; addresses as usual.
+
+    Raises ValueError for what is neither: a wildcard, a blank, a control character, an address in another notation, or
+    a name of the domain `meshrl`.
+    """
+    address = _address(host)
+    if address is not None:
+        return str(address)
+    try:
+        name = host.encode("idna").decode("ascii").lower().removesuffix(".")
+        labels = name.split(".")
+        spelled = [label.encode("ascii").decode("idna").encode("idna").decode("ascii").lower() for label in labels]
+    except UnicodeError as error:
+        raise ValueError(f"{host!r} is no host's name: {error}; give a DNS name or an address") from error
+    if len(name) > 253 or not all(map(_LABEL.fullmatch, labels)) or _NUMBER.fullmatch(labels[-1]):
+        raise ValueError(
+            f"{host!r} is no host's name; give a DNS name without wildcard or blanks, or an address in its usual form"
+        )
+    if spelled != labels:
+        raise ValueError(f"{host!r} is not spelled as its DNS name is; write {'.'.join(spelled)!r}")
+    if labels[-1] == RESERVED:
+        raise ValueError(f"a host's name must not end in .{RESERVED}, which names roles, got {host!r}; give its own")
+    return name
+
+
+def bound_host(host: str) -> str:
+    """A host, or a network such as 10.1.0.0/16, in the form in which a token keeps it. Raises ValueError."""
+    if "/" not in host:
+        return canonical_host(host)
+    try:
+        return str(ipaddress.ip_network(host))
+    except ValueError as error:
+        raise ValueError(f"{host!r} is no network: {error}; write it as 10.1.0.0/16") from error
+
+
+def granted_hosts(bound: Iterable[str], asked: Sequence[str]) -> list[str]:
+    """The hosts of a certificate, of those that were bound to its token: the ones `asked` for, or all but networks.
+
+    Raises ValueError for one that was not bound.
+    """
+    bound = list(bound)
+    if not asked:
+        return [host for host in bound if "/" not in host]
+    networks = [ipaddress.ip_network(host) for host in bound if "/" in host]
+    granted = list(dict.fromkeys(map(canonical_host, asked)))
+    for host in granted:
+        if host not in bound and not any(_is_in(host, network) for network in networks):
+            raise ValueError(
+                f"the host {host!r} is not bound to this token, but {', '.join(bound) or 'none'}; make a token for it"
+                f" with `meshrl token create --host {host}`"
+            )
+    if len(granted) > MAX_HOSTS:
+        raise ValueError(f"a certificate has at most {MAX_HOSTS} hosts, got {len(granted)}; ask for fewer")
+    return granted
+
+
+def own_hosts() -> list[str]:
+    """The names by which programs on this host call one another."""
+    hosts = ["localhost", "127.0.0.1", "::1"]
+    try:
+        return list(dict.fromkeys([*hosts, canonical_host(socket.gethostname())]))
+    except ValueError:  # others call it by an address
+        return hosts
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.scope_id is not None:
+            return None
+        return address.ipv4_mapped or address
+    return address
+
+
+def _is_in(host: str, network: Network) -> bool:
+    address = _address(host)
+    return address is not None and address in network
