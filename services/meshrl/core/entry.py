@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+from pathlib import Path
 from types import FrameType
 
 
@@ -59,7 +60,30 @@ def synthesize() -> None:
 
 def _call(module: str) -> None:
     signal.signal(signal.SIGINT, _leave)
+    _have_home()
     importlib.import_module(module).main()
+
+
+def _have_home() -> None:
+    """Sets HOME where there is none, in a container with a user id that passwd does not know: libraries look for it.
+
+    Programs that this one starts inherit it. Ends the process with a sentence where no folder can be made.
+    """
+    try:
+        Path.home()
+    except RuntimeError:
+        import tempfile  # these take long to import, and most machines have a home
+
+        from meshrl.core.private_folders import private_folder
+
+        home = Path(tempfile.gettempdir()) / f"meshrl-home-{os.getuid()}"
+        try:
+            os.environ["HOME"] = str(private_folder(home))
+        except OSError as error:
+            raise SystemExit(
+                f"HOME is not set, user {os.getuid()} has no entry in passwd, and {home} cannot be used: {error};"
+                " set HOME to a folder that this user can write"
+            ) from error
 
 
 def _leave(signum: int, _frame: FrameType | None) -> None:
