@@ -110,7 +110,7 @@ async def test_a_damaged_ledger_ends_with_a_sentence_and_a_new_one_goes_on(
     assert await orchestrate(config, asyncio.Event(), TRACER) == 1
     said = one_sentence(errors_said)
     assert f"ledger {ledger} is damaged" in said
-    assert "move it and the files ledger.sqlite-wal and ledger.sqlite-shm away" in said
+    assert "move it and the files ledger.sqlite-* beside it away" in said
     assert main([str(tmp_path)]) == 2
     move_away(ledger)
     errors_said.clear()

@@ -3,11 +3,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from meshrl.orchestrator.ledger import file_system
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 MakeRollout = Callable[..., Rollout]
 MakeGroup = Callable[..., RolloutGroup]
+
+
+@pytest.fixture(params=["disk", "nfs"])
+def ledger_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the ledger takes its file system for."""
+    if request.param == "nfs":
+        monkeypatch.setattr(file_system, "file_system", lambda folder: 0x6969)
+    return request.param
 
 
 @pytest.fixture

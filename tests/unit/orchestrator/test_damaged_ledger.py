@@ -26,6 +26,8 @@ from meshrl.sampling.retry import RunError
 from meshrl.wire.types import RunInfo, TrainerInfo
 from rl_streams import rl_streams
 
+pytestmark = pytest.mark.usefixtures("ledger_disk")
+
 
 def reopened(folder: Path, trainer_step: int) -> Journal:
     """What a process of the orchestrator opens beside a trainer at this step."""

@@ -19,6 +19,8 @@ from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout
 from rl_streams import rl_streams
 
+pytestmark = pytest.mark.usefixtures("ledger_disk")
+
 RUN = RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0)
 
 

@@ -1,6 +1,6 @@
 """Keeps the ledger in SQLite; fed by the ledger's rules and the journal, read when a process goes on.
 
-The file is in WAL mode with synchronous = NORMAL: what is committed outlives the process, whatever ends it.
+What is committed outlives the process, whatever ends it: see `file_system`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from loguru import logger
 
+from meshrl.orchestrator.ledger.file_system import network_file_system
 from meshrl.orchestrator.ledger.rows import (
     LAYOUT,
     SCHEMA,
@@ -29,7 +30,7 @@ from meshrl.orchestrator.ledger.rows import (
 from meshrl.orchestrator.ledger.rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger.rows import read_past as rows_of_past
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
-from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, check_layout, ledger_file, unusable
+from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, ledger_file, unusable
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.v1 import rollout_pb2, trainer_pb2
@@ -72,8 +73,8 @@ class LedgerStore:
         except OSError as error:
             raise unusable(self._path, error) from error
         with ledger_file(self._path) as connection:
-            check_layout(connection, self._path)
-            connection.execute("PRAGMA journal_mode = WAL")
+            if (name := network_file_system(self._path)) is not None:
+                logger.info("{} is on a network file system ({}) and is kept without a WAL", self._path, name)
             connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {LAYOUT}; COMMIT;")
             return last_run(connection)
 

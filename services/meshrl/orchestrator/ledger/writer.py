@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from meshrl.orchestrator.ledger.file_system import prepare
 from meshrl.orchestrator.ledger.rows import LAYOUT
 from meshrl.sampling.retry import RunError
 
@@ -41,8 +42,8 @@ def unusable(path: Path, error: Exception) -> LedgerFileError:
             " disk with room"
         )
     return LedgerFileError(
-        f"ledger {path} is damaged ({error}); move it and the files {path.name}-wal and {path.name}-shm away and start"
-        " again with --ckpt.resume-step -1: the run goes on from its last checkpoint with a new ledger"
+        f"ledger {path} is damaged ({error}); move it and the files {path.name}-* beside it away and start again with"
+        " --ckpt.resume-step -1: the run goes on from its last checkpoint with a new ledger"
     )
 
 
@@ -59,9 +60,13 @@ def check_layout(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to the file; what is changed in it is committed at the end. Raises LedgerFileError."""
+    """A connection to the file; what is changed in it is committed at the end. Raises LedgerFileError, also for a file
+    of another layout.
+    """
     try:
         with closing(sqlite3.connect(path)) as connection, connection:
+            check_layout(connection, path)
+            prepare(connection, path)
             yield connection
     except (sqlite3.Error, OSError) as error:
         raise unusable(path, error) from error
@@ -123,7 +128,7 @@ class ThreadedWriter:
         connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect(self._path, isolation_level=None)
-            connection.execute("PRAGMA synchronous = NORMAL")
+            prepare(connection, self._path)
             ended = False
             while not ended:
                 changes, waiting, ended = self._next_changes()

@@ -1,0 +1,53 @@
+"""Chooses how SQLite keeps the ledger by the file system that it is on; asked whenever the file is opened to write.
+
+SQLite's WAL needs memory that all its processes share, which the file systems of a network do not give.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sqlite3
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+NETWORK: Mapping[int, str] = {
+    0x6969: "nfs", 0x517B: "smb", 0xFF534D42: "cifs", 0xFE534D42: "smb2", 0x0BD00BD0: "lustre", 0x47504653: "gpfs",
+    0x19830326: "beegfs", 0x18031977: "wekafs", 0x00C36400: "ceph", 0xAAD7AAEA: "panfs", 0x20030528: "orangefs",
+    0x5346414F: "afs", 0x6B414653: "kafs", 0x01161970: "gfs2", 0x7461636F: "ocfs2", 0x01021997: "9p",
+    0x65735546: "fuse", 0x786F4256: "vboxsf",
+}  # fmt: skip
+"""File systems that other machines may write as well, by the `f_type` of statfs(2). FUSE may be any: sshfs, JuiceFS."""
+
+BUSY_S = 30.0
+"""How long a write waits for readers, which block it where there is no WAL."""
+
+
+def file_system(folder: Path) -> int:
+    """The `f_type` of the file system of a folder, 0 where the system has no such number. Raises OSError."""
+    if sys.platform != "linux":
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = ctypes.create_string_buffer(256)  # struct statfs has 120 bytes, f_type is the first field
+    if libc.statfs(os.fsencode(folder), found):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
+    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF  # some kernels extend its sign
+
+
+def network_file_system(path: Path) -> str | None:
+    """The name of the network file system that a file is on; None on a local one. Raises OSError."""
+    return NETWORK.get(file_system(path.parent))
+
+
+def prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Sets how a connection commits, so that what is committed outlives the process: on a network file system also
+    the machine. Call it outside a transaction.
+    """
+    if network_file_system(path) is None:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+    else:
+        connection.execute(f"PRAGMA busy_timeout = {int(1000 * BUSY_S)}")
+        connection.execute("PRAGMA journal_mode = TRUNCATE")
+        connection.execute("PRAGMA synchronous = FULL")
