@@ -3,11 +3,14 @@
 #   docker build -f deploy/images/cpu.Dockerfile -t meshrl-cpu:0.1.0 .
 #
 # EXTRAS adds environments: --build-arg EXTRAS="--extra rollout --extra reasoning-gym"
-ARG PYTHON=3.12.12
+# BASE is any image of Debian or Ubuntu with a Python that meshrl runs on, UV any image with /uv.
+# The secret `uv` is a uv.toml, with an index of packages for example; the secret `ca` is a file of certificates to trust.
+ARG BASE=python:3.12.12-slim-bookworm
+ARG UV=ghcr.io/astral-sh/uv:0.13.9
 
-FROM ghcr.io/astral-sh/uv:0.13.9 AS uv
+FROM ${UV} AS uv
 
-FROM python:${PYTHON}-slim-bookworm AS build
+FROM ${BASE} AS build
 COPY --from=uv /uv /usr/local/bin/uv
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/meshrl
 ARG EXTRAS="--extra rollout"
@@ -15,12 +18,14 @@ WORKDIR /src
 # What others wrote first: it changes seldom, and stays in the cache.
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
-RUN uv sync --frozen --no-default-groups --no-install-workspace ${EXTRAS}
+RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+  uv sync --frozen --no-default-groups --no-install-workspace ${EXTRAS}
 COPY clients/python clients/python
 COPY services services
-RUN uv sync --frozen --no-default-groups --no-editable ${EXTRAS}
+RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+  uv sync --frozen --no-default-groups --no-editable ${EXTRAS}
 
-FROM python:${PYTHON}-slim-bookworm
+FROM ${BASE}
 COPY --from=build /opt/meshrl /opt/meshrl
 COPY deploy/images/healthcheck.py /opt/healthcheck.py
 ENV PATH=/opt/meshrl/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/cache/huggingface

@@ -3,12 +3,15 @@
 #   docker build -f deploy/images/gpu.Dockerfile -t meshrl-gpu:0.1.0 .
 #
 # EXTRAS="--extra trainer --extra inference" leaves vLLM out, for a trainer alone or the embedded engine.
-# TORCH=cpu takes torch without CUDA, for a laptop.
-ARG PYTHON=3.12.12
+# TORCH=cpu takes torch without CUDA, for a laptop; TORCH=2.13.0+cpu takes that version from an index of the uv.toml.
+# BASE is any image of Debian bookworm with a Python that meshrl runs on, UV any image with /uv.
+# The secret `uv` is a uv.toml, with an index of packages for example; the secret `ca` is a file of certificates to trust.
+ARG BASE=python:3.12.12-slim-bookworm
+ARG UV=ghcr.io/astral-sh/uv:0.13.9
 
-FROM ghcr.io/astral-sh/uv:0.13.9 AS uv
+FROM ${UV} AS uv
 
-FROM python:${PYTHON}-slim-bookworm AS build
+FROM ${BASE} AS build
 COPY --from=uv /uv /usr/local/bin/uv
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/meshrl
 ARG EXTRAS="--extra trainer --extra inference --extra vllm"
@@ -17,12 +20,14 @@ WORKDIR /src
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
 COPY deploy/images/install_dependencies.sh /usr/local/bin/
-RUN install_dependencies.sh "${TORCH}" ${EXTRAS}
+RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+  install_dependencies.sh "${TORCH}" ${EXTRAS}
 COPY clients/python clients/python
 COPY services services
-RUN uv pip install --python /opt/meshrl/bin/python --no-deps ./clients/python .
+RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+  uv pip install --python /opt/meshrl/bin/python --no-deps ./clients/python .
 
-FROM python:${PYTHON}-slim-bookworm
+FROM ${BASE}
 # torch compiles kernels at run time.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc=4:12.2.0-3 libc6-dev=2.36-9+deb12u* libnuma1=2.0.16-1 \
   && rm -rf /var/lib/apt/lists/*
