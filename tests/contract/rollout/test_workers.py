@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary
+from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
 
 PATIENCE_S = 120.0
 """For a machine that is ten times slower, or stands still for a while."""
@@ -279,3 +279,73 @@ def worker_pids() -> list[int]:
 
     with open(f"/proc/{_forkserver._forkserver_pid}/task/{_forkserver._forkserver_pid}/children") as children:
         return [int(pid) for pid in children.read().split()]
+
+
+async def test_a_rollout_that_others_block_one_after_the_other_is_played_again_until_it_ends(
+    start_mesh, engine, make_group, tokens, said
+):
+    kinds, blocked = [f"blocks {number}" for number in range(1, 4)], []
+    gate = Gate(engine, tokens)
+    bad = [zoo("blocks", deadlines={"blocked_s": 3600.0}) | {"name": kind} for kind in kinds]
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, *bad], workers=1, blocked_s=3600.0)
+    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    for number, kind in enumerate(kinds, start=2):
+        await gate.held.get()
+        await gate.held.get()  # both are played, once more after each worker that stands still
+        await said.until(f"worker {number} has loaded {', '.join(['mesh_echo', *kinds[number - 2 :]])}")
+        blocked.append(asyncio.create_task(collect(mesh, make_group(environment=kind, deadline_s=PATIENCE_S))))
+    await gate.held.get()
+    await gate.held.get()
+    gate.opened.set()
+    *rollouts, summary = await healthy
+    assert (summary.finished, summary.failed) == (2, 0), rollouts
+    assert mesh.runner.status().failures == {}
+    for blocking in blocked:
+        blocking.cancel()
+    await asyncio.wait(blocked)
+
+
+@pytest.mark.parametrize("kind", ["dies", "blocks"])
+async def test_rollouts_of_the_same_environment_beside_the_one_that_loses_the_worker_are_played_again(
+    start_mesh, engine, make_group, kind
+):
+    released, held = asyncio.Event(), asyncio.Queue()
+
+    async def hold_the_good(request, body):
+        if body["sampling_params"]["seed"] >= 100:
+            held.put_nowait(None)
+            await released.wait()
+
+    engine.on_call = hold_the_good
+    mixed = zoo(kind, deadlines={"blocked_s": 1.0})
+    mixed["args"]["every"] = 2
+    mesh = await start_mesh([engine], env=[mixed], workers=1)
+    good = make_group(environment=kind, task_index=1, group_size=3, deadline_s=PATIENCE_S, sampling=Sampling(seed=100))
+    beside = asyncio.create_task(collect(mesh, good))
+    for _ in range(3):
+        await held.get()
+    bad = make_group(environment=kind, task_index=0, deadline_s=PATIENCE_S, sampling=Sampling(seed=1))
+    failure, _ = await collect(mesh, bad)
+    assert (failure.reason, "worker 1" in failure.message) == ("ENVIRONMENT_FAILED", True)
+    released.set()
+    *rollouts, summary = await beside
+    assert (summary.finished, summary.failed) == (3, 0), rollouts
+    assert mesh.runner.status().failures == {"ENVIRONMENT_FAILED": 1}
+
+
+async def test_time_in_which_another_environment_blocks_the_worker_counts_for_no_deadline_of_its_neighbours(
+    start_mesh, engine, make_group, tokens
+):
+    gate = Gate(engine, tokens)
+    blocks = zoo("blocks")
+    blocks["args"]["seconds"] = 4.0
+    env = [{"id": "mesh_echo", "deadlines": {"turn_s": 3.0, "rollout_s": 3.0}}, blocks]
+    mesh = await start_mesh([engine], env=env, workers=1, standby=False, blocked_s=3600.0)
+    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    await gate.held.get()
+    await gate.held.get()
+    blocking = await collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S))
+    gate.opened.set()
+    assert blocking[-1].finished == 1
+    *rollouts, summary = await healthy
+    assert (summary.finished, summary.failed) == (2, 0), rollouts

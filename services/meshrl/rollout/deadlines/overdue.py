@@ -1,7 +1,8 @@
 """Ends rollouts that overstep a deadline of their environment, in the process that plays them.
 
 Between whoever asks for a rollout and `episodes`, which plays it; only where the environment has a deadline. A rollout
-whose code blocks the event loop is ended by the front of the workers instead, which does not play.
+whose code blocks the event loop is ended by the front of the workers instead, which does not play; the time in which
+the loop stood still counts for none of the rollouts on it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import replace
 
 from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.rollout.deadlines.stages import RolloutStage, overdue, shortest_s
@@ -19,6 +21,8 @@ from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutR
 
 LOOK_EVERY_S = 1.0
 CLEAN_UP_S = 10.0
+STOOD_STILL_S = 0.5
+"""A look that comes later than this was held up by code that blocked the event loop: whose it was is not known here."""
 
 
 class TimedPlayer:
@@ -65,18 +69,24 @@ class TimedGroup:
 
         Raises nothing but CancelledError.
         """
-        began_s = time.time()
+        began_s, stage_began_s, stage_still_s = time.time(), 0.0, 0.0
         playing = asyncio.create_task(self._episodes.play(index))
         try:
             while True:
+                look_s = time.monotonic() + self._look_every_s
                 await asyncio.wait({playing}, timeout=self._look_every_s)
                 if playing.done():
                     return await playing
                 stage = self._episodes.stage(index)
                 if stage is None:
                     continue
+                if stage.began_s != stage_began_s:
+                    stage_began_s, stage_still_s = stage.began_s, 0.0
+                if (still_s := time.monotonic() - look_s) > STOOD_STILL_S:  # it could not go on meanwhile
+                    began_s, stage_still_s = began_s + still_s, stage_still_s + still_s
                 now_s = time.time()
-                if late := overdue(self._deadlines, stage, began_s, now_s):
+                in_time = replace(stage, began_s=stage.began_s + stage_still_s)
+                if late := overdue(self._deadlines, in_time, began_s, now_s):
                     self._give_up(playing)
                     error = MeshError(Reason.DEADLINE_PASSED, f"{late}: {stage.describe(now_s)}")
                     return rollout_failure(self._request, error, str(uuid.uuid4()))

@@ -25,6 +25,7 @@ from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.stages import overdue
+from meshrl.rollout.workers.blame import NO_ROLLOUT
 from meshrl.rollout.workers.process import WorkerProcess
 from meshrl.rollout.workers.slot import Loss, SlotLimits, WorkerSlot
 from meshrl.wire.types import EnvironmentInfo
@@ -167,7 +168,7 @@ class WorkerFleet:
         hosted, number = worker.settings.names, worker.settings.number
         busy = {assigned.environment for assigned in worker.rollouts.values()}
         busy |= {environment for environment, _ in worker.groups.values()}
-        suspects = {loss.culprit} if loss.culprit else busy
+        suspects = {loss.culprit.environment} if loss.culprit.environment else busy
         known = len(suspects) == 1
         causes = {name: f"environment {name}: its worker {number} {loss.words}" for name in busy}
         for name in suspects if known else ():
@@ -184,7 +185,7 @@ class WorkerFleet:
                 self._move_out(name, known=known)
         self._replace(number)
         self._start_standby()
-        worker.lose(causes, frozenset(suspects) if known else frozenset())
+        worker.lose(causes, loss.culprit)
         self._changed.beat()
 
     def _move_out(self, name: str, *, known: bool) -> None:
@@ -210,9 +211,12 @@ class WorkerFleet:
         """
         worker, standby = slot.worker, self._standby
         hold = worker.hold() if worker is not None and worker.usable else None
-        if worker is None or hold is None or not hold.environment or hold.seconds < LEFT_AFTER_S:
+        if worker is None or hold is None or not hold.culprit.environment or hold.seconds < LEFT_AFTER_S:
             return
-        name, ready = hold.environment, standby is not None and standby.worker is not None and standby.worker.usable
+        name, ready = (
+            hold.culprit.environment,
+            standby is not None and standby.worker is not None and standby.worker.usable,
+        )
         if standby is not None and ready and name in self._shared_names and len(self._shared_names) > 1:
             logger.info("worker {} takes the place of worker {}", standby.number, slot.number)
             self._shared[self._shared.index(slot)], self._standby = standby, None
@@ -261,9 +265,14 @@ class WorkerFleet:
                     self._end_overdue(slot.worker)
 
     def _end_overdue(self, worker: WorkerProcess) -> None:
-        """Gives rollouts up that are overdue in a worker that cannot do so itself: its event loop stands still."""
-        now_s = time.time()
+        """Gives rollouts up that are overdue in a worker that cannot do so itself: its event loop stands still.
+
+        One that another holds up is not late by its own doing, and is played again when the worker is replaced.
+        """
+        now_s, hold = time.time(), worker.hold()
         for (group, index), assigned in list(worker.rollouts.items()):
+            if hold is not None and hold.culprit.rollout not in (NO_ROLLOUT, (group, index)):
+                continue
             deadlines = self._entries[assigned.environment].deadlines
             late = overdue(deadlines, assigned.stage, assigned.began_s, now_s)
             if late and not assigned.answer.done():

@@ -1,7 +1,7 @@
 """Plays groups in worker processes, as `episodes` does in this one.
 
-Called by `group_runner`. A group is played in one worker; a rollout that a worker was lost with is played again in
-another, where the loss was somebody else's doing, and is a failure that says what happened where it was its own.
+Called by `group_runner`. A group is played in one worker. A rollout that is lost with its worker is played again in
+another, or fails with the cause, as `blame` decides.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import uuid
 from meshrl.rollout.deadlines.stages import RolloutStage
 from meshrl.rollout.groups import late, rollout_failure
 from meshrl.rollout.player import EpisodeResult
+from meshrl.rollout.workers.blame import Tries
 from meshrl.rollout.workers.fleet import WorkerFleet
 from meshrl.rollout.workers.process import WorkerLostError, WorkerProcess
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest
-
-MOST_TRIES = 3
 
 
 class WorkerPlayer:
@@ -65,9 +64,9 @@ class WorkerGroup:
 
         Raises MeshError.
         """
-        environment, lost = self._request.environment, ""
+        environment, tries = self._request.environment, Tries()
         async with self._placing:
-            for _ in range(MOST_TRIES):
+            while True:
                 if self._places:
                     worker, number = self._places[-1]  # it may be lost, or be left to what blocks it
                     if number in worker.groups and self._fleet.plays_here(environment, worker):
@@ -76,16 +75,17 @@ class WorkerGroup:
                 try:
                     await worker.open(number, environment, self._request.group_size, self._payload)
                 except WorkerLostError as error:  # another one may do better
-                    lost = str(error)
+                    if not tries.again(error.fault):
+                        raise MeshError(Reason.ENVIRONMENT_FAILED, str(error)) from error
                 else:
                     self._places.append((worker, number))
                     return self._places[-1]
-        raise MeshError(Reason.ENVIRONMENT_FAILED, lost)
 
     async def play(self, index: int) -> EpisodeResult:
         """Raises nothing but CancelledError."""
+        tries = Tries()
         try:
-            for tries_left in reversed(range(MOST_TRIES)):
+            while True:
                 self._waiting_since[index] = time.time()
                 worker, number = self._playing[index] = await self.place()
                 try:
@@ -94,10 +94,9 @@ class WorkerGroup:
                     worker.cancel(number, index)
                     raise
                 except WorkerLostError as error:
-                    if error.guilty or not tries_left:
+                    if not tries.again(error.fault):
                         raise MeshError(Reason.ENVIRONMENT_FAILED, str(error)) from error
                 self._playing.pop(index, None)
-            raise AssertionError("the last try returns or raises")
         except MeshError as error:
             return rollout_failure(self._request, error, str(uuid.uuid4()))
         finally:

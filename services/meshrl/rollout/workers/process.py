@@ -29,6 +29,7 @@ from meshrl.core.program import how_it_ended
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.rendering.tokenizer_folders import known_class
+from meshrl.rollout.workers.blame import NO_ROLLOUT, Culprit, Fault
 from meshrl.rollout.workers.frames import Channel, FrameKind, Heartbeat, WorkerSettings, unpack_rollouts
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
@@ -42,20 +43,25 @@ ALARM_IS_FRESH_S = 2.0
 
 
 class WorkerLostError(Exception):
-    """The worker is gone. `guilty` is True where it was the environment's own doing, False where it was another's."""
+    """The worker is gone, or left to another environment; `fault` is whose doing it was."""
 
-    def __init__(self, message: str, *, guilty: bool) -> None:
+    def __init__(self, message: str, fault: Fault) -> None:
         super().__init__(message)
-        self.guilty = guilty
+        self.fault = fault
 
 
 @dataclass(frozen=True)
 class Hold:
-    """What holds a worker's event loop up: the code of `environment` ("" where unknown) at `where`, for `seconds`."""
+    """What holds a worker's event loop up: the code of `culprit` at `where`, for `seconds`."""
 
-    environment: str
+    culprit: Culprit
     where: str
     seconds: float
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Hold:
+        told = json.loads(payload)
+        return cls(Culprit(told["environment"], tuple(told["rollout"])), told["where"], told["seconds"])
 
 
 @dataclass
@@ -117,8 +123,8 @@ class WorkerProcess:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """The process has ended, or is about to."""
-        self.exiter = ""
-        """The environment whose code said that it ends the process."""
+        self.exiter = Culprit()
+        """Whose code ends the process, as far as it has reported that."""
         self.ended_by = ""
         """Why the front ended it, "" where it did not."""
         self._opening: dict[int, asyncio.Future[None]] = {}
@@ -189,7 +195,7 @@ class WorkerProcess:
         """Has it play a rollout. Raises WorkerLostError, and MeshError for one that is given up."""
         assert self._front is not None  # started
         if group not in self.groups:  # lost since it was opened
-            raise WorkerLostError("the worker is gone", guilty=False)
+            raise WorkerLostError("the worker is gone", Fault.OTHERS)
         environment, now_s = self.groups[group][0], time.time()
         answer: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
         stage = RolloutStage(BEGINNING, now_s, StageKind.SETUP)
@@ -221,23 +227,24 @@ class WorkerProcess:
             return None
         worker, hold = f"worker {self.settings.number}", self.hold()
         if hold is not None:
-            worker += f", held up by {hold.environment or 'nobody known'} in {hold.where}"
+            worker += f", held up by {hold.culprit.environment or 'nobody known'} in {hold.where}"
         return replace(assigned.stage, worker=worker)
 
-    def lose(self, causes: dict[str, str], guilty: frozenset[str]) -> None:
-        """Tells everybody who waits for it that it is lost; `causes` are the words for each environment."""
-        waiting = [(assigned.environment, assigned.answer) for assigned in self.rollouts.values()]
+    def lose(self, causes: dict[str, str], culprit: Culprit) -> None:
+        """Fails all that waits for it, since it is lost; `causes` are the words for each environment."""
+        waiting = [(assigned.environment, key, assigned.answer) for key, assigned in self.rollouts.items()]
         for group, opening in self._opening.items():
-            waiting.append((self.groups[group][0], opening))  # type: ignore[arg-type]  # either is only told of an error
-        for environment, future in waiting:
+            waiting.append((self.groups[group][0], NO_ROLLOUT, opening))  # type: ignore[arg-type]  # only gets an error
+        for environment, key, future in waiting:
             if not future.done():
-                future.set_exception(WorkerLostError(causes[environment], guilty=environment in guilty))
+                fault = culprit.fault_of(environment, key, causes)
+                future.set_exception(WorkerLostError(causes[environment], fault))
         self.groups.clear()
 
     def leave_to(self, environment: str) -> None:
         """Has everything be played elsewhere that is not of this environment, whose code holds the worker up."""
         left = WorkerLostError(
-            f"its worker {self.settings.number} is blocked by environment {environment}", guilty=False
+            f"its worker {self.settings.number} is blocked by environment {environment}", Fault.OTHERS
         )
         for (group, index), assigned in list(self.rollouts.items()):
             if assigned.environment != environment and not assigned.answer.done():
@@ -325,10 +332,10 @@ class WorkerProcess:
             if (opening := self._opening.get(group)) is not None and not opening.done():
                 opening.set_exception(from_rpc_status(status_pb2.Status.FromString(payload)))
         elif kind is FrameKind.BLOCKED:
-            self._held = (Hold(**json.loads(payload)), time.monotonic())
+            self._held = (Hold.decode(payload), time.monotonic())
         elif kind is FrameKind.LEAVING:
             told = json.loads(payload)
-            self.exiter = f"{told['environment']}"
+            self.exiter = Culprit(told["environment"], tuple(told["rollout"]))
         elif kind is FrameKind.READY and not self.ready.done():
             listed = pb.ListEnvironmentsResponse.FromString(payload).environments
             self.infos = tuple(convert.environment_from_proto(info) for info in listed)

@@ -16,6 +16,7 @@ from loguru import logger
 from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.workers.blame import Culprit
 from meshrl.rollout.workers.frames import WorkerSettings
 from meshrl.rollout.workers.process import WorkerProcess
 
@@ -30,10 +31,10 @@ SHORTEST_SILENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Loss:
-    """How a worker was lost: in words that follow "its worker", and whose code did it, "" where that is not known."""
+    """How a worker was lost: in words that follow "its worker", and whose code did it."""
 
     words: str
-    culprit: str = ""
+    culprit: Culprit = Culprit()
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ class WorkerSlot:
             return
         hold, limit_s = worker.hold(), self.limits.blocked_s
         silent_s = time.monotonic() - worker.heard_s
-        if hold is not None and hold.environment and hold.seconds > limit_s and worker.rollouts:
+        if hold is not None and hold.culprit.environment and hold.seconds > limit_s and worker.rollouts:
             words = f"was replaced: its event loop was blocked for {hold.seconds:.1f} s in {hold.where}"
-            self._kill(worker, Loss(words, hold.environment))
+            self._kill(worker, Loss(words, hold.culprit))
         elif silent_s > max(SILENT_FACTOR * limit_s, SHORTEST_SILENCE_S):
             self._kill(worker, Loss(f"was replaced: nothing was heard of it for {silent_s:.0f} s"))
         elif (grown_mib := worker.grown_mib()) > self.limits.max_memory_mib:

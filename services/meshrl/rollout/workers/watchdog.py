@@ -22,18 +22,21 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from meshrl.rollout.workers.blame import NO_ROLLOUT, RolloutKey
 from meshrl.rollout.workers.frames import FrameKind, encode
 
 LOOK_EVERY_S = 0.25
 BLOCKED_AFTER_S = 0.75
 
-_PLAYING: ContextVar[str] = ContextVar("meshrl_playing", default="")
+_NOBODY = ("", NO_ROLLOUT)
+_PLAYING: ContextVar[tuple[str, RolloutKey]] = ContextVar("meshrl_playing", default=_NOBODY)
 
 
 @contextmanager
-def playing(environment: str) -> Iterator[None]:
-    """Whatever starts within belongs to this environment, in tasks and threads that asyncio starts as well."""
-    token = _PLAYING.set(environment)
+def playing(environment: str, rollout: RolloutKey = NO_ROLLOUT) -> Iterator[None]:
+    """Code that starts within belongs to this environment, and to this rollout of it, in tasks and threads that asyncio
+    starts as well."""
+    token = _PLAYING.set((environment, rollout))
     try:
         yield
     finally:
@@ -42,7 +45,7 @@ def playing(environment: str) -> Iterator[None]:
 
 def environment_now() -> str:
     """The environment whose code runs here; "" where it is none's."""
-    return _PLAYING.get()
+    return _PLAYING.get()[0]
 
 
 class Watchdog:
@@ -57,8 +60,9 @@ class Watchdog:
         exit_at_once, worker = os._exit, os.getpid()
 
         def leave(status: int) -> NoReturn:
-            if os.getpid() == worker and (environment := environment_now()):  # not in what an environment forks
-                self._say(FrameKind.LEAVING, {"environment": environment, "what": f"called os._exit({status})"})
+            environment, rollout = _PLAYING.get()
+            if os.getpid() == worker and environment:  # not in what an environment forks
+                self._say(FrameKind.LEAVING, {"environment": environment, "rollout": rollout})
             exit_at_once(status)
 
         os._exit = leave  # the one way out of a process that leaves no trace of who took it
@@ -80,9 +84,10 @@ class Watchdog:
                 continue
             said_s = blocked_s
             context: Context = handle._context  # type: ignore[attr-defined]  # public from Python 3.12 on
-            environment = context.get(_PLAYING) or ""
+            environment, rollout = context.get(_PLAYING) or _NOBODY
             where = "" if top is None else f"{top.f_code.co_name} ({Path(top.f_code.co_filename).name}:{top.f_lineno})"
-            self._say(FrameKind.BLOCKED, {"environment": environment, "where": where, "seconds": blocked_s})
+            held = {"environment": environment, "where": where, "seconds": blocked_s, "rollout": rollout}
+            self._say(FrameKind.BLOCKED, held)
 
     def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
         """What the loop runs now, and the innermost frame of it."""

@@ -187,7 +187,7 @@ class _Worker:
     async def _play(self, group: int, index: int) -> None:
         environment, opened = self._groups[group]
         try:
-            with playing(environment):
+            with playing(environment, (group, index)):
                 played = await opened.play(index)
             self._answer(group, index, played)
         except Exception as error:  # noqa: BLE001  # the front waits for an answer, whatever it is
