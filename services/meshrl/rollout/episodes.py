@@ -24,7 +24,7 @@ from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.engines.chat_servers import refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.sessions import Session, SessionBook
-from meshrl.rollout.groups import late, rollout_failure
+from meshrl.rollout.groups import rollout_failure
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.rendering.text_samples import TextSamples
 from meshrl.rollout.samples import rollouts_of, trace_uuid
@@ -50,21 +50,19 @@ class EpisodePlayer:
 
     async def open(self, request: RolloutRequest) -> GroupEpisodes:
         """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
-        does, and DEADLINE_PASSED when an infinite taskset cannot be drawn so far in time.
+        does.
         """
         if self._text is None:
             self.hosted.check(request)
-        tasks, index = self.hosted.tasks, request.task_index or 0
+        tasks = self.hosted.tasks
         if request.task_payload is not None:
             task = tasks.of_payload(request.task_payload)
         else:
-            try:
-                async with asyncio.timeout(request.deadline_s):
-                    task = await tasks.at(index)
-            except TimeoutError as error:
-                drawing = f"task {index} of {self.hosted.name} is still being drawn; try again later"
-                raise MeshError(Reason.DEADLINE_PASSED, f"{late(request)}: {drawing}") from error
+            task = await tasks.at(request.task_index or 0)
         return GroupEpisodes(self.hosted, task, request, self._book, self._tracer, text=self._text)
+
+    def opening(self, request: RolloutRequest) -> str:
+        return f"task {request.task_index} of {self.hosted.name} was still being drawn; a later group may get it"
 
 
 class GroupEpisodes:

@@ -77,12 +77,20 @@ class GroupRunner:
     async def run(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent | bytes, None]:
         """Plays a group; yields each rollout or failure as it ends, then the summary. Bytes are a RunRolloutsResponse.
 
-        Closing the iterator cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
-        INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
-        first event.
+        The deadline counts from this call. A group that passes it ends with failures and its summary, also where it
+        still waits for its task or an engine. Closing the iterator cancels what still runs. Raises MeshError
+        UNKNOWN_ENVIRONMENT, UNKNOWN_TASK, INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING,
+        DUPLICATE_REQUEST or OVERLOADED before the first event.
         """
         arrived = self._clock()
-        running = await self._admit(request)
+        try:
+            running = await self._admit(request)
+        except MeshError as error:
+            if error.reason is not Reason.DEADLINE_PASSED:
+                raise
+            for event in self._late_before_it_began(request, error):
+                yield event
+            return
         left_s = max(0.0, arrived + request.deadline_s - self._clock())
         timer = asyncio.get_running_loop().call_later(left_s, self._end_late, running)
         try:
@@ -166,15 +174,22 @@ class GroupRunner:
                 Reason.UNKNOWN_ENVIRONMENT, f"no environment {request.environment!r} here; hosted are: {hosted}"
             )
         self._table.refuse(request.request_id, request.group_id, request.group_size, self._clock())
-        opened = await player.open(request)
+        opened: PlayableGroup | None = None
+        limit = asyncio.timeout(request.deadline_s)
         try:
-            sampling = request.sampling.over(player.info.default_sampling)
-            shaped = () if request.scores_only else reshaping(sampling)
-            await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
+            async with limit:
+                opened = await player.open(request)
+                sampling = request.sampling.over(player.info.default_sampling)
+                shaped = () if request.scores_only else reshaping(sampling)
+                await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
             group = self._table.admit(request.request_id, request.group_id, request.group_size, self._clock())
-        except BaseException:  # refused, or the caller has gone
-            opened.close()
-            raise
+        except BaseException as error:  # refused, late, or the caller has gone
+            if opened is not None:
+                opened.close()
+            if not (isinstance(error, TimeoutError) and limit.expired()):
+                raise
+            waits = player.opening(request) if opened is None else "no engine that may answer was found yet"
+            raise MeshError(Reason.DEADLINE_PASSED, f"{late(request)}: {waits}") from error
         running = self._running[request.request_id] = _RunningGroup(group, request, opened)
         self._idle.clear()
         return running
@@ -232,6 +247,20 @@ class GroupRunner:
                 running.events.put_nowait(rollout)
         if group.over:
             running.events.put_nowait(None)
+
+    def _late_before_it_began(self, request: RolloutRequest, error: MeshError) -> Iterator[RolloutEvent]:
+        """The events of a group whose deadline passed before any of its rollouts could start. Raises as `admit`."""
+        now = self._clock()
+        group = self._table.admit(request.request_id, request.group_id, request.group_size, now)
+        self._table.end(group, Outcome.FAILED, now, reason=error.reason.name)
+        self._table.remove(group)
+        logger.bind(env=request.environment).warning(
+            "{} rollouts of group {} of {} were late: {}",
+            request.group_size, request.group_id, request.environment, error.message,
+        )  # fmt: skip
+        for _ in range(request.group_size):
+            yield rollout_failure(request, error, str(uuid.uuid4()))
+        yield group.summary
 
     def _end_late(self, running: _RunningGroup) -> None:
         """The deadline has passed: each rollout that is left is a failure, which says what it was doing."""

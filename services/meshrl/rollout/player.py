@@ -46,4 +46,7 @@ class Player(Protocol):
     def info(self) -> EnvironmentInfo: ...
 
     async def open(self, request: RolloutRequest) -> PlayableGroup:
-        """Finds the group's task. Raises MeshError when there is none."""
+        """Finds the group's task; the caller keeps the deadline. Raises MeshError when there is none."""
+
+    def opening(self, request: RolloutRequest) -> str:
+        """What a group waits for whose task is not found yet, for the message of its failures."""

@@ -27,8 +27,9 @@ from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire.errors import MeshError, Reason
 
 
-async def test_our_rollout_service_keeps_every_rule(start_mesh, engine):
-    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}])
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_our_rollout_service_keeps_every_rule(start_mesh, engine, workers):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}], workers=workers)
     command = [sys.executable, "-m", "meshrl.cli.main", "conformance", "--full", "--json"]
     asked = await asyncio.create_subprocess_exec(
         *command, "--address", mesh.client.address, "--service", "rollout",
@@ -50,6 +51,27 @@ class CountsWrong(RolloutServicer):
             message = pb.RunRolloutsResponse.FromString(event) if isinstance(event, bytes) else event
             if message.HasField("summary"):
                 message.summary.finished += 1
+            yield message
+
+
+class RefusesLate(RolloutServicer):
+    """It refuses a group that it cannot begin before its deadline."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        if 0.0 < request.deadline_s < 0.1:
+            raise MeshError(Reason.DEADLINE_PASSED, "no worker came up in time")
+        async for event in super().RunRollouts(request, context):
+            yield event
+
+
+class FailsLateOtherwise(RolloutServicer):
+    """It blames the environment for what is late."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        async for event in super().RunRollouts(request, context):
+            message = pb.RunRolloutsResponse.FromString(event) if isinstance(event, bytes) else event
+            if message.HasField("failure"):
+                message.failure.reason = Reason.ENVIRONMENT_FAILED.name
             yield message
 
 
@@ -92,6 +114,8 @@ class PlaysTwice(RolloutServicer):
         (SpansElsewhere, "rollout.sample", "version_spans"),
         (HostsEverything, "rollout.unknown-environment", "must end with NOT_FOUND"),
         (PlaysTwice, "rollout.duplicate", "must end with ALREADY_EXISTS"),
+        (RefusesLate, "rollout.deadline", "is refused"),
+        (FailsLateOtherwise, "rollout.deadline", "failed with ENVIRONMENT_FAILED"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -349,3 +349,16 @@ async def test_time_in_which_another_environment_blocks_the_worker_counts_for_no
     assert blocking[-1].finished == 1
     *rollouts, summary = await healthy
     assert (summary.finished, summary.failed) == (2, 0), rollouts
+
+
+async def test_a_group_whose_deadline_passes_before_a_worker_has_opened_it_ends_with_failures(
+    start_mesh, engine, make_group
+):
+    mesh = await start_mesh([engine], workers=1)
+    *failures, summary = await collect(mesh, make_group(group_size=2, deadline_s=1e-6))
+    assert summary == RolloutSummary(finished=0, failed=2, cancelled=0, sampled_tokens=0)
+    assert {failure.reason for failure in failures} == {"DEADLINE_PASSED"}
+    assert all("not finished within deadline_s = 1e-06: " in failure.message for failure in failures)
+    assert len({failure.rollout_id for failure in failures}) == 2
+    status = mesh.runner.status()
+    assert (status.running, status.queued, dict(status.failures)) == (0, 0, {"DEADLINE_PASSED": 2})

@@ -41,6 +41,9 @@ class TimedPlayer:
         """Raises as `EpisodePlayer.open`."""
         return TimedGroup(await self._player.open(request), request, self._deadlines, self._ending)
 
+    def opening(self, request: RolloutRequest) -> str:
+        return self._player.opening(request)
+
 
 class TimedGroup:
     """The episodes of one group, each ended when it is overdue. `ending` keeps what still cleans up behind that."""

@@ -48,6 +48,9 @@ class Culprit:
         return Fault.OWN if self.rollout in (NO_ROLLOUT, rollout) else Fault.UNKNOWN
 
 
+NOBODY = Culprit()
+
+
 class Tries:
     """How often a rollout has been tried, with losses that are another environment's doing left out."""
 

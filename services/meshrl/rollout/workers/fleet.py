@@ -122,9 +122,11 @@ class WorkerFleet:
             await upcoming.wait()
 
     def waits_for(self, environment: str) -> str:
-        """What a group that has no worker waits for."""
-        now_s = time.monotonic()
-        soonest = min((slot.again_at_s for slot in self._slots_of(environment)), default=now_s)
+        """What a group waits for that no worker has opened yet."""
+        now_s, slots = time.monotonic(), self._slots_of(environment)
+        if any(slot.worker is not None and slot.worker.usable for slot in slots):
+            return "waiting for a worker to find the group's task"
+        soonest = min((slot.again_at_s for slot in slots), default=now_s)
         return f"waiting for a worker, the next of which starts in {max(0.0, soonest - now_s):.0f} s"
 
     def _slots(self) -> list[WorkerSlot]:

@@ -11,7 +11,7 @@ import time
 import uuid
 
 from meshrl.rollout.deadlines.stages import RolloutStage
-from meshrl.rollout.groups import late, rollout_failure
+from meshrl.rollout.groups import rollout_failure
 from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.workers.blame import Tries
 from meshrl.rollout.workers.fleet import WorkerFleet
@@ -33,18 +33,15 @@ class WorkerPlayer:
         return self._fleet.info(self._environment)
 
     async def open(self, request: RolloutRequest) -> WorkerGroup:
-        """Has a worker find the group's task. Raises what the environment's own player does there, DEADLINE_PASSED
-        when no worker came up in time, and ENVIRONMENT_FAILED when the environment ended one after the other.
+        """Has a worker find the group's task. Raises what the environment's own player does there, and
+        ENVIRONMENT_FAILED when the environment ended one worker after the other.
         """
         group = WorkerGroup(self._fleet, request)
-        try:
-            async with asyncio.timeout(request.deadline_s):
-                await group.place()
-        except TimeoutError as error:
-            waits = self._fleet.waits_for(self._environment)
-            message = f"{late(request)}: environment {self._environment} was {waits}"
-            raise MeshError(Reason.DEADLINE_PASSED, message) from error
+        await group.place()
         return group
+
+    def opening(self, request: RolloutRequest) -> str:
+        return f"environment {self._environment} was {self._fleet.waits_for(self._environment)}"
 
 
 class WorkerGroup:

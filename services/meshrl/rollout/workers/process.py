@@ -29,7 +29,7 @@ from meshrl.core.program import how_it_ended
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.rendering.tokenizer_folders import known_class
-from meshrl.rollout.workers.blame import NO_ROLLOUT, Culprit, Fault
+from meshrl.rollout.workers.blame import NO_ROLLOUT, NOBODY, Culprit, Fault
 from meshrl.rollout.workers.frames import Channel, FrameKind, Heartbeat, WorkerSettings, unpack_rollouts
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
@@ -123,7 +123,7 @@ class WorkerProcess:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         """The process has ended, or is about to."""
-        self.exiter = Culprit()
+        self.exiter = NOBODY
         """Whose code ends the process, as far as it has reported that."""
         self.ended_by = ""
         """Why the front ended it, "" where it did not."""

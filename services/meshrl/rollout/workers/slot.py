@@ -16,7 +16,7 @@ from loguru import logger
 from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.workers.blame import Culprit
+from meshrl.rollout.workers.blame import NOBODY, Culprit
 from meshrl.rollout.workers.frames import WorkerSettings
 from meshrl.rollout.workers.process import WorkerProcess
 
@@ -34,7 +34,7 @@ class Loss:
     """How a worker was lost: in words that follow "its worker", and whose code did it."""
 
     words: str
-    culprit: Culprit = Culprit()
+    culprit: Culprit = NOBODY
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import Any
 
@@ -13,6 +14,10 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
 
 GROUP_SIZE = 2
+SHORTEST_S = 1e-6
+"""A deadline_s that passes before any service has found the group's task."""
+ENDS_WITHIN_S = 10.0
+"""What the stream of a group may take beyond its deadline_s, as the contract has it."""
 NO_ENVIRONMENT = "conformance: no such environment"
 
 
@@ -163,8 +168,21 @@ async def _duplicate(probe: Probe) -> None:
 @checks("rollout.deadline")
 async def _deadline(probe: Probe) -> None:
     await _rollouts(probe)  # there is an engine
-    request = await _request(probe, deadline_s=0.001, sampling=pb.Sampling(temperature=1.0))
-    events = await probe.call("RunRollouts", request)
+    request = await _request(probe, deadline_s=SHORTEST_S, sampling=pb.Sampling(temperature=1.0))
+    began_s = time.monotonic()
+    try:
+        events = await probe.call("RunRollouts", request)
+    except RefusedError as refusal:
+        raise RuleBrokenError(f"a group whose deadline passed is refused: {refusal}") from refusal
+    took_s = time.monotonic() - began_s
+    must(
+        took_s <= request.deadline_s + ENDS_WITHIN_S,
+        f"the stream of a group took {took_s:.1f} s, its deadline_s is {SHORTEST_S}",
+    )
     kinds = [event.WhichOneof("event") for event in events]
     must(kinds[-1:] == ["summary"], f"a group whose deadline passed ends with {', '.join(kinds) or 'nothing'}")
+    reasons = {event.failure.reason for event in events if event.WhichOneof("event") == "failure"}
+    must(reasons <= {Reason.DEADLINE_PASSED.name}, f"rollouts that were late failed with {', '.join(sorted(reasons))}")
     must(events[-1].summary.cancelled == 0, "rollouts that were late count as cancelled, not as failed")
+    streamed = len(kinds) - 1
+    must(streamed == request.group_size, f"{streamed} rollouts and failures of a group of {request.group_size} came")
