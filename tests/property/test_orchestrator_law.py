@@ -1,15 +1,17 @@
 """Random interleavings of dispatch, finish, loss, training and activation: the law holds in every one."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.work.screening import screen_finished
+from meshrl.orchestrator.work.screening import screen_finished, screen_stale
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
-from meshrl.sampling.groups import GroupTicket, RolloutGroup
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 MASK = np.array([False, True])
@@ -110,6 +112,29 @@ class Run:
 
     def activate(self) -> None:
         self.plan.activated(self.trained_version)
+
+
+@given(
+    versions=st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 9)), min_size=1, max_size=4),
+    step=st.integers(1, 12),
+    off_policy=st.integers(0, 5),
+)
+def test_a_step_trains_no_rollout_with_a_token_or_a_prompt_from_before_the_law(
+    versions: list[tuple[int, int | None]], step: int, off_policy: int
+) -> None:
+    law = StalenessLaw(max_async_level=1, max_off_policy_steps=off_policy)
+    ticket = GroupTicket(
+        group_id="g", task=TaskRef(environment="e", index=0), size=1, for_step=step, min_version=0, active_version=0
+    )
+    one = rollout(ticket, 0, 1.0, 0)
+    (sample,) = one.samples
+    samples = tuple(
+        replace(sample, version_spans=(VersionSpan(start=1, end=2, version=version, prompt_version=prompt),))
+        for version, prompt in versions
+    )
+    oldest = min(version for span in versions for version in span if version is not None)
+    screened = screen_stale([replace(one, samples=samples)], step=step, law=law, least=1)
+    assert bool(screened.kept) == (step - 1 - oldest <= off_policy)
 
 
 @settings(max_examples=150, deadline=None)

@@ -86,6 +86,11 @@ class VersionSpan:
     version: int
     prompt_version: int | None = None
 
+    @property
+    def oldest(self) -> int:
+        """The older of the two versions."""
+        return self.version if self.prompt_version is None else min(self.version, self.prompt_version)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSpan:
@@ -139,8 +144,11 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version that sampled a token of this rollout; None when no token was sampled."""
-        return min((span.version for sample in self.samples for span in sample.version_spans), default=None)
+        """Oldest version that sampled a token of this rollout, or computed the prompt of one; None when no token was
+        sampled.
+        """
+        spans = (span for sample in self.samples for span in sample.version_spans)
+        return min((span.oldest for span in spans), default=None)
 
     @property
     def num_tokens(self) -> int:

@@ -593,8 +593,8 @@ export type VersionSpan = Message<"meshrl.v1.VersionSpan"> & {
   /**
    * Only on the first span of a reply, and only where the weights changed after the prompt was
    * computed and before the first token was sampled: the oldest version whose weights computed a part
-   * of the prompt's KV cache. Absent: `version` computed the prompt. Staleness counts by `version`
-   * alone.
+   * of the prompt's KV cache. Absent: `version` computed the prompt. Staleness counts by the older of
+   * the two.
    *
    * @generated from field: optional uint64 prompt_version = 4;
    */
