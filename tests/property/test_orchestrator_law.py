@@ -124,7 +124,13 @@ def test_a_step_trains_no_rollout_with_a_token_or_a_prompt_from_before_the_law(
 ) -> None:
     law = StalenessLaw(max_async_level=1, max_off_policy_steps=off_policy)
     ticket = GroupTicket(
-        group_id="g", task=TaskRef(environment="e", index=0), size=1, for_step=step, min_version=0, active_version=0
+        group_id="g",
+        task=TaskRef(environment="e", index=0),
+        size=1,
+        for_step=step,
+        min_version=0,
+        active_version=0,
+        seed=None,
     )
     one = rollout(ticket, 0, 1.0, 0)
     (sample,) = one.samples
