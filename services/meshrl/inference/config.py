@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import EVERYWHERE, LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
 from meshrl.prime_rl.keys import VLLM_ARGUMENTS
 from meshrl.wire.values import JsonObject
 
@@ -225,6 +225,17 @@ class InferenceConfig(BaseConfig):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def unpublished(self) -> str:
+        """Why the hub has no address of this engine to give to others; empty where it has one."""
+        if self.url is not None or self.server.host not in EVERYWHERE:
+            return ""
+        return (
+            f"inference.server.host is {self.server.host!r}, all addresses of this machine, and the weight hub gives"
+            " callers one; set it to the address at which they reach this machine, or add inference.url with"
+            " that address, as in https://ADDRESS:PORT"
+        )
 
     @property
     def vllm_only(self) -> tuple[str, ...]:

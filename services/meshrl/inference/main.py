@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 
 from meshrl.client.trust import Role
-from meshrl.core.config import load_config
+from meshrl.core.config import ConfigError, load_config
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import loading
 from meshrl.core.interpreter import start_anew_in
@@ -21,6 +21,8 @@ from meshrl.prime_rl import PrimeRLKeys
 def _elsewhere(config: InferenceProgramConfig, dry_run: bool) -> str | None:
     """Submits the program as a job, or makes this process one of the interpreter that was asked for."""
     told = submit_inference(config, dry_run)
+    if told is None and config.weight_broadcast is not None and config.unpublished:
+        raise ConfigError(config.unpublished)
     if told is None and config.python is not None and not dry_run:
         start_anew_in(config.python, "inference", "meshrl.inference.main")
     return told

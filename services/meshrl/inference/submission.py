@@ -6,8 +6,9 @@ import os
 
 from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EVERYWHERE
 from meshrl.core.paths import Layout
-from meshrl.core.rpc.serve import EVERYWHERE, check_bind
+from meshrl.core.rpc.serve import check_bind
 from meshrl.core.slurm.config import InferenceDeploymentConfig, SlurmConfig
 from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.inference.config import InferenceConfig

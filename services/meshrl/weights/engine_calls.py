@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from loguru import logger
 
+from meshrl.core.config.shared import EVERYWHERE
 from meshrl.core.credentials.https import client_context
-from meshrl.core.rpc.serve import EVERYWHERE
 from meshrl.core.waiting import set_within
 
 CALL_EVERY_S = 2.0

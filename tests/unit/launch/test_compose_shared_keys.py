@@ -118,6 +118,11 @@ def test_switching_a_shared_section_off_switches_it_off_everywhere(tmp_path: Pat
             ["--weights.transport", "filesystem", "--weight-broadcast.type", "stream"],
             "weights.transport is 'filesystem' but trainer.weight_broadcast.type is 'stream'; set",
         ),
+        (["--inference.server.host", "0.0.0.0"], "add inference.url with that address, as in https://ADDRESS:PORT"),
+        (
+            ["--num-engines", "2", "--inference.url", "https://a:1"],
+            "inference.url is the address of one engine, and rl starts 2",
+        ),
         (["--inference.headless"], "inference.headless is for other nodes; start `inference --headless` there"),
         (["--orchestrator.batch-size", "100"], "orchestrator.batch_size must be a multiple of group_size (8), got 100"),
         (["--trainer.optim.lrr", "1"], "unknown option --trainer.optim.lrr; did you mean --trainer.optim.lr?"),

@@ -12,6 +12,9 @@ from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config.base import BaseConfig
 from meshrl.wire.types import Sampling
 
+EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses to bind that nobody can call."""
+
 
 class ServerConfig(BaseConfig):
     """Where a server listens."""

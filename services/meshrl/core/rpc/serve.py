@@ -29,9 +29,6 @@ SAY_GOODBYE_S = 5.0
 LOOK_AT_CALLERS_S = 1.0
 """How often calls that run are looked at for callers whose credentials have been revoked."""
 
-EVERYWHERE = ("0.0.0.0", "::")
-"""Addresses to bind that nobody can call."""
-
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
 # 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.

@@ -322,6 +322,13 @@ class RLConfig(BaseConfig):
                 f"inference.sleep_while_training needs max_async_level 0, got {level}: above it engines generate while"
                 " the trainer trains; set max_async_level to 0, or leave sleep_while_training out"
             )
+        if self.inference is not None and self.deployment.type == "single_node":
+            problems += [self.inference.unpublished] if self.inference.unpublished else []
+            if self.inference.url is not None and self.engine_count > 1:
+                problems.append(
+                    f"inference.url is the address of one engine, and rl starts {self.engine_count}; set"
+                    " inference.server.host to the address at which others reach this machine, and leave url out"
+                )
         if self.inference is not None and self.inference.headless:
             problems.append("inference.headless is for other nodes; start `inference --headless` there, and rl here")
         return problems
