@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -76,11 +77,12 @@ class WeightLoader:
         if base.is_dir():
             return base
         for name in (_ONE_FILE, _INDEX_FILE):  # a hub model: its files are in the local cache, as it was loaded once
-            found = cached_file(
-                self._base_model, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
-            )
-            if found:
-                return Path(found).parent
+            with suppress(OSError, ValueError):  # a folder that is gone is no name on the hub
+                found = cached_file(
+                    self._base_model, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
+                )
+                if found:
+                    return Path(found).parent
         raise MeshError(Reason.INVALID_REQUEST, f"the files of base model {self._base_model!r} are not on this host")
 
 
@@ -89,7 +91,11 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
 
     Tied duplicates and other tensors that the model does not own are left out; `stage` names what is missing.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+    except (OSError, ValueError) as error:  # too long, or with characters that no path has
+        why = getattr(error, "strerror", None) or error
+        raise MeshError(Reason.INVALID_REQUEST, f"{str(folder)[:200]!r} is no folder of a checkpoint: {why}") from error
     if not files:
         raise MeshError(Reason.INVALID_REQUEST, f"no *.safetensors in {folder}; pass the folder of a checkpoint")
     dtypes = {name: TORCH_DTYPES.get(dtype) or getattr(torch, dtype) for name, dtype, _ in layout}
@@ -100,7 +106,7 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
                 for name in stored.keys():  # noqa: SIM118 - not a mapping, it has only keys()
                     if name in dtypes:
                         tensors[name] = stored.get_tensor(name).to(dtypes[name])
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise MeshError(Reason.INVALID_REQUEST, f"{file} is not a readable safetensors file: {error}") from error
     return tensors
 
@@ -112,7 +118,8 @@ def read_adapter(folder: Path, version: int) -> HostVersion:
         adapter = peft.config_of(table)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         named = f"{peft.CONFIG_FILE}, {peft.WEIGHTS_FILE}"
-        text = f"{folder} is no folder of an adapter in PEFT's format ({named}): {error!r}"
+        why = getattr(error, "strerror", None) or repr(error)
+        text = f"{str(folder)[:200]!r} is no folder of an adapter in PEFT's format ({named}): {why}"
         raise MeshError(Reason.INVALID_REQUEST, text) from error
     beyond = [key for key in _BEYOND_PLAIN_LORA if table.get(key)]
     if beyond:

@@ -1,6 +1,7 @@
 """What every HTTP route does over a real engine: errors, health, limits, the key, and what changes by hand."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,27 @@ async def test_a_folder_without_a_fitting_checkpoint_is_refused(serve: Start, tm
     make_model(hidden_size=16).save_pretrained(tmp_path / "other")
     status, answer = await post(client, "/update_weights", {"path": str(tmp_path / "other")})
     assert (status, answer["error"]["reason"]) == (400, "LAYOUT_MISMATCH")
+    assert (await (await client.get("/version")).json())["version"] == 0
+
+
+@pytest.mark.parametrize("name", ["/" + "a" * 5000, "/tmp/" + "b" * 300, "nul\0byte", "/proc/1/mem"])
+async def test_a_path_that_no_folder_has_is_refused_in_a_sentence(serve: Start, name: str) -> None:
+    client = await serve()
+    for path, key in (("/update_weights", "path"), ("/load_lora_adapter", "lora_path")):
+        status, answer = await post(client, path, {key: name, "lora_name": "a"})
+        assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST"), answer
+        assert len(answer["error"]["message"]) < 500
+
+
+async def test_reloading_weights_whose_folder_is_gone_is_refused_in_a_sentence(
+    serve: Start, tmp_path: Path, model: PreTrainedModel
+) -> None:
+    model.save_pretrained(tmp_path / "base")
+    client = await serve(base_model=str(tmp_path / "base"))
+    shutil.rmtree(tmp_path / "base")
+    status, answer = await post(client, "/reload_weights", {})
+    assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
+    assert f"the files of base model '{tmp_path}/base' are not on this host" in answer["error"]["message"]
     assert (await (await client.get("/version")).json())["version"] == 0
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.transfers import while_moving
+from meshrl.core.config import ConfigError
 from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.versions.progress import Progress
 from meshrl.versions.transfer import Attempts, Uploader
@@ -140,8 +141,13 @@ def test_an_upload_goes_on_within_half_a_second_of_the_hubs_return() -> None:
 def test_epoch_grows_with_every_start(tmp_path: Path) -> None:
     path = tmp_path / "run" / "trainer_epoch"
     assert [next_epoch(path) for _ in range(3)] == [1, 2, 3]
-    path.write_text("many")
-    with pytest.raises(ValueError, match="should hold the last epoch"):
+    for damaged in (b"", b"many", b"\xff"):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"trainer_epoch should hold how often .* write a number"):
+            next_epoch(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"trainer_epoch cannot be used: .*directory"):
         next_epoch(path)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
+from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
 from meshrl.versions.parents import TransferLimits
 from meshrl.versions.progress import Progress
@@ -116,14 +117,19 @@ class Publisher:
 def next_epoch(path: Path) -> int:
     """Returns one more than the epoch in the file at `path` (1 when there is none) and writes it there, durably.
 
-    Call it once at every start of a trainer, with a path in its output_dir. Raises ValueError for a damaged file.
+    Call it once at every start of a trainer, with a path in its output_dir. Raises ConfigError for a damaged file.
     """
     try:
-        text = path.read_text().strip()
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         text = "0"
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be used: {error.strerror}; make it a file of the trainer's user") from error
     if not text.isdecimal():
-        raise ValueError(f"{path} should hold the last epoch as a number, got {text[:40]!r}; correct it")
+        raise ConfigError(
+            f"{path} should hold how often the trainer has started here, got {text[:40]!r}; write a number that is not"
+            " lower, such as 1000"
+        )
     epoch = int(text) + 1
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, f"{epoch}\n")
