@@ -6,8 +6,10 @@ T tokens of a sample.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +27,7 @@ from meshrl.rollout.engines.sessions import Call, Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 
+_NO_FLOAT = re.compile(r"float\(\) argument must be .* not '(\w+)'|could not convert string to float")
 UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeout"})
 
 
@@ -43,7 +46,7 @@ def rollouts_of(
     Raises MeshError, with the reason to report, when the episode failed or was not scored to its end.
     """
     if not env.complete(episode):
-        raise _failure(episode, sessions)
+        raise _failure(env, episode, sessions)
     trainable = [trace for trace in episode.traces if trace.agent.trainable and trace.ok]
     if not trainable:
         raise MeshError(Reason.ENVIRONMENT_FAILED, f"{environment} ended without a run of an agent that trains")
@@ -66,7 +69,7 @@ def trace_uuid(trace_id: str) -> str:
         return trace_id
 
 
-def _failure(episode: Episode, sessions: Mapping[str, Session]) -> MeshError:
+def _failure(env: Env, episode: Episode, sessions: Mapping[str, Session]) -> MeshError:
     """Why an episode failed: the engine's reason if a model call failed, else the environment's last error."""
     failed = [trace for trace in episode.traces if not trace.ok]
     for trace in failed:
@@ -79,7 +82,32 @@ def _failure(episode: Episode, sessions: Mapping[str, Session]) -> MeshError:
     last = errors[-1]
     if last.status_code is not None and 400 <= last.status_code < 500:  # the task itself: another try ends the same way
         return MeshError(Reason.INVALID_REQUEST, f"the task cannot be played: {last.message}")
-    return MeshError(Reason.ENVIRONMENT_FAILED, f"{last.type}: {last.message}")
+    unscored = next((text for trace in failed if (text := _no_number(env, trace, last.message))), "")
+    return MeshError(Reason.ENVIRONMENT_FAILED, unscored or f"{last.type}: {last.message}")
+
+
+def _no_number(env: Env, trace: Trace, message: str) -> str:
+    """A sentence for a reward or metric that returned no number, with its place in the source; empty for other errors.
+
+    verifiers makes a float of each in turn, and keeps None for those that it has not come to. A function that returns
+    several by name has no entry of its own, so that beside one the name is not known.
+    """
+    told, task_type = _NO_FLOAT.search(message), type(env.taskset).task_type()
+    values = {**trace.metrics, **trace.rewards}
+    name = next((name for name, value in values.items() if value is None), None)
+    functions = {
+        name: function
+        for cls in reversed(task_type.__mro__)
+        for name, function in vars(cls).items()
+        if callable(function) and (hasattr(function, "reward") or hasattr(function, "metric"))
+    }
+    if told is None or name is None or not functions.keys() <= values.keys():
+        return ""
+    came = "None" if told[1] == "NoneType" else f"a {told[1]}" if told[1] else "text"
+    code = inspect.unwrap(functions[name]).__code__ if name in functions else None
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    kind = "reward" if name in trace.rewards else "metric"
+    return f"{kind} {name!r}{place} returned {came}; return a number in every case, such as 0.0"
 
 
 def _rollout(trace: Trace, session: Session, group_id: str, environment: str, agent: str) -> Rollout:

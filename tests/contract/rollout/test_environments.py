@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,15 @@ async def played(mesh: Any, request: Any) -> list[Any]:
 def asked(request: dict[str, Any]) -> str:
     """The prompt of a call to the scripted engine, as text."""
     return "".join(chr(29 + token) if 2 < token < 98 else "|" for token in request["token_ids"])
+
+
+@pytest.mark.parametrize(("kind", "came"), [("none", "None"), ("text", "text")])
+async def test_a_reward_that_is_no_number_is_named_with_its_place(start_mesh, make_group, engine, kind, came):
+    env = [{"id": "mesh_zoo", "args": {"kind": kind}}]
+    mesh = await start_mesh([engine], env=env)
+    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(environment="mesh_zoo"))]
+    words = rf"reward 'right' \(/.*/mesh_zoo.py:\d+\) returned {came}; return a number in every case, such as 0.0"
+    assert (failure.reason, bool(re.fullmatch(words, failure.message))) == ("ENVIRONMENT_FAILED", True), failure.message
 
 
 async def test_a_simulated_user_talks_to_the_policy_and_only_the_policy_trains(start_mesh, make_group, engine):
