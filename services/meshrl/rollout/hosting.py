@@ -5,9 +5,10 @@ Fed by `main` with the configuration, asked by `episodes` for tasks and for epis
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any
 
 from loguru import logger
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from verifiers.v1.clients import EvalClientConfig, ModelContext, TrainClientConfig
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
 from verifiers.v1.configs.env import EnvConfig as VfEnvConfig
@@ -32,6 +34,7 @@ from verifiers.v1.utils.loaders import (
     load_environment,
     resolve_env_config,
     taskset_class,
+    taskset_config_type,
 )
 from verifiers.v1.utils.retries import run_episode_with_retry
 
@@ -60,6 +63,14 @@ role has it by default (as the user of user-sim does), and it is kept where the 
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 """What verifiers is told of a request's sampling. Stop tokens travel in the session: renderers bring their own."""
+
+
+class EnvironmentOptionsError(ConfigError):
+    """Options of an environment are wrong; `keys` are those of its entry, such as ("args", "level")."""
+
+    def __init__(self, message: str, *, keys: Sequence[tuple[str, ...]]) -> None:
+        super().__init__(message)
+        self.keys = tuple(keys)
 
 
 class HostedEnvironment:
@@ -186,17 +197,17 @@ def can_be_started(server: Toolset) -> bool:
 def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfEnvConfig:
     """The configuration that verifiers makes an environment from; imports the taskset, and reads none of its data.
 
-    Raises ConfigError when it cannot be found or its options are wrong.
+    Raises EnvironmentOptionsError when its options are wrong, and ConfigError when it cannot be found.
     """
     name = config.resolved_name
     try:
         return resolve_env_config(env_block(config, harness=harness, max_turns=max_turns))
     except ValidationError as error:
-        details = "; ".join(
-            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        )
-        raise ConfigError(f"environment {name!r}: its args do not fit {config.id!r}: {details}") from error
+        details = [_option_problem(config.id, problem) for problem in error.errors()]
+        raise EnvironmentOptionsError(
+            f"environment {name!r}: its args do not fit {config.id!r}: {'; '.join(text for _, text in details)}",
+            keys=[key for key, _ in details],
+        ) from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         why = why_not_loaded(config.id.rpartition("+")[2], error)
         raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {why}") from error
@@ -205,6 +216,25 @@ def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfE
             f"environment {name!r}: {config.id!r} cannot be loaded: its import failed with"
             f" {type(error).__name__}: {error}"
         ) from error
+
+
+def _option_problem(taskset: str, problem: ErrorDetails) -> tuple[tuple[str, ...], str]:
+    """The key of an entry that a problem is about, and a sentence."""
+    inner = [str(part) for part in problem["loc"]]
+    key = ("args", *(inner[1:] if inner[0] == "taskset" else inner))  # options of both stand side by side in args
+    text = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        text = "there is no such option"
+        if len(key) == 2:
+            known = [option for option in taskset_config_type(_module_id(taskset)).model_fields if option != "id"]
+            close = difflib.get_close_matches(key[1], known, n=1)
+            text += f", did you mean {close[0]}?" if close else f" (options are {', '.join(known)})"
+    return key, f"{'.'.join(key)}: {text}"
+
+
+def _module_id(entry_id: str) -> str:
+    """The id under which verifiers finds the taskset of an entry."""
+    return plugin_id(split_choice(entry_id.rpartition("+")[2])[0])
 
 
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, object]:

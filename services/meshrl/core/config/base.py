@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
 from meshrl.core.config.layers import Layer
-from meshrl.core.config.schema import ReadTable, Table
+from meshrl.core.config.schema import Path, ReadTable, Table
 
 
 class ConfigError(Exception):
@@ -43,6 +43,12 @@ class BaseConfig(BaseModel):
     """Titles of groups and their dotted keys, which --help shows; empty where it shows every key."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    _origin_of: Callable[[Path], str | None] | None = PrivateAttr(default=None)
+
+    def origin_of(self, path: Path) -> str | None:
+        """The flag, the variable, or the file and line that gave a key; None for a configuration made otherwise."""
+        return None if self._origin_of is None else self._origin_of(path)
 
     @property
     def notes(self) -> tuple[str, ...]:

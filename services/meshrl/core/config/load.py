@@ -101,4 +101,5 @@ def build_config(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     config._notes = tuple(dict.fromkeys(notes))
+    config._origin_of = whole.origin_of
     return config, warnings

@@ -11,18 +11,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshrl.core.config import ConfigError
-from meshrl.core.config.schema import ReadTable, Table
+from meshrl.core.config.schema import Path, ReadTable, Table
 from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.plugins import NAMESAKES, is_bundled
+from meshrl.launch.config import RLConfig
 from meshrl.launch.preflight.findings import Finding, Plan, Severity, error, note, warning
 
 IMPORT_DEADLINE_S = 180.0
 LOAD_DEADLINE_S = 900.0
 
-Answer = tuple[Severity, str]
+Answer = tuple[Severity, str, Sequence[Sequence[str]]]
+"""A finding, and the keys that it is about: the place of an environment's entry, and the key in the entry."""
 
 
 def check_plugins(plan: Plan) -> Iterator[Finding]:
@@ -53,7 +55,27 @@ def check_plugins(plan: Plan) -> Iterator[Finding]:
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         yield error(f"environments cannot be imported: {said[0]}")
         return
-    yield from (Finding(severity=severity, text=text) for severity, text in answers)
+    for severity, text, keys in answers:
+        places = [_listed_as(plan.config, int(place), key) for place, *key in keys]
+        origins = [plan.config.origin_of(path) for path in places]
+        named = (
+            ".".join(path) + ("" if origin is None else f" from {origin}")
+            for path, origin in zip(places, origins, strict=True)
+        )
+        yield Finding(severity=severity, text=f"{text} ({', '.join(named)})" if places else text)
+
+
+def _listed_as(config: RLConfig, place: int, key: Sequence[str]) -> Path:
+    """A key of an entry of `local_environments`, by its path in the configuration."""
+    name = config.local_environments[place].resolved_name
+    trained, evaluated = config.orchestrator.train.env, config.orchestrator.eval
+    lists = {
+        ("orchestrator", "train", "env"): [entry.resolved_name for entry in trained],
+        ("orchestrator", "eval", "env"): [] if evaluated is None else [entry.resolved_name for entry in evaluated.env],
+        ("rollout", "env"): [entry.resolved_name for entry in config.rollout.env],
+    }
+    section = next(section for section, names in lists.items() if name in names)
+    return (*section, str(lists[section].index(name)), *key)
 
 
 def _questions(plan: Plan) -> dict[str, object]:
@@ -87,14 +109,14 @@ def answer(questions: ReadTable) -> Iterator[Answer]:
         try:
             load_custom_loss(**questions["loss"], key="trainer.loss")
         except Exception as problem:  # noqa: BLE001  # the user's module may raise anything
-            yield "error", _described("trainer.loss", problem)
+            yield "error", _described("trainer.loss", problem), ()
     if questions["advantage"] is not None:
         from meshrl.algorithms.advantages import load_custom_advantage
 
         try:
             load_custom_advantage(**questions["advantage"], key="orchestrator.advantage")
         except Exception as problem:  # noqa: BLE001  # the same
-            yield "error", _described("orchestrator.advantage", problem)
+            yield "error", _described("orchestrator.advantage", problem), ()
     if questions["environments"] is not None:
         yield from _about_environments(**questions["environments"])
 
@@ -103,7 +125,7 @@ def _about_environments(entries: list[Table], harness: str, max_turns: int | Non
     from meshrl.rollout import hosting  # imports verifiers
     from meshrl.wire.types import Sampling
 
-    for entry in entries:
+    for place, entry in enumerate(entries):
         config = EnvConfig.model_validate(entry)
         try:
             if not load:
@@ -111,12 +133,14 @@ def _about_environments(entries: list[Table], harness: str, max_turns: int | Non
                 continue
             none = Sampling()
             hosted = hosting.load(config, model="", harness=harness, max_turns=max_turns, default_sampling=none)
+        except hosting.EnvironmentOptionsError as problem:
+            yield "error", str(problem), [(str(place), *key) for key in problem.keys]
         except ConfigError as problem:
-            yield "error", str(problem)
+            yield "error", str(problem), [(str(place), "id")]
         else:
             count = hosted.tasks.num_tasks
             number = "infinitely many tasks" if count is None else f"{count} task{'' if count == 1 else 's'}"
-            yield "note", f"environment {hosted.name!r} can be loaded: {number}"
+            yield "note", f"environment {hosted.name!r} can be loaded: {number}", ()
 
 
 def _described(where: str, problem: Exception) -> str:
