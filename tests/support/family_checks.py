@@ -31,6 +31,7 @@ COMPLETION_TOKENS = 6
 ATOL_NATS = 1e-4  # float32, sums in another order
 SENSITIVE_NATS = 0.01  # what a lost token must move at least, so that a difference means something
 DEADLINE_S = 60.0
+CPU = torch.device("cpu")
 
 Way = Literal["slots", "recomputed", "packed", "padded", "refused"]
 
@@ -78,8 +79,9 @@ def _check_sensitive(plain: PreTrainedModel) -> None:
 @torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
     """(T - 1,) logprobs of each token but the first, by one forward pass over this sequence alone."""
-    logits_TV = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
-    return logits_TV[:-1].log_softmax(-1).gather(1, torch.tensor(list(token_ids))[1:, None])[:, 0]
+    token_ids_T = torch.tensor(list(token_ids), device=model.device)
+    logits_TV = model(input_ids=token_ids_T[None], use_cache=False).logits[0]
+    return logits_TV[:-1].log_softmax(-1).gather(1, token_ids_T[1:, None])[:, 0]
 
 
 def trainer_result(model: PreTrainedModel, plain: PreTrainedModel) -> Result:
@@ -88,7 +90,7 @@ def trainer_result(model: PreTrainedModel, plain: PreTrainedModel) -> Result:
     samples = [rng.integers(2, VOCAB, length) for length in SAMPLE_LENGTHS]
     expected = torch.cat([plain_logprobs(plain, sample.tolist()) for sample in samples])
     policy = PackedPolicy(model).train()
-    found, _ = policy(_row(samples))
+    found, _ = policy(packed_row(samples, policy))
     (found * torch.linspace(-1, 1, len(found))).sum().backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert gradients, "no parameter has a gradient"
@@ -96,17 +98,18 @@ def trainer_result(model: PreTrainedModel, plain: PreTrainedModel) -> Result:
     return Result(way="packed" if policy.packed else "padded", apart=float((found - expected).abs().max()))
 
 
-def _row(samples: Sequence[NDArray[np.int64]]) -> PackedRow:
+def packed_row(samples: Sequence[NDArray[np.int64]], policy: PackedPolicy, device: torch.device = CPU) -> PackedRow:
+    """The samples one after another, all of their tokens but the first predicted."""
     offsets = np.cumsum([0, *(len(sample) for sample in samples)]).astype(np.int64)
-    positions = torch.from_numpy(np.concatenate([np.arange(len(sample)) for sample in samples]))
+    positions = torch.from_numpy(np.concatenate([np.arange(len(sample)) for sample in samples])).to(device)
     predicted = (positions > 0).nonzero()[:, 0]
     return PackedRow(
-        token_ids=torch.from_numpy(np.concatenate(samples)),
+        token_ids=torch.from_numpy(np.concatenate(samples)).to(device),
         position_ids=positions,
-        layout=PackedLayout.from_offsets(offsets, torch.device("cpu")),
+        layout=PackedLayout.from_offsets(offsets, device, policy.kernels),
         predicted=predicted,
         sources=predicted - 1,
-        temperatures=torch.ones(len(predicted)),
+        temperatures=torch.ones(len(predicted), device=device),
     )
 
 

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from meshrl.models.state import ROUTER_BIASES
+
 VOCAB = 64
 WINDOW = 4
 FAMILIES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -64,6 +66,7 @@ SMALL: Mapping[str, Any] = {
     **dict.fromkeys(("linear_num_key_heads", "swa_num_key_value_heads"), _KV_HEADS),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), 0),
     "eos_token_id": 1,
+    "first_k_dense_replace": 1,
     **dict.fromkeys(("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     **dict.fromkeys(
         ("activation_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"), 0.0
@@ -163,3 +166,6 @@ def enlarge(model: PreTrainedModel) -> None:
             parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
         else:
             parameter.add_(noise * 0.1)
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in ROUTER_BIASES:
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)

@@ -1,43 +1,39 @@
 """Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do.
 
-A model that will be sharded is made without storage (`empty_model`), sharded, and then filled by `fill_model`, each
-rank reading its own shards.
+A model is always made without storage (`empty_model`), then filled by `fill_model`; between the two a trainer may put
+adapters on it and shard it, and each rank fills its own shards.
 """
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import meta_device_safe_creation_ops
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.models.families import attention_implementation, refusal
-from meshrl.models.lora import is_adapter
-from meshrl.models.sharded import fill_from_whole
+from meshrl.models.folder import GENERATION_CONFIG, ModelError, ModelFolder, WeightReader
+from meshrl.models.sharded import fill_part, own_part
+from meshrl.models.state import keep_float32, stored_tensors
+
+__all__ = ["ModelError"]
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 HUB_NAME = "hub name (no such folder here)"
-
-
-class ModelError(Exception):
-    """A model could not be loaded; the message says what to change."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -72,30 +68,32 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
 def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Loads a causal LM from a folder or the Hugging Face hub onto its device, in eval mode.
 
-    `dtype` overrides the configured one (the trainer keeps float32 master weights). Raises ModelError.
+    `dtype` overrides the configured one. Raises ModelError.
     """
     device = resolve_device(config.device)
-    model_config = _model_config(config)
-    model: PreTrainedModel = _from_pretrained(
-        AutoModelForCausalLM,
-        config,
-        config=model_config,
-        dtype=resolve_dtype(config) if dtype is None else dtype,
-        attn_implementation=_runnable(config, model_config),
-    )
-    return model.to(device).eval()
+    model = empty_model(config, dtype=resolve_dtype(config) if dtype is None else dtype)
+    model.to_empty(device=device)
+    model.tie_weights()  # which to_empty undoes
+    fill_model(model, config)
+    return model.eval()
 
 
 def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without storage (on the meta device). Raises ModelError."""
+    """The model without storage (on the meta device), with its generation config. Raises ModelError."""
     model_config = _model_config(config)
-    with torch.device("meta"):
+    with torch.device("meta"), meta_device_safe_creation_ops():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             model_config,
             dtype=dtype,
             attn_implementation=_runnable(config, model_config),
             trust_remote_code=config.trust_remote_code,
         )
+    keep_float32(model)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(config.name)
+    except OSError as error:  # many models have none: then the model's own configuration has the tokens that end
+        if (Path(config.name) / GENERATION_CONFIG).is_file():
+            raise ModelError(f"model.name {config.name!r}: {GENERATION_CONFIG} cannot be read: {error}") from error
     return model
 
 
@@ -112,62 +110,25 @@ def _runnable(config: ModelConfig, model_config: PreTrainedConfig) -> str | None
 
 @torch.no_grad()
 def fill_model(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Reads the checkpoint into a model whose parameters have storage, sharded or not; every rank reads its shards.
+    """Reads the published weights into a model with storage, sharded or not, by a tensor at a time.
 
-    A checkpoint whose names are not the model's is loaded whole by transformers, which knows how to convert it, and
-    then divided. LoRA adapters are left as they are. Raises ModelError.
+    Every rank calls it and fills its own shards. LoRA adapters are left as they are. Raises ModelError.
     """
-    _reset_buffers(model)
-    own = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
-    folder = _weights_folder(config)
-    stored: set[str] = set()
-    for path in folder.glob("*.safetensors") if folder is not None else ():
-        with safe_open(path, framework="pt") as file:
-            stored.update(file.keys())
-    if folder is not None and own.keys() <= stored:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed.*")
-            load(
-                {name: parameter.data for name, parameter in own.items()},
-                storage_reader=HuggingFaceStorageReader(str(folder)),
-            )
-        return
-    whole = dict(load_model(config.model_copy(update={"device": "cpu"})).named_parameters())
-    missing = sorted(own.keys() - whole.keys())
-    if missing:
-        raise ModelError(f"model.name {config.name!r} has no weights for {missing[:3]} ({len(missing)} in all)")
-    for name, parameter in own.items():
-        fill_from_whole(parameter, whole[name].detach())
+    reader = WeightReader(ModelFolder.find(config), model)
+    for module in model.modules():
+        module._is_hf_initialized = not module._non_persistent_buffers_set
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.initialize_weights()  # the others: what no file holds, such as the frequencies of rotary embeddings
+    own = stored_tensors(model)
+    for name, value in reader.read(lambda name: own_part(own[name])):
+        fill_part(own[name], value)
 
 
 @torch.no_grad()
 def fill_at_random(model: PreTrainedModel) -> None:
     """Gives a model with storage the weights of a new one, for benchmarks; every rank calls it."""
-    _reset_buffers(model)
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            model._init_weights(module)
-
-
-def _reset_buffers(model: PreTrainedModel) -> None:
-    """Computes the buffers that no checkpoint holds, such as the frequencies of rotary embeddings."""
-    for module in model.modules():
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
-
-
-def _weights_folder(config: ModelConfig) -> Path | None:
-    """The folder with the checkpoint's safetensors files; None when there are none."""
-    folder = Path(config.name)
-    if not folder.is_dir():
-        give_up_on_silence()
-        try:
-            folder = Path(snapshot_download(config.name, allow_patterns=["*.safetensors", "*.json"]))
-        except (OSError, ValueError, NO_ANSWER) as error:
-            raise ModelError(
-                f"cannot download the weights of model.name {config.name!r}: {told(error)}; {HUB_ADVICE}"
-            ) from error
-    return folder if any(folder.glob("*.safetensors")) else None
+    model.initialize_weights()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -190,13 +151,13 @@ def _model_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _from_pretrained(
-    auto_class: type[AutoModelForCausalLM | AutoTokenizer | AutoConfig], source: ModelConfig, /, **kwargs: object
-) -> PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig:
+    auto_class: type[AutoTokenizer | AutoConfig], source: ModelConfig
+) -> PreTrainedTokenizerBase | PreTrainedConfig:
     is_folder = Path(source.name).is_dir()
     if not is_folder:
         give_up_on_silence()
     try:
-        return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code, **kwargs)
+        return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code)
     # A missing, broken or unknown model, one that needs a package, or a hub that does not answer.
     except (OSError, ValueError, ImportError, NO_ANSWER) as error:
         kind, why = ("folder", str(error)) if is_folder else (HUB_NAME, f"{told(error)}; {HUB_ADVICE}")

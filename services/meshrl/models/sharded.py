@@ -5,8 +5,14 @@ Used where a model is loaded, and by the adapters, the checkpointer and the trai
 
 from __future__ import annotations
 
+from types import EllipsisType
+
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Part = tuple[slice, ...] | EllipsisType
+"""A part of a tensor: a slice of each dimension, or all of it."""
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,11 +24,22 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     return on_mesh.full_tensor()
 
 
+def own_part(tensor: torch.Tensor) -> Part | None:
+    """The part of the whole that this rank has of a tensor: all of it where it is not sharded; None for no element."""
+    if not isinstance(tensor, DTensor):
+        return ...
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)) if 0 not in sizes else None
+
+
+def fill_part(tensor: torch.Tensor, part: torch.Tensor) -> None:
+    """Copies what `own_part` names of a whole into a tensor, in its dtype and on its device."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.copy_(part.to(local.device))  # first, since the device converts faster
+
+
 def fill_from_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Copies a whole tensor, which every rank has, into a parameter: all of it, or this rank's shard."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        part = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(whole)
+    part = own_part(parameter)
+    if part is not None:
+        fill_part(parameter, whole[part])

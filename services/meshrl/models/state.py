@@ -5,6 +5,7 @@ Read by the checkpointer and by the trainer's publishing; an engine loads the sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,13 +16,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshrl.models.lora import adapted_layers, is_adapter
 from meshrl.models.sharded import gather_whole
 
+ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_biases"})
+
 
 def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers in Hugging Face names, sorted by name.
 
     A tied tensor appears once, under the first of its names. Tensors share memory with the model unless `dtype`
-    asks for another floating-point type; the caller clones what must outlive the next optimizer step. LoRA adapters are
-    merged into their weights in float32, which is collective where those are sharded.
+    asks for another floating-point type; the caller clones what must outlive the next optimizer step. Some tensors are
+    float32 whatever is asked for (`keep_float32`). LoRA adapters are merged into their weights in float32, which is
+    collective where those are sharded.
     """
     return dict(_tensors(model, dtype))
 
@@ -29,22 +33,39 @@ def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """What `hf_state` gives, a tensor at a time, so that a merged weight need not outlive its turn."""
     adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
-    for name, tensor in _stored(model):
-        yield name, (adapted[name].merged() if name in adapted else tensor).to(_wanted(tensor, dtype))
+    for name, tensor in stored_tensors(model).items():
+        yield name, (adapted[name].merged() if name in adapted else tensor).to(_wanted(model, name, tensor, dtype))
 
 
-def _stored(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that are published, as the model stores them, sorted by name."""
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that are published, as the model stores them, sorted by name; adapters are left out."""
     every_parameter = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
     for name, tensor in model.state_dict().items():
         if name not in every_parameter:
             tensors[name] = tensor.detach()
-    return sorted(tensors.items())
+    return dict(sorted(tensors.items()))
 
 
-def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def keep_float32(model: nn.Module) -> None:
+    """Turns the tensors that are float32 in a model of any dtype to it: the biases of routers, and a family's own."""
+    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        if tensor.is_floating_point() and _stays_float32(model, name):
+            tensor.data = tensor.data.float()
+
+
+def _stays_float32(model: nn.Module, name: str) -> bool:
+    """Choices among experts turn on differences that bfloat16 rounds away; other patterns are those of transformers."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return name.rpartition(".")[2] in ROUTER_BIASES or any(
+        re.search(pattern.replace("*", ".*"), name) for pattern in patterns
+    )
+
+
+def _wanted(model: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if _stays_float32(model, name) else dtype
 
 
 @torch.no_grad()
@@ -80,11 +101,11 @@ def published_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> tup
     return tuple(
         PublishedTensor(
             name=name,
-            dtype=_wanted(tensor, dtype),
+            dtype=_wanted(model, name, tensor, dtype),
             shape=tuple(tensor.shape),
-            in_rows=_in_rows(tensor) and _wanted(tensor, dtype).itemsize > 1,
+            in_rows=_in_rows(tensor) and _wanted(model, name, tensor, dtype).itemsize > 1,
         )
-        for name, tensor in _stored(model)
+        for name, tensor in stored_tensors(model).items()
     )
 
 
@@ -96,8 +117,8 @@ def own_rows(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
     """
     adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
     rows: dict[str, torch.Tensor] = {}
-    for name, stored in _stored(model):
-        wanted = _wanted(stored, dtype)
+    for name, stored in stored_tensors(model).items():
+        wanted = _wanted(model, name, stored, dtype)
         tensor = adapted[name].merged().to(wanted) if name in adapted else stored
         in_rows = isinstance(tensor, DTensor) and _in_rows(tensor) and wanted.itemsize > 1
         rows[name] = tensor.to_local() if in_rows else gather_whole(tensor)  # type: ignore[attr-defined]  # a DTensor here

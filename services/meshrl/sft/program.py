@@ -88,6 +88,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         tokenizer=tokenizer,
         seed=config.seed,
         snapshot_dtype=resolve_dtype(config.model),
+        base=config.model,
         adapters_of=separate_adapters(config.ckpt, config.model),
     )
     if config.ckpt is not None and config.ckpt.resume_step is not None:

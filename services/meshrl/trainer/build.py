@@ -110,6 +110,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             tokenizer=_tokenizer(config) if parallel.plan.leads else None,
             seed=config.seed,
             snapshot_dtype=compute_dtype,
+            base=config.model,
             adapters_of=separate_adapters(config.ckpt, config.model),
         )
         if config.ckpt is not None and config.ckpt.resume_step is not None:

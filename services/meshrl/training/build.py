@@ -1,7 +1,7 @@
 """Builds the learner that the RL trainer and the SFT trainer step: model, adapters, sharding, optimizer; once a start.
 
-One process on a CPU trains the model as it is loaded. Anything else, one GPU included, is sharded over the group: the
-model is made without storage, prepared, sharded, and only then filled, so no rank ever holds it whole.
+The model is made without storage, prepared, sharded over the group (one process on a CPU does without), and only then
+filled, so no rank ever holds a sharded model whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshrl.algorithms.objective import Objective
-from meshrl.models.load import empty_model, fill_at_random, fill_model, load_model, resolve_dtype
+from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import apply_lora, reset_lora
 from meshrl.training.checkpoints.train_state import seed_rank
@@ -46,10 +46,7 @@ def build_learner(
     logits_bytes = max_logits_bytes or (LOGITS_BYTES_GPU if on_gpu else LOGITS_BYTES_CPU)
     # Master weights are float32, since small updates drown in bfloat16; weights that adapters leave alone need none.
     stored_dtype = torch.float32 if config.lora is None else compute_dtype
-    sharded = parallel.mesh is not None
-    model = (
-        empty_model(config, dtype=stored_dtype) if sharded or random_weights else load_model(config, dtype=stored_dtype)
-    )
+    model = empty_model(config, dtype=stored_dtype)
     add_adapters(model, config)
     policy = PackedPolicy(
         model,
@@ -57,22 +54,21 @@ def build_learner(
         max_logits_bytes=logits_bytes,
         attn=config.attn,
         device=parallel.device,
-        autocast=not sharded,
+        autocast=parallel.mesh is None,
         compile_head=isinstance(config.compile, CompileConfig) and on_gpu,
         one_pass=not parallel.plan.is_alone,
     )
     prepare_blocks(policy, config)
     if parallel.mesh is not None:
         shard(policy, config, parallel.mesh, compute_dtype)
-    if sharded or random_weights:
-        torch.manual_seed(seed)
-        policy.to_empty(device="cpu" if config.fsdp_cpu_offload else parallel.device)
-        if not sharded:
-            model.tie_weights()  # which to_empty undoes, but for what is sharded
-        if random_weights:
-            fill_at_random(model)
-        else:
-            fill_model(model, config)
+    torch.manual_seed(seed)
+    policy.to_empty(device="cpu" if config.fsdp_cpu_offload else parallel.device)
+    if parallel.mesh is None:
+        model.tie_weights()  # which to_empty undoes, but for what is sharded
+    if random_weights:
+        fill_at_random(model)
+    else:
+        fill_model(model, config)
     if config.lora is not None:
         reset_lora(model, seed)
     seed_rank(seed, 0, parallel.plan.rank)  # dropout must not fall alike on every rank

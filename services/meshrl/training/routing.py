@@ -28,7 +28,7 @@ class RoutingWatch:
     def __init__(self, model: nn.Module) -> None:
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         self._counts: list[torch.Tensor | None] = [None] * len(routers)  # (E + 2,): loads, confidence, tokens
-        self._experts = [len(router.get_parameter("weight")) for router in routers]  # (E, H)
+        self._experts = [len(next(matrix for matrix in router.parameters() if matrix.ndim == 2)) for router in routers]
         for place, router in enumerate(routers):
             router.register_forward_hook(partial(self._look, place))
 

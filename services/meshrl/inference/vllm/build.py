@@ -6,12 +6,10 @@ import asyncio
 import os
 import secrets
 import signal
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
-from transformers import GenerationConfig
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
@@ -138,6 +136,4 @@ def _forget_signals() -> None:
 def _describe(model: ModelConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
     """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion."""
     skeleton = empty_model(model, dtype=dtype)
-    with suppress(OSError):  # many checkpoints have none: then the model's own configuration says it
-        skeleton.generation_config = GenerationConfig.from_pretrained(model.name)
     return layout_of(hf_state(skeleton)), eos_token_ids(skeleton)

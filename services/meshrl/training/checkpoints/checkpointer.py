@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from transformers import PreTrainedTokenizerBase
 
+from meshrl.core.config.shared import ModelConfig
 from meshrl.core.durable import flush, flush_tree
 from meshrl.models.lora import adapter_state
 from meshrl.models.state import gather_state
@@ -80,30 +81,44 @@ class Checkpointer:
         part: str = "trainer",
         seed: int = 0,
         snapshot_dtype: torch.dtype | None = None,
+        base: ModelConfig | None = None,
         adapters_of: str | None = None,
         deadline_s: float = SAVE_DEADLINE_S,
     ) -> None:
         """`snapshot_dtype` is that of the Hugging Face folders, None the one that the weights are trained in.
 
+        `base` is the model that the learner was built from, of whose folder snapshots keep what training leaves alone.
         `adapters_of` names the model under the adapters, and has these written on their own as well. `deadline_s`
-        bounds a save in the background. Leftovers of a killed process are deleted.
+        bounds a save in the background. Leftovers of a killed process are deleted. Collective. Raises CheckpointError
+        when a snapshot of this model could not be written.
         """
         self.progress = TrainingProgress()
         self.durable_step = 0  # the last step whose checkpoint is on disk
         self._learner = learner
         self._checkpoints = output_dir / "checkpoints"
         self._weights = output_dir / "weights"
-        self._tokenizer = tokenizer
         self._part = part
         self._seed = seed
         self._snapshot_dtype = snapshot_dtype
-        self._adapters_of = adapters_of
+        self._adapters = adapters_of is not None
         self._deadline_s = deadline_s
         self._own: set[Path] = set()  # folders of this run; what an earlier run left at the same step is replaced
         self._on_branch = False  # checkpoints of later steps are none of this run's past
         self._saving: Future[None] | None = None
-        self._writer: WeightsWriter | None = None
         self._group = SavingGroup.beside(learner.parallel, timeout_s=deadline_s)
+
+        def writer() -> WeightsWriter | None:
+            if not self._group.plan.leads:
+                return None
+            return WeightsWriter(
+                learner.model,
+                dtype=snapshot_dtype or learner.model.dtype,
+                tokenizer=tokenizer,
+                base=base,
+                base_name=adapters_of,
+            )
+
+        self._writer = self._group.together("write the outline of a snapshot", writer)
         # For good, since saves on a thread must not touch the process's filters: no process group is as it should be.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if self._group.plan.leads:
@@ -280,17 +295,10 @@ class Checkpointer:
         needed = bytes(folder not in self._own or not folder.is_dir() for folder in wanted)
         needed = self._group.broadcast(needed if self._group.plan.leads else None)
         model, first = self._learner.model, self._group.plan.leads
-        if self._writer is None and first:
-            self._writer = WeightsWriter(
-                model,
-                dtype=self._snapshot_dtype or model.dtype,
-                tokenizer=self._tokenizer,
-                base_name=self._adapters_of,
-            )
         return _Job(
             step=step,
             weights=gather_state(model, self._snapshot_dtype, keep=first) if needed[0] else None,
-            adapters=adapter_state(model, keep=first) if needed[0] and self._adapters_of else {},
+            adapters=adapter_state(model, keep=first) if needed[0] and self._adapters else {},
             tensors=train_state.learner_tensors(self._learner) if needed[1:] == b"\1" else None,
             random_state=train_state.random_state(self._learner.device),
             tokens=self.progress.tokens,
@@ -351,7 +359,7 @@ class Checkpointer:
         self._group.together("write the manifest", lambda: self._first(manifest.write, [partial]))
 
     def _write_weights(self, folder: Path, job: _Job) -> None:
-        if self._writer is None or job.weights is None:  # made with the job, on rank 0
+        if self._writer is None or job.weights is None:  # rank 0 has both
             return
         partial = folder.with_name(folder.name + files.PARTIAL)
         self._writer.write(partial, job.weights, job.adapters)
