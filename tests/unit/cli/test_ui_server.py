@@ -110,6 +110,10 @@ async def test_the_page_and_what_it_asks_for(client: TestClient) -> None:
         ("/api/runs/x/now", 404, "no run x"),
         ("/api/runs/0/rollouts?step=last", 400, "step must be a whole number, got 'last'"),
         ("/api/runs/0/rollouts/10/nobody", 404, "no rollout nobody is kept of step 10"),
+        (f"/api/runs/{'9' * 5000}/now", 404, "no run 999"),
+        (f"/api/runs/0/rollouts/{'9' * 300}/nobody", 404, "no rollout nobody is kept of step 999"),
+        (f"/api/runs/0/rollouts/{'9' * 5000}/nobody", 404, "no rollout nobody is kept of step 999"),
+        (f"/api/runs/0/rollouts?step={'9' * 5000}", 200, '"rollouts": []'),
         ("/api/runs/0/timeline?step=99", 404, "no trace of step 99; there are steps from 3 to 3"),
         ("/static/../server.py", 404, ""),
     ],
@@ -119,6 +123,20 @@ async def test_what_is_not_there_is_said(client: TestClient, address: str, statu
     assert answer.status == status
     assert words in await answer.text()
     assert "script-src 'self'" in answer.headers["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "address"), [("ledger.sqlite", "ledger"), ("rollouts/step_10.jsonl.zst", "rollouts?step=10")]
+)
+async def test_a_damaged_file_is_named_in_a_sentence(
+    client: TestClient, run_path: Path, name: str, address: str
+) -> None:
+    (run_path / name).write_bytes(b"damaged" * 1000)
+    answer = await client.get(f"/api/runs/0/{address}")
+    assert answer.status == 503
+    said = await answer.text()
+    assert said.startswith(f"the files of {run_path} cannot be read: ")
+    assert len(said.splitlines()) == 1
 
 
 async def test_a_page_elsewhere_cannot_read_it_under_a_name_of_its_own(run_path: Path) -> None:

@@ -12,12 +12,14 @@ import hmac
 import json
 import mimetypes
 import socket
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+import zstandard
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
@@ -37,6 +39,8 @@ LOOK_S = 0.5
 STATUS_S = 2.0
 """How long an answer of the services is good for, however many pages ask."""
 MOST_POINTS = 2000
+_DIGITS, _MOST = 18, 2**62
+"""Longer numbers than any step has count as _MOST: Python reads no more than 4,300 digits, a file name has 255."""
 TOKEN_COOKIE = "meshrl_ui"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -64,12 +68,20 @@ class ShownRun:
         self._asking = asyncio.Lock()
 
     async def read(self, read: Callable[[], _T]) -> _T:
-        """The answer of a function that reads files. It goes on where the request is cancelled: no other may begin."""
+        """The answer of a function that reads files. It goes on where the request is cancelled: no other may begin.
+
+        Raises HTTPServiceUnavailable for files that are damaged or cannot be read.
+        """
         return await asyncio.shield(self._read(read))
 
     async def _read(self, read: Callable[[], _T]) -> _T:
         async with self._lock:
-            return await asyncio.to_thread(read)
+            try:
+                return await asyncio.to_thread(read)
+            except (OSError, ValueError, sqlite3.Error, zstandard.ZstdError) as error:
+                raise web.HTTPServiceUnavailable(
+                    text=f"the files of {self.folder.path} cannot be read: {' '.join(str(error).split())}"
+                ) from error
 
     def window(self, sample: JsonObject, number: int) -> JsonObject:
         """What there is of the tokens of a window, and what they say where that is known. Blocks."""
@@ -120,10 +132,10 @@ class Page:
         self._ending.set()  # event streams would go on for ever
 
     def _run(self, request: web.Request) -> ShownRun:
-        number = request.match_info["run"]
-        if not number.isdecimal() or int(number) >= len(self._runs):
-            raise web.HTTPNotFound(text=f"no run {number}; there are {len(self._runs)}, from 0 on")
-        return self._runs[int(number)]
+        number = _whole(request.match_info["run"])
+        if number is None or number >= len(self._runs):
+            raise web.HTTPNotFound(text=f"no run {request.match_info['run']}; there are {len(self._runs)}, from 0 on")
+        return self._runs[number]
 
     async def _index(self, _: web.Request) -> web.Response:
         return self._file("index.html")
@@ -185,13 +197,11 @@ class Page:
         return _json(await run.read(lambda: run.window(samples[place], window)))
 
     async def _kept(self, request: web.Request) -> tuple[ShownRun, JsonObject]:
-        run, step = self._run(request), request.match_info["step"]
+        run, step = self._run(request), _whole(request.match_info["step"])
         rollout_id = request.match_info["rollout_id"]
-        found = None
-        if step.isdecimal():
-            found = await run.read(lambda: run.kept.whole(int(step), rollout_id))
+        found = None if step is None else await run.read(lambda: run.kept.whole(step, rollout_id))
         if found is None:
-            raise web.HTTPNotFound(text=f"no rollout {rollout_id} is kept of step {step}")
+            raise web.HTTPNotFound(text=f"no rollout {rollout_id} is kept of step {request.match_info['step']}")
         return run, found
 
     async def _swaps(self, request: web.Request) -> web.Response:
@@ -259,14 +269,22 @@ async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
     answer.headers.update(HEADERS)
 
 
-def _number(request: web.Request, name: str, usual: int, *, least: int = 0, most: int = 2**62) -> int:
+def _number(request: web.Request, name: str, usual: int, *, least: int = 0, most: int = _MOST) -> int:
     """A number that the query names, within its bounds; `usual` where it does not."""
     text = request.query.get(name)
     if text is None:
         return usual
-    if not text.isdecimal():
+    number = _whole(text)
+    if number is None:
         raise web.HTTPBadRequest(text=f"{name} must be a whole number, got {text!r}")
-    return max(least, min(int(text), most))
+    return max(least, min(number, most))
+
+
+def _whole(text: str) -> int | None:
+    """A number in decimal digits, at most _MOST; None for another text."""
+    if not text.isdecimal():
+        return None
+    return int(text) if len(text) <= _DIGITS else _MOST
 
 
 def _json(value: object) -> web.Response:
