@@ -4,7 +4,8 @@
 
 BASES holds a folder for each family. Rank 0 leaves RESULTS/FAMILY with weights/step_0 and weights/step_1, the version
 that would be published before the first step in bfloat16 (published.safetensors), and result.json: how far logprobs in
-float32 are from plain transformers' (nats), and the loss of the step; or `refused`, where a family is not trained.
+float32 are from plain transformers' (nats), and the loss of the step; `refused`, where a family is not trained; or
+`failed`, where it fails in one process.
 """
 
 from __future__ import annotations
@@ -92,7 +93,12 @@ def main() -> None:
     for family in families:
         out = Path(results) / family
         out.mkdir(parents=True, exist_ok=True)
-        found = train(Path(bases) / family, out, parallel)
+        try:
+            found = train(Path(bases) / family, out, parallel)
+        except Exception as error:
+            if not parallel.plan.is_alone:  # the other ranks wait in a collective
+                raise
+            found = {"failed": repr(error)}
         if parallel.plan.leads:
             (out / "result.json").write_text(json.dumps(found))
         gc.collect()
