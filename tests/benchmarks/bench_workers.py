@@ -74,7 +74,7 @@ def run_client(pipe: Connection, address: str, group_size: int) -> None:
                     deadline_s=600.0,
                 )
                 message: pb.RunRolloutsResponse
-                async for message in stub.RunRollouts(convert.rollout_request_to_proto(request)):
+                async for message in stub.RunRollouts(convert.to_proto(request)):
                     if message.HasField("failure"):
                         raise RuntimeError(f"a rollout failed: {message.failure.message}")
                     if message.HasField("summary") and message.summary.finished != group_size:

@@ -118,7 +118,7 @@ async def _rollouts(path: str, target: Target, stack: AsyncExitStack, number: in
             deadline_s=600.0,
         )
         tokens = 0
-        async for event in servicer.RunRollouts(convert.rollout_request_to_proto(request), None):
+        async for event in servicer.RunRollouts(convert.to_proto(request), None):
             event.SerializeToString()  # what gRPC would send
             if event.HasField("failure"):
                 raise RuntimeError(f"a rollout failed: {event.failure.message}")

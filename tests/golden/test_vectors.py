@@ -23,7 +23,7 @@ from meshrl.wire.completion_frame import CompletionFrame, FrameChoice
 from meshrl.wire.convert.batches import batch_digest
 from meshrl.wire.errors import Reason
 from meshrl.wire.manifest import artifact_id, layout_signature, plan_tensors, root_of
-from meshrl.wire.types import Batch, MicroBatch, VersionSpan
+from meshrl.wire.types import Batch, Manifest, MicroBatch, VersionSpan
 
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 DIGESTS = json.loads((VECTORS / "digests.json").read_text())
@@ -98,10 +98,10 @@ def test_manifest(case: dict[str, Any]) -> None:
     manifest = manifest_file.from_json(json.dumps(case["json"]).encode())
     assert artifact_id(manifest) == case["artifact_id"] == case["json"]["artifact_id"]
     assert json.loads(manifest_file.to_json(manifest)) == case["json"]
-    message = convert.manifest_to_proto(manifest)
+    message = convert.to_proto(manifest)
     assert message.SerializeToString(deterministic=True).hex() == case["message"]
     read = weights_pb2.Manifest.FromString(bytes.fromhex(case["message"]))
-    assert convert.manifest_from_proto(read) == manifest
+    assert convert.from_proto(Manifest, read) == manifest
 
 
 def test_delta() -> None:

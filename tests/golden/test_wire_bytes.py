@@ -180,42 +180,40 @@ def messages():
     )
     upload = list(convert.batch_to_messages(BATCH))
     yield "tensor_bfloat16", tensors.encode(np.array([0x3F80], dtype=np.uint16), "bfloat16").SerializeToString()
-    yield "rollout_request", convert.rollout_request_to_proto(request).SerializeToString()
+    yield "rollout_request", convert.to_proto(request).SerializeToString()
     yield "rollout_event", convert.rollout_event_to_proto(rollout).SerializeToString()
     asking = dataclasses.replace(request, conversations=True)
-    yield "rollout_request_conversations", convert.rollout_request_to_proto(asking).SerializeToString()
+    yield "rollout_request_conversations", convert.to_proto(asking).SerializeToString()
     said = dataclasses.replace(rollout, samples=(), conversations=('{"messages": []}',))
-    yield "rollout_with_conversations", convert.rollout_to_proto(said).SerializeToString()
+    yield "rollout_with_conversations", convert.to_proto(said).SerializeToString()
     yield "batch_header", upload[0].SerializeToString()
     yield "micro_batch", upload[1].SerializeToString()
     event = StepEvent(revision=4, step=3, state=StepState.DONE, version=0, metrics={"loss/mean": 0.5})
-    yield "step_event", convert.step_event_to_proto(event).SerializeToString()
+    yield "step_event", convert.to_proto(event).SerializeToString()
     yield "micro_batch_with_weights", list(convert.batch_to_messages(WEIGHTED_BATCH))[1].SerializeToString()
     yield "micro_batch_with_candidates", list(convert.batch_to_messages(CANDIDATE_BATCH))[1].SerializeToString()
     yield "micro_batch_with_prefix", list(convert.batch_to_messages(SHARED_BATCH))[1].SerializeToString()
-    yield "trainer_info", convert.trainer_info_to_proto(TRAINER, contract_version="1.0").SerializeToString()
+    yield "trainer_info", convert.to_proto(TRAINER, contract_version="1.0").SerializeToString()
     yield (
         "step_event_durable",
-        convert.step_event_to_proto(
-            StepEvent(revision=5, step=3, state=StepState.DONE, durable_step=2)
-        ).SerializeToString(),
+        convert.to_proto(StepEvent(revision=5, step=3, state=StepState.DONE, durable_step=2)).SerializeToString(),
     )
     asking_batch = dataclasses.replace(BATCH, logprob_rollouts=("b", "a"))
     yield "batch_header_asking", next(iter(convert.batch_to_messages(asking_batch))).SerializeToString()
     given = dataclasses.replace(event, logprobs={"b": np.array([-0.5, -2.0], dtype=np.float32)})
-    yield "step_event_logprobs", convert.step_event_to_proto(given).SerializeToString()
-    yield "manifest", convert.manifest_to_proto(manifest).SerializeToString()
+    yield "step_event_logprobs", convert.to_proto(given).SerializeToString()
+    yield "manifest", convert.to_proto(manifest).SerializeToString()
     yield "upload_chunk", frames.frame_upload_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))
     yield "fetch_chunk", frames.frame_fetch_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))
     report = AgentReport(lease_id="l", state=AgentState.READY, serving_version=2, applied=applied)
-    yield "agent_report", convert.agent_report_to_proto(report).SerializeToString()
+    yield "agent_report", convert.to_proto(report).SerializeToString()
     yield (
         "agent_command",
         convert.agent_command_to_proto(Commit(version=2, artifact_id="a", hold=True)).SerializeToString(),
     )
     yield from group_messages(manifest)
     yield from exchange_messages(request)
-    yield "version_info", convert.version_info_to_proto(version).SerializeToString()
+    yield "version_info", convert.to_proto(version).SerializeToString()
     yield "error_status", to_rpc_status(error).SerializeToString()
 
 
@@ -236,7 +234,7 @@ def exchange_messages(request):
         credit=256,
         calls=[exchange_pb2.CallCursor(call_id="c", next_seq=2)],
     )
-    start = exchange_pb2.StartCall(call_id="c", request=convert.rollout_request_to_proto(request))
+    start = exchange_pb2.StartCall(call_id="c", request=convert.to_proto(request))
     ack = exchange_pb2.EventAck(call_id="c", seq=3, unneeded=True)
     beat = exchange_pb2.WorkerHeartbeat(number=4, room=7)
     up = {"hello": hello, "heartbeat": beat, "event": exchange_pb2.CallEvent(call_id="c", seq=3, end=end)}
@@ -265,17 +263,17 @@ def group_messages(manifest):
     )
     adapter = AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj",), base_model="m")
     lora = dataclasses.replace(manifest, kind=VersionKind.LORA, adapter=adapter)
-    yield "manifest_nccl", convert.manifest_to_proto(collective).SerializeToString()
-    yield "manifest_lora", convert.manifest_to_proto(lora).SerializeToString()
+    yield "manifest_nccl", convert.to_proto(collective).SerializeToString()
+    yield "manifest_lora", convert.to_proto(lora).SerializeToString()
     seat = {"collective_ranks": 2, "collective_backend": "nccl", "host": "h"}
     registration = AgentRegistration(
         engine_id="e", url="http://e", transports=(Transport.NCCL,), layout_signature=b"layout", **seat
     )
-    yield "registration_nccl", convert.registration_to_proto(registration).SerializeToString()
+    yield "registration_nccl", convert.to_proto(registration).SerializeToString()
     report = AgentReport(
         lease_id="l", state=AgentState.PREPARED, target_version=2, group_generation=3, target_artifact_id="a"
     )
-    yield "agent_report_in_group", convert.agent_report_to_proto(report).SerializeToString()
+    yield "agent_report_in_group", convert.to_proto(report).SerializeToString()
     join = JoinGroup(
         generation=3,
         store_address="h:1",
@@ -287,7 +285,7 @@ def group_messages(manifest):
     )
     yield "agent_command_join_group", convert.agent_command_to_proto(join).SerializeToString()
     opened = OpenedGroup(generation=3, members=(GroupMember(engine_id="e", first_receiver=2, num_ranks=2),))
-    yield "opened_group", convert.opened_group_to_proto(opened).SerializeToString()
+    yield "opened_group", convert.to_proto(opened).SerializeToString()
     engine = EngineInfo(
         engine_id="e",
         url="http://e",
@@ -300,7 +298,7 @@ def group_messages(manifest):
         group_generation=3,
         **seat,
     )
-    yield "engine_info_nccl", convert.engine_info_to_proto(engine).SerializeToString()
+    yield "engine_info_nccl", convert.to_proto(engine).SerializeToString()
     asked = weights_pb2.OpenGroupRequest(
         request_id="id",
         run_id="run",
@@ -314,9 +312,9 @@ def group_messages(manifest):
     )
     yield "open_group_request", asked.SerializeToString()
     sleeper = dataclasses.replace(registration, can_sleep=True)
-    yield "registration_can_sleep", convert.registration_to_proto(sleeper).SerializeToString()
+    yield "registration_can_sleep", convert.to_proto(sleeper).SerializeToString()
     answer = dataclasses.replace(report, sleeping=True, sleep_answered=4)
-    yield "agent_report_sleeping", convert.agent_report_to_proto(answer).SerializeToString()
+    yield "agent_report_sleeping", convert.to_proto(answer).SerializeToString()
     status = RolloutStatus(
         running=5,
         queued=2,
@@ -328,20 +326,20 @@ def group_messages(manifest):
         max_concurrent=576,
         limit_reason="auto",
     )
-    yield "rollout_status_limit", convert.rollout_status_to_proto(status).SerializeToString()
+    yield "rollout_status_limit", convert.to_proto(status).SerializeToString()
     yield "agent_command_sleep", convert.agent_command_to_proto(Sleep(number=4)).SerializeToString()
     asleep = dataclasses.replace(engine, sleeping=True, can_sleep=True)
-    yield "engine_info_sleeping", convert.engine_info_to_proto(asleep).SerializeToString()
+    yield "engine_info_sleeping", convert.to_proto(asleep).SerializeToString()
     told = dataclasses.replace(engine, layout_signature=b"layout")
-    yield "engine_info_layout", convert.engine_info_to_proto(told).SerializeToString()
+    yield "engine_info_layout", convert.to_proto(told).SerializeToString()
     yield "sleep_request", weights_pb2.SleepEnginesRequest(engine_pool="p", deadline_s=30.0).SerializeToString()
     outcome = SleepOutcome(asleep=2, awake=1, seconds=0.5)
-    yield "sleep_outcome", convert.sleep_outcome_to_proto(outcome).SerializeToString()
+    yield "sleep_outcome", convert.to_proto(outcome).SerializeToString()
     spoken = dataclasses.replace(SAMPLE, message_spans=(MessageSpan(start=0, end=1, role="user", text="why?"),))
-    yield "sample_with_text", convert.sample_to_proto(spoken).SerializeToString()
+    yield "sample_with_text", convert.to_proto(spoken).SerializeToString()
     told = MessageSpan(start=0, end=2, role="tool", text="why?", content_start=0, content_end=1)
     marked = dataclasses.replace(SAMPLE, message_spans=(told,))
-    yield "sample_with_content", convert.sample_to_proto(marked).SerializeToString()
+    yield "sample_with_content", convert.to_proto(marked).SerializeToString()
 
 
 @pytest.mark.parametrize(("name", "data"), list(messages()), ids=lambda value: value if isinstance(value, str) else "")

@@ -58,8 +58,8 @@ def test_arbitrary_tensors_decode_or_are_refused(dtype, shape, data):
 @given(CHUNKS)
 def test_frames_equal_protobuf_and_parse_back(chunk):
     upload, fetched = frames.frame_upload_chunk(chunk), frames.frame_fetch_chunk(chunk)
-    assert upload == pb.CreateVersionRequest(chunk=convert.chunk_to_proto(chunk)).SerializeToString()
-    assert fetched == pb.FetchResponse(chunk=convert.chunk_to_proto(chunk)).SerializeToString()
+    assert upload == pb.CreateVersionRequest(chunk=convert.to_proto(chunk)).SerializeToString()
+    assert fetched == pb.FetchResponse(chunk=convert.to_proto(chunk)).SerializeToString()
     for parsed in (frames.parse_upload(upload), frames.parse_fetch(fetched)):
         assert (parsed.offset, bytes(parsed.data), parsed.crc32c) == (chunk.offset, chunk.data, chunk.crc32c)
 
@@ -99,7 +99,7 @@ def samples(draw):
 
 @given(samples())
 def test_samples_come_back_to_the_bit(sample):
-    back = convert.sample_from_proto(convert.sample_to_proto(sample))
+    back = convert.from_proto(Sample, convert.to_proto(sample))
     assert back.token_ids.tobytes() == sample.token_ids.tobytes()
     assert back.loss_mask.tobytes() == sample.loss_mask.tobytes()
     assert back.logprobs.tobytes() == sample.logprobs.tobytes()

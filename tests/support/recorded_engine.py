@@ -285,7 +285,7 @@ async def play(
                 group_size=group_size,
                 deadline_s=600.0,
             )
-            async for event in servicer.RunRollouts(convert.rollout_request_to_proto(request), None):
+            async for event in servicer.RunRollouts(convert.to_proto(request), None):
                 if isinstance(event, bytes):  # of a worker
                     event = pb.RunRolloutsResponse.FromString(event)
                 assert not event.HasField("failure"), event.failure.message

@@ -97,7 +97,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ListEnvironments(self, request, context):  # noqa: N802 - the name is gRPC's
         infos = [EnvironmentInfo(name=name, taskset=name, num_tasks=n) for name, n in self.script.environments.items()]
         return rollout_pb2.ListEnvironmentsResponse(
-            contract_version=CONTRACT_VERSION, environments=map(convert.environment_to_proto, infos)
+            contract_version=CONTRACT_VERSION, environments=map(convert.to_proto, infos)
         )
 
     async def GetRolloutStatus(self, request, context):  # noqa: N802 - the name is gRPC's
@@ -111,7 +111,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CancelRolloutsResponse(cancelled=len(request.group_ids))
 
     async def RunRollouts(self, message, context):  # noqa: N802 - the name is gRPC's
-        script, request = self.script, convert.rollout_request_from_proto(message)
+        script, request = self.script, convert.from_proto(RolloutRequest, message)
         if script.refusals:
             reason = script.refusals.pop()
             script.refused[reason.name] += 1
@@ -199,7 +199,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             max_queued_batches=2,
             vocab_size=self.script.vocab_size if self.script.tells_vocab_size else 0,
         )
-        return convert.trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
+        return convert.to_proto(info, contract_version=CONTRACT_VERSION)
 
     async def SubmitBatch(self, parts, context):  # noqa: N802 - the name is gRPC's
         reader = convert.BatchReader(seq_len=64)
@@ -260,7 +260,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     await self.changed.wait()
             for event in fresh:
                 seen = event.revision
-                yield convert.step_event_to_proto(event)
+                yield convert.to_proto(event)
 
 
 class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
@@ -277,7 +277,7 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
             routable=True,
             last_seen_s=0.0,
         )
-        return weights_pb2.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine)] * self.script.engines)
+        return weights_pb2.ListEnginesResponse(engines=[convert.to_proto(engine)] * self.script.engines)
 
     async def SleepEngines(self, request, context):  # noqa: N802 - the name is gRPC's
         self.script.log.append(("sleep", self.script.in_flight))
@@ -309,4 +309,4 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
         )
         applied = ApplyReport(version=version, root=b"r", pause_s=0.001, prepare_s=0.002, requests_kept=0)
         report = EngineReport(engine_id="e0", applied=applied)
-        return convert.activation_to_proto(Activation(version=info, engines=(report,), commit_s=0.003, lag_s=0.004))
+        return convert.to_proto(Activation(version=info, engines=(report,), commit_s=0.003, lag_s=0.004))

@@ -12,7 +12,7 @@ from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
 from meshrl.wire.errors import MeshError, to_rpc_status
-from meshrl.wire.types import CONTRACT_VERSION
+from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
 from meshrl_verifiers_v0.groups import GroupPlayer
 
 STATUS_DETAILS = "grpc-status-details-bin"
@@ -31,13 +31,13 @@ class OldEnvServicer(pb_grpc.RolloutServiceServicer):
             await abort(context, error)
         infos = [env.info for env in self._player.environments.values()]
         return pb.ListEnvironmentsResponse(
-            contract_version=CONTRACT_VERSION, environments=[convert.environment_to_proto(info) for info in infos]
+            contract_version=CONTRACT_VERSION, environments=[convert.to_proto(info) for info in infos]
         )
 
     async def RunRollouts(self, request, context) -> AsyncIterator[pb.RunRolloutsResponse]:  # noqa: N802  # the same
         try:
             validate.validate_rollout_request(request)
-            async with aclosing(self._player.run(convert.rollout_request_from_proto(request))) as events:
+            async with aclosing(self._player.run(convert.from_proto(RolloutRequest, request))) as events:
                 async for event in events:
                     yield convert.rollout_event_to_proto(event)
         except MeshError as error:
@@ -47,7 +47,7 @@ class OldEnvServicer(pb_grpc.RolloutServiceServicer):
         return pb.CancelRolloutsResponse(cancelled=self._player.cancel(tuple(request.group_ids)))
 
     async def GetRolloutStatus(self, request, context):  # noqa: N802  # the same
-        return convert.rollout_status_to_proto(self._player.status())
+        return convert.to_proto(self._player.status())
 
 
 async def abort(context: grpc.aio.ServicerContext, error: MeshError) -> NoReturn:

@@ -13,7 +13,7 @@ from meshrl.rollout.groups import CancelAnswers
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
-from meshrl.wire.types import CONTRACT_VERSION
+from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
 
 SERVICE = "meshrl.v1.RolloutService"
 
@@ -48,14 +48,14 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         validate.validate_contract_version(request.contract_version)
         infos = [player.info for player in self._runner.environments.values()]
         return pb.ListEnvironmentsResponse(
-            contract_version=CONTRACT_VERSION, environments=[convert.environment_to_proto(info) for info in infos]
+            contract_version=CONTRACT_VERSION, environments=[convert.to_proto(info) for info in infos]
         )
 
     async def RunRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.RunRolloutsResponse | bytes]:
         validate.validate_rollout_request(request)
-        async with aclosing(self._runner.run(convert.rollout_request_from_proto(request))) as events:
+        async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
             async for event in events:
                 yield event if isinstance(event, bytes) else convert.rollout_event_to_proto(event)
 
@@ -69,4 +69,4 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def GetRolloutStatus(  # noqa: N802  # the name of the RPC
         self, request: pb.GetRolloutStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetRolloutStatusResponse:
-        return convert.rollout_status_to_proto(self._runner.status())
+        return convert.to_proto(self._runner.status())

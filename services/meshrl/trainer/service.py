@@ -17,7 +17,7 @@ from meshrl.trainer.runs.table import RunTable, TrainerRun
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
-from meshrl.wire.convert.batches import BatchReader, run_to_proto, step_event_to_proto, trainer_info_to_proto
+from meshrl.wire.convert.batches import BatchReader, to_proto
 from meshrl.wire.errors import FieldViolation, invalid
 from meshrl.wire.trainable import are_logprobs, row_problems
 from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, TrainerInfo
@@ -71,7 +71,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             max_message_bytes=facts.max_message_bytes,
             min_shared_prefix=facts.min_shared_prefix,
         )
-        return trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
+        return to_proto(info, contract_version=CONTRACT_VERSION)
 
     async def SubmitBatch(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.SubmitBatchRequest], context: object
@@ -97,7 +97,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.WatchStepsRequest, context: object
     ) -> AsyncIterator[pb.WatchStepsResponse]:
         async for event in self._runs.find(request.run_id).queue.watch(request.after_revision):
-            yield step_event_to_proto(event)
+            yield to_proto(event)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: object) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
         validate.validate_checkpoint_request(request)
@@ -114,7 +114,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._runs.create(request.run_id)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
-        return pb.ListRunsResponse(runs=[run_to_proto(run.info()) for run in self._runs])
+        return pb.ListRunsResponse(runs=[to_proto(run.info()) for run in self._runs])
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)

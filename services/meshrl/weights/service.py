@@ -21,7 +21,7 @@ from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import digest
-from meshrl.wire.types import CONTRACT_VERSION, AgentReport, Chunk
+from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, Manifest
 
 KEPT_REQUEST_IDS = 4096
 
@@ -74,15 +74,15 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
         validate.validate_register_request(request)
-        lease = await self._hub.register(convert.registration_from_proto(request))
-        return convert.lease_to_proto(lease, contract_version=CONTRACT_VERSION)
+        lease = await self._hub.register(convert.from_proto(AgentRegistration, request))
+        return convert.to_proto(lease, contract_version=CONTRACT_VERSION)
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.SessionResponse]:
         async def reports() -> AsyncIterator[AgentReport]:
             async for message in request_iterator:
-                yield convert.agent_report_from_proto(message)
+                yield convert.from_proto(AgentReport, message)
 
         async for command in self._hub.session(reports()):
             yield convert.agent_command_to_proto(command)
@@ -103,8 +103,8 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
                     raise invalid([FieldViolation("chunk", "must be in every message after the first")], "the upload")
                 yield part
 
-        staged = await self._hub.create_version(convert.manifest_from_proto(manifest), chunks())
-        return convert.staged_version_to_proto(staged)
+        staged = await self._hub.create_version(convert.from_proto(Manifest, manifest, "manifest"), chunks())
+        return convert.to_proto(staged)
 
     async def SealVersion(
         self, request: pb.SealVersionRequest, context: grpc.aio.ServicerContext
@@ -118,7 +118,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
             artifact_id=request.artifact_id,
             traceparent=request.traceparent,
         )
-        return pb.SealVersionResponse(version=convert.version_info_to_proto(info))
+        return pb.SealVersionResponse(version=convert.to_proto(info))
 
     async def AbortVersion(
         self, request: pb.AbortVersionRequest, context: grpc.aio.ServicerContext
@@ -128,7 +128,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         info = await self._hub.abort_version(
             run_id=request.run_id, epoch=request.epoch, version=request.version, message=request.message
         )
-        return pb.AbortVersionResponse(version=convert.version_info_to_proto(info))
+        return pb.AbortVersionResponse(version=convert.to_proto(info))
 
     async def ActivateVersion(
         self, request: pb.ActivateVersionRequest, context: grpc.aio.ServicerContext
@@ -142,13 +142,13 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
             min_ready=request.min_ready,
             prepare_deadline_s=request.prepare_deadline_s,
         )
-        return convert.activation_to_proto(activation)
+        return convert.to_proto(activation)
 
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
         async for event in self._hub.watch_versions(request.run_id, request.after_revision):
-            yield convert.version_event_to_proto(event)
+            yield convert.to_proto(event)
 
     async def GetManifest(
         self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
@@ -159,9 +159,9 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
             context.set_compression(grpc.Compression.Gzip)
             await context.send_initial_metadata(())  # else grpc.aio forgets the compression
         return pb.GetManifestResponse(
-            manifest=convert.manifest_to_proto(found.manifest),
+            manifest=convert.to_proto(found.manifest),
             artifact_id=found.artifact_id,
-            steps=map(convert.manifest_to_proto, found.steps),
+            steps=map(convert.to_proto, found.steps),
         )
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -184,19 +184,19 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
                 deadline_s=request.deadline_s,
             )
         )
-        return convert.opened_group_to_proto(opened)
+        return convert.to_proto(opened)
 
     async def SleepEngines(
         self, request: pb.SleepEnginesRequest, context: grpc.aio.ServicerContext
     ) -> pb.SleepEnginesResponse:
         validate.validate_sleep_request(request)
         outcome = await self._hub.sleep_engines(request.engine_pool, request.deadline_s)
-        return convert.sleep_outcome_to_proto(outcome)
+        return convert.to_proto(outcome)
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListEnginesResponse:
         engines = self._hub.list_engines(request.engine_pool)
         return pb.ListEnginesResponse(
-            engines=[convert.engine_info_to_proto(engine) for engine in engines], epoch=self._hub.coordinator.epoch
+            engines=[convert.to_proto(engine) for engine in engines], epoch=self._hub.coordinator.epoch
         )

@@ -42,19 +42,19 @@ class Hub(weights_pb2_grpc.WeightSyncServicer):
                 raise self.refusal
             if len(self.uploaded) == self.answer_after:
                 break
-        return convert.staged_version_to_proto(StagedVersion(artifact_id="a", missing_offsets=(), max_chunk_bytes=9))
+        return convert.to_proto(StagedVersion(artifact_id="a", missing_offsets=(), max_chunk_bytes=9))
 
     async def Fetch(self, request, context):
         for chunk in CHUNKS:
             if self.plain_messages:
-                yield pb.FetchResponse(chunk=convert.chunk_to_proto(chunk))
+                yield pb.FetchResponse(chunk=convert.to_proto(chunk))
             else:
                 yield frames.frame_fetch_chunk(chunk)
 
     async def Session(self, request_iterator, context):
         yield pb.SessionResponse()  # a command of a newer hub
         async for message in request_iterator:
-            self.reports.append(convert.agent_report_from_proto(message))
+            self.reports.append(convert.from_proto(AgentReport, message))
             if self.refusal is not None:
                 raise self.refusal
             yield convert.agent_command_to_proto(DrainAgent())
@@ -89,7 +89,7 @@ async def test_an_upload_arrives_as_it_was_sent(hub):
     staged = await hub.client.create_version(MANIFEST, sent(CHUNKS))
     assert staged == StagedVersion(artifact_id="a", missing_offsets=(), max_chunk_bytes=9)
     manifest, *chunks = hub.servicer.uploaded
-    assert convert.manifest_from_proto(manifest) == MANIFEST
+    assert convert.from_proto(Manifest, manifest) == MANIFEST
     assert content(chunks) == content(CHUNKS)
 
 

@@ -75,7 +75,7 @@ class HostServicer(RolloutServicer):
         if host.overloaded:
             common.refused["OVERLOADED"] += 1
             raise MeshError(Reason.OVERLOADED, "scripted", retry_after_s=60.0)
-        host.asked.append(convert.rollout_request_from_proto(message))
+        host.asked.append(convert.from_proto(RolloutRequest, message))
         self.script.engine_version, self.script.rollout_s = common.engine_version, common.rollout_s
         async for event in super().RunRollouts(message, context):
             yield event

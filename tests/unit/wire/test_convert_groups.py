@@ -50,21 +50,21 @@ OPENED = OpenedGroup(generation=3, members=(GroupMember(engine_id="i", first_rec
 @pytest.mark.parametrize(
     ("value", "to_proto", "from_proto"),
     [
-        (MANIFEST, convert.manifest_to_proto, convert.manifest_from_proto),
+        (MANIFEST, convert.to_proto, None),
         (JOIN, convert.agent_command_to_proto, convert.agent_command_from_proto),
-        (OPENED, convert.opened_group_to_proto, convert.opened_group_from_proto),
+        (OPENED, convert.to_proto, None),
         (Sleep(number=3), convert.agent_command_to_proto, convert.agent_command_from_proto),
         (
             AgentReport(lease_id="l", state=AgentState.READY, sleeping=True, sleep_answered=3),
-            convert.agent_report_to_proto,
-            convert.agent_report_from_proto,
+            convert.to_proto,
+            None,
         ),
         (
             AgentRegistration(
                 engine_id="e", url="u", transports=(Transport.STREAM,), layout_signature=b"s", can_sleep=True
             ),
-            convert.registration_to_proto,
-            convert.registration_from_proto,
+            convert.to_proto,
+            None,
         ),
         (
             EngineInfo(
@@ -79,17 +79,18 @@ OPENED = OpenedGroup(generation=3, members=(GroupMember(engine_id="i", first_rec
                 can_sleep=True,
                 layout_signature=b"layout",
             ),
-            convert.engine_info_to_proto,
-            convert.engine_info_from_proto,
+            convert.to_proto,
+            None,
         ),
         (
             SleepOutcome(asleep=2, awake=1, seconds=0.5),
-            convert.sleep_outcome_to_proto,
-            convert.sleep_outcome_from_proto,
+            convert.to_proto,
+            None,
         ),
     ],
     ids=["manifest", "join", "opened", "sleep", "report", "registration", "engine", "outcome"],
 )
 def test_values_survive_the_trip(value, to_proto, from_proto):
     message = to_proto(value)
-    assert from_proto(type(message).FromString(message.SerializeToString())) == value
+    message = type(message).FromString(message.SerializeToString())
+    assert (convert.from_proto(type(value), message) if from_proto is None else from_proto(message)) == value

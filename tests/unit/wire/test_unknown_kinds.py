@@ -5,7 +5,15 @@ import pytest
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import ActivationPolicy, AgentState, Transport
+from meshrl.wire.types import (
+    ActivationPolicy,
+    AgentRegistration,
+    AgentReport,
+    AgentState,
+    EngineInfo,
+    Manifest,
+    Transport,
+)
 
 
 def test_an_unknown_rollout_event_is_none():
@@ -28,13 +36,13 @@ def test_an_unknown_version_state_is_none_in_a_watch_and_an_error_in_an_answer()
 
 
 def test_an_unknown_agent_state_vouches_for_nothing():
-    assert convert.agent_report_from_proto(weights_pb2.SessionRequest(state=99)).state is AgentState.JOINING
-    assert convert.engine_info_from_proto(weights_pb2.EngineInfo(state=99)).state is AgentState.JOINING
+    assert convert.from_proto(AgentReport, weights_pb2.SessionRequest(state=99)).state is AgentState.JOINING
+    assert convert.from_proto(EngineInfo, weights_pb2.EngineInfo(state=99)).state is AgentState.JOINING
 
 
 def test_unknown_transports_of_an_agent_are_left_out():
     message = weights_pb2.RegisterRequest(transports=[99, weights_pb2.TRANSPORT_STREAM])
-    assert convert.registration_from_proto(message).transports == (Transport.STREAM,)
+    assert convert.from_proto(AgentRegistration, message).transports == (Transport.STREAM,)
 
 
 def test_an_unknown_policy_is_rolling():
@@ -45,7 +53,7 @@ def test_an_unknown_policy_is_rolling():
 def test_an_unknown_manifest_is_refused_with_every_field():
     message = weights_pb2.Manifest(kind=99, transport=98, tensors=[weights_pb2.TensorEntry(dtype=97)])
     with pytest.raises(MeshError) as refused:
-        convert.manifest_from_proto(message)
+        convert.from_proto(Manifest, message, "manifest")
     assert [violation.field for violation in refused.value.violations] == [
         "manifest.kind",
         "manifest.transport",

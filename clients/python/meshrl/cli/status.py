@@ -137,12 +137,13 @@ async def _dialled_in(address: str, options: ChannelOptions) -> list[ServiceRow]
     """A row for each worker that has dialled in at the orchestrator."""
     from meshrl.client.exchange import ExchangeClient
     from meshrl.wire import convert
+    from meshrl.wire.types import RolloutStatus
 
     async with ExchangeClient(address, options) as client:
         workers = await client.list_workers()
     rows = []
     for worker in workers:
-        row = _rollout_row(f"exchange/{worker.worker}", convert.rollout_status_from_proto(worker.status))
+        row = _rollout_row(f"exchange/{worker.worker}", convert.from_proto(RolloutStatus, worker.status))
         if not worker.attached:
             row = replace(row, state="away", detail=f"nothing heard for {ago(worker.silent_s)}, {worker.calls} groups")
         elif worker.left_out:

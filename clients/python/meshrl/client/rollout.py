@@ -43,7 +43,7 @@ class RolloutClient(ServiceClient):
         request = pb.ListEnvironmentsRequest(contract_version=CONTRACT_VERSION)
         response = await self._unary(self._stub.ListEnvironments, "ListEnvironments", request, deadline_s)
         validate_contract_version(response.contract_version)
-        return tuple(convert.environment_from_proto(environment) for environment in response.environments)
+        return tuple(convert.from_proto(EnvironmentInfo, environment) for environment in response.environments)
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Yields the rollouts and failures of one group in order of completion, then its summary.
@@ -52,7 +52,7 @@ class RolloutClient(ServiceClient):
         Closing the iterator (`contextlib.aclosing`) cancels the group. A stream that ends without its summary raises
         UNREACHABLE.
         """
-        message = convert.rollout_request_to_proto(
+        message = convert.to_proto(
             request if request.traceparent else replace(request, traceparent=current_traceparent())
         )
         deadline_s = request.deadline_s + self.options.stream_margin_s
@@ -79,7 +79,7 @@ class RolloutClient(ServiceClient):
         """Returns what the server is doing."""
         request = pb.GetRolloutStatusRequest()
         response = await self._unary(self._stub.GetRolloutStatus, "GetRolloutStatus", request, deadline_s)
-        return convert.rollout_status_from_proto(response)
+        return convert.from_proto(RolloutStatus, response)
 
 
 def event_of(response: pb.RunRolloutsResponse) -> RolloutEvent | None:

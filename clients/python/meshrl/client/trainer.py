@@ -31,7 +31,7 @@ class TrainerClient(ServiceClient):
         request = pb.GetTrainerRequest(contract_version=CONTRACT_VERSION)
         response = await self._unary(self._stub.GetTrainer, "GetTrainer", request)
         validate_contract_version(response.contract_version)
-        return convert.trainer_info_from_proto(response)
+        return convert.from_proto(TrainerInfo, response)
 
     async def submit_batch(self, batch: Batch) -> int:
         """Uploads a batch; returns the revision of its QUEUED event. Submitting the same batch again is harmless."""
@@ -69,12 +69,12 @@ class TrainerClient(ServiceClient):
         """Adds a run to the trainer."""
         request = pb.CreateRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
         response = await self._unary(self._stub.CreateRun, "CreateRun", request)
-        return convert.run_from_proto(response.run)
+        return convert.from_proto(RunInfo, response.run)
 
     async def list_runs(self) -> tuple[RunInfo, ...]:
         """Returns the runs in order of creation."""
         response = await self._unary(self._stub.ListRuns, "ListRuns", pb.ListRunsRequest())
-        return tuple(convert.run_from_proto(run) for run in response.runs)
+        return tuple(convert.from_proto(RunInfo, run) for run in response.runs)
 
     async def delete_run(self, run_id: str) -> None:
         """Removes a run that `create_run` added."""

@@ -76,10 +76,10 @@ class WeightSyncClient(ServiceClient):
 
     async def register(self, registration: AgentRegistration) -> Lease:
         """Announces an agent; raises CONTRACT_MISMATCH for a hub of another major version."""
-        request = convert.registration_to_proto(registration, contract_version=CONTRACT_VERSION)
+        request = convert.to_proto(registration, contract_version=CONTRACT_VERSION)
         response = await self._unary(self._stub.Register, "Register", request)
         validate_contract_version(response.contract_version)
-        return convert.lease_from_proto(response)
+        return convert.from_proto(Lease, response)
 
     async def session(self, reports: AsyncIterator[AgentReport]) -> AsyncGenerator[AgentCommand, None]:
         """Sends `reports` and yields the hub's commands until either side ends; a broken line raises UNREACHABLE.
@@ -89,7 +89,7 @@ class WeightSyncClient(ServiceClient):
 
         async def upward() -> AsyncGenerator[pb.SessionRequest, None]:
             async for report in reports:
-                yield convert.agent_report_to_proto(report)
+                yield convert.to_proto(report)
 
         async with aclosing(self._stream(self._stub.Session, "Session", upward(), None)) as stream:
             async for response in stream:
@@ -108,14 +108,14 @@ class WeightSyncClient(ServiceClient):
         async with while_moving(limit_s, f"the upload of version {manifest.version}") as moves:
 
             async def upload() -> AsyncGenerator[pb.CreateVersionRequest | bytes, None]:
-                yield pb.CreateVersionRequest(manifest=convert.manifest_to_proto(manifest))
+                yield pb.CreateVersionRequest(manifest=convert.to_proto(manifest))
                 if chunks is not None:
                     async for chunk in chunks:
                         yield frames.frame_upload_chunk(chunk)
                         moves()
 
             response = await self._upload(self._create_version, "CreateVersion", upload(), None)
-        return convert.staged_version_from_proto(response)
+        return convert.from_proto(StagedVersion, response)
 
     async def seal_version(
         self,
@@ -174,7 +174,7 @@ class WeightSyncClient(ServiceClient):
         )
         deadline_s = prepare_deadline_s + self.options.unary_deadline_s
         response = await self._unary(self._stub.ActivateVersion, "ActivateVersion", request, deadline_s)
-        return convert.activation_from_proto(response)
+        return convert.from_proto(Activation, response)
 
     def watch_versions(self, run_id: str = "", after_revision: int = 0) -> AsyncGenerator[VersionEvent, None]:
         """Yields changes of version states after a revision; reconnects and resumes for up to `reconnect_s`."""
@@ -205,9 +205,9 @@ class WeightSyncClient(ServiceClient):
         )
         response = await self._unary(self._stub.GetManifest, "GetManifest", request)
         return FoundVersion(
-            manifest=convert.manifest_from_proto(response.manifest),
+            manifest=convert.from_proto(Manifest, response.manifest, "manifest"),
             artifact_id=str(response.artifact_id),
-            steps=tuple(map(convert.manifest_from_proto, response.steps)),
+            steps=tuple(convert.from_proto(Manifest, step, "manifest") for step in response.steps),
         )
 
     async def fetch(
@@ -261,7 +261,7 @@ class WeightSyncClient(ServiceClient):
             without=without,
             deadline_s=deadline_s,
         )
-        return convert.opened_group_from_proto(await self._unary(self._stub.OpenGroup, "OpenGroup", request))
+        return convert.from_proto(OpenedGroup, await self._unary(self._stub.OpenGroup, "OpenGroup", request))
 
     async def sleep_engines(self, engine_pool: str = "", *, deadline_s: float) -> SleepOutcome:
         """Has engines without work give their memory back until the next version or request.
@@ -270,8 +270,8 @@ class WeightSyncClient(ServiceClient):
         """
         request = pb.SleepEnginesRequest(engine_pool=engine_pool, deadline_s=deadline_s)
         limit_s = deadline_s + self.options.unary_deadline_s
-        return convert.sleep_outcome_from_proto(
-            await self._unary(self._stub.SleepEngines, "SleepEngines", request, limit_s)
+        return convert.from_proto(
+            SleepOutcome, await self._unary(self._stub.SleepEngines, "SleepEngines", request, limit_s)
         )
 
     async def list_engines(self, engine_pool: str = "") -> tuple[EngineInfo, ...]:
@@ -279,7 +279,7 @@ class WeightSyncClient(ServiceClient):
         response = await self._unary(
             self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest(engine_pool=engine_pool)
         )
-        return tuple(convert.engine_info_from_proto(engine) for engine in response.engines)
+        return tuple(convert.from_proto(EngineInfo, engine) for engine in response.engines)
 
     async def epoch(self) -> int:
         """Returns the epoch of the trainer that publishes; 0 before the first. Who takes over begins the next one."""

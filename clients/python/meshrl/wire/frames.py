@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
-from meshrl.wire.convert import chunk_from_proto
+from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import FieldViolation, invalid
 from meshrl.wire.types import Chunk
 
@@ -57,13 +57,13 @@ def parse_upload(message: bytes) -> pb.Manifest | Chunk:
     part = request.WhichOneof("part")
     if part is None:
         raise invalid([FieldViolation("part", "must be a manifest or a chunk")], "the upload")
-    return request.manifest if part == "manifest" else chunk_from_proto(request.chunk)
+    return request.manifest if part == "manifest" else from_proto(Chunk, request.chunk)
 
 
 def parse_fetch(message: bytes) -> Chunk:
     """Returns the chunk of a serialized FetchResponse; its data is a view into `message`."""
     chunk = _parse(_FETCH_CHUNK_TAG, message)
-    return chunk if chunk is not None else chunk_from_proto(_decode(pb.FetchResponse(), message).chunk)
+    return chunk if chunk is not None else from_proto(Chunk, _decode(pb.FetchResponse(), message).chunk)
 
 
 def serialize(message: Message | bytes) -> bytes:

@@ -13,7 +13,7 @@ from meshrl.core.orphans import is_locked
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire import convert
-from meshrl.wire.types import CONTRACT_VERSION
+from meshrl.wire.types import CONTRACT_VERSION, EnvironmentInfo
 
 HEALTH_DEADLINE_S = 5.0
 CLIENTS = {"rollout": RolloutClient, "trainer": TrainerClient, "weights": WeightSyncClient}
@@ -84,7 +84,7 @@ def _environments(address: str) -> dict[str, str]:
         answer = stub.ListEnvironments(
             request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True, metadata=credentials.metadata()
         )
-    infos = [convert.environment_from_proto(environment) for environment in answer.environments]
+    infos = [convert.from_proto(EnvironmentInfo, environment) for environment in answer.environments]
     return {info.name: f"{'infinitely many' if info.num_tasks is None else info.num_tasks} tasks" for info in infos}
 
 

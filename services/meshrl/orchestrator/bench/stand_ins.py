@@ -32,6 +32,7 @@ from meshrl.wire.types import (
     EngineReport,
     EnvironmentInfo,
     Rollout,
+    RolloutRequest,
     RolloutSummary,
     RunInfo,
     Sample,
@@ -64,7 +65,7 @@ class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.ListEnvironmentsResponse:
         infos = [EnvironmentInfo(name=name, taskset=name, num_tasks=100_000) for name in self._names]
         return rollout_pb2.ListEnvironmentsResponse(
-            contract_version=CONTRACT_VERSION, environments=map(convert.environment_to_proto, infos)
+            contract_version=CONTRACT_VERSION, environments=map(convert.to_proto, infos)
         )
 
     async def GetRolloutStatus(
@@ -80,7 +81,7 @@ class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
     async def RunRollouts(
         self, message: rollout_pb2.RunRolloutsRequest, context: object
     ) -> AsyncIterator[rollout_pb2.RunRolloutsResponse]:
-        request = convert.rollout_request_from_proto(message)
+        request = convert.from_proto(RolloutRequest, message)
         prompt_ids = self._draw.integers(0, VOCAB_SIZE, max(1, self._most // 4)).astype(np.int32)
         sampled = 0
         for index in range(request.group_size):
@@ -128,7 +129,7 @@ class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             world_size=1, dp_size=1, seq_len=self._seq_len, pad_multiple=1, objective="none", model="made-up",
             runs=(run,), max_queued_batches=2, vocab_size=VOCAB_SIZE,
         )  # fmt: skip
-        return convert.trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
+        return convert.to_proto(info, contract_version=CONTRACT_VERSION)
 
     async def SubmitBatch(
         self, parts: AsyncIterator[trainer_pb2.SubmitBatchRequest], context: object
@@ -165,7 +166,7 @@ class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 fresh = self._events[seen:]
             seen += len(fresh)
             for event in fresh:
-                yield convert.step_event_to_proto(event)
+                yield convert.to_proto(event)
 
 
 class EagerHub(weights_pb2_grpc.WeightSyncServicer):
@@ -181,7 +182,7 @@ class EagerHub(weights_pb2_grpc.WeightSyncServicer):
             engine_id=ENGINE, url="http://127.0.0.1:1", engine_pool="", state=AgentState.READY,
             serving_version=self._rollouts.version, routable=True, last_seen_s=0.0,
         )  # fmt: skip
-        return weights_pb2.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine)])
+        return weights_pb2.ListEnginesResponse(engines=[convert.to_proto(engine)])
 
     async def ActivateVersion(
         self, request: weights_pb2.ActivateVersionRequest, context: object
@@ -193,7 +194,7 @@ class EagerHub(weights_pb2_grpc.WeightSyncServicer):
         )  # fmt: skip
         applied = ApplyReport(version=request.version, root=b"none", pause_s=0.0, prepare_s=0.0, requests_kept=0)
         report = EngineReport(engine_id=ENGINE, applied=applied)
-        return convert.activation_to_proto(Activation(version=info, engines=(report,), commit_s=0.0, lag_s=0.0))
+        return convert.to_proto(Activation(version=info, engines=(report,), commit_s=0.0, lag_s=0.0))
 
 
 async def serve(seq_len: int, most_tokens: int, names: list[str]) -> None:

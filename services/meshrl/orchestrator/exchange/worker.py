@@ -92,7 +92,7 @@ class DialedInWorker:
         stream = self._stream = WorkerStream()
         self.incarnation = hello.incarnation
         self.attachments += 1
-        self._environments = tuple(convert.environment_from_proto(one) for one in hello.environments)
+        self._environments = tuple(convert.from_proto(EnvironmentInfo, one) for one in hello.environments)
         self._note_status(hello.status, hello.room)
         held = [call.call_id for call in hello.calls]
         again, lost = self._book.missing(held)
@@ -163,19 +163,19 @@ class DialedInWorker:
             silent_s=self.silent_s,
             calls=len(self._book.calls),
             environments=[info.name for info in self._environments],
-            status=None if self._status is None else convert.rollout_status_to_proto(self._status),
+            status=None if self._status is None else convert.to_proto(self._status),
             attachments=self.attachments,
             left_out=self.left_out(),
         )
 
     def _note_status(self, status: rollout_pb2.GetRolloutStatusResponse, room: int) -> None:
         self._heard_s = self._now()
-        self._status, self._room = convert.rollout_status_from_proto(status), room
+        self._status, self._room = convert.from_proto(RolloutStatus, status), room
 
     # --- its calls --------------------------------------------------------------------------------
 
     def _start(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
-        request = convert.rollout_request_to_proto(self._requests[call.call_id])
+        request = convert.to_proto(self._requests[call.call_id])
         if self._stream is not None:
             self._stream.send(pb.AttachResponse(start=pb.StartCall(call_id=call.call_id, request=request)))
 

@@ -146,7 +146,7 @@ class LedgerStore:
         """The payload of a rollout; it is serialised on the writer's thread. Call it before the state is recorded."""
 
         def change(db: sqlite3.Connection) -> None:
-            data = convert.rollout_to_proto(rollout).SerializeToString()
+            data = convert.to_proto(rollout).SerializeToString()
             row = (rollout.rollout_id, data, seal(data, rollout.rollout_id))
             db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", row)
 
@@ -254,7 +254,7 @@ class LedgerStore:
                     data, sealed = row
                     if sealed != seal(data, rollout_id):
                         raise ValueError("it does not have the digest that it was written with")
-                    found[rollout_id] = convert.rollout_from_proto(rollout_pb2.Rollout.FromString(data))
+                    found[rollout_id] = convert.from_proto(Rollout, rollout_pb2.Rollout.FromString(data))
                 except _UNREADABLE as error:
                     logger.warning("the payload of rollout {} in {} is damaged: {}", rollout_id, self._path, error)
         return found

@@ -29,7 +29,7 @@ from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import rollout_pb2
 from meshrl.wire import convert, validate
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import CONTRACT_VERSION
+from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
 
 FIRST_ANSWER_S = 30.0
 """For the orchestrator to name its terms."""
@@ -199,7 +199,7 @@ class ExchangeWorker:
             if self._beat_now or time.monotonic() >= next_beat_s:
                 self._beat_now, next_beat_s = False, time.monotonic() + stream.heartbeat_s
                 self._beats += 1
-                status = convert.rollout_status_to_proto(self._runner.status())
+                status = convert.to_proto(self._runner.status())
                 yield pb.AttachRequest(
                     heartbeat=pb.WorkerHeartbeat(number=self._beats, status=status, room=self._room())
                 )
@@ -221,8 +221,8 @@ class ExchangeWorker:
             contract_version=CONTRACT_VERSION,
             worker=self.name,
             incarnation=self._incarnation,
-            environments=[convert.environment_to_proto(info) for info in infos],
-            status=convert.rollout_status_to_proto(self._runner.status()),
+            environments=[convert.to_proto(info) for info in infos],
+            status=convert.to_proto(self._runner.status()),
             room=self._room(),
             calls=[
                 pb.HeldCall(call_id=call.call_id, last_seq=call.last_seq, playing=call.playing)
@@ -297,7 +297,7 @@ class ExchangeWorker:
         error: MeshError | None = None
         try:
             validate.validate_rollout_request(request)
-            async with aclosing(self._runner.run(convert.rollout_request_from_proto(request))) as events:
+            async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
                 async for event in events:
                     result = (
                         rollout_pb2.RunRolloutsResponse.FromString(event)

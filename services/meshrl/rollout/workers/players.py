@@ -50,7 +50,7 @@ class WorkerGroup:
     def __init__(self, fleet: WorkerFleet, request: RolloutRequest) -> None:
         self._fleet = fleet
         self._request = request
-        self._payload = convert.rollout_request_to_proto(request).SerializeToString()
+        self._payload = convert.to_proto(request).SerializeToString()
         self._places: list[tuple[WorkerProcess, int]] = []  # the last one is the one to use
         self._placing = asyncio.Lock()
         self._playing: dict[int, tuple[WorkerProcess, int]] = {}

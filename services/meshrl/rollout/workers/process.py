@@ -34,7 +34,7 @@ from meshrl.rollout.workers.frames import Channel, FrameKind, Heartbeat, WorkerS
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason, from_rpc_status
-from meshrl.wire.types import EnvironmentInfo
+from meshrl.wire.types import EnvironmentInfo, RolloutFailure
 
 PRELOADED = "meshrl.rollout.workers.preload"
 ANY_TOKENIZER = "meshrl.rollout.workers.preload_tokenizers"
@@ -317,7 +317,7 @@ class WorkerProcess:
         if kind is FrameKind.FINISHED:
             self._answer(group, index, unpack_rollouts(payload))
         elif kind is FrameKind.FAILED:
-            self._answer(group, index, convert.rollout_failure_from_proto(pb.RolloutFailure.FromString(payload)))
+            self._answer(group, index, convert.from_proto(RolloutFailure, pb.RolloutFailure.FromString(payload)))
         elif kind is FrameKind.HEARTBEAT:
             self._held = None
             beat = Heartbeat.decode(payload)
@@ -338,7 +338,7 @@ class WorkerProcess:
             self.exiter = Culprit(told["environment"], tuple(told["rollout"]))
         elif kind is FrameKind.READY and not self.ready.done():
             listed = pb.ListEnvironmentsResponse.FromString(payload).environments
-            self.infos = tuple(convert.environment_from_proto(info) for info in listed)
+            self.infos = tuple(convert.from_proto(EnvironmentInfo, info) for info in listed)
             self._loaded_mib = self._rss_mib()
             self.ready.set_result(None)
         elif kind is FrameKind.UNUSABLE and not self.ready.done():

@@ -51,7 +51,7 @@ from meshrl.rollout.workers.watchdog import Watchdog, playing
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason, to_rpc_status
-from meshrl.wire.types import CONTRACT_VERSION, RolloutFailure
+from meshrl.wire.types import CONTRACT_VERSION, RolloutFailure, RolloutRequest
 
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 5.0
@@ -142,7 +142,7 @@ class _Worker:
                 return
             freeze_loaded()
             _limit_memory(self._settings.max_memory_mib)
-            infos = [convert.environment_to_proto(player.info) for player in self._players.values()]
+            infos = [convert.to_proto(player.info) for player in self._players.values()]
             listed = pb.ListEnvironmentsResponse(contract_version=CONTRACT_VERSION, environments=infos)
             self._send(FrameKind.READY, payload=listed.SerializeToString())
             await self._stop.wait()
@@ -168,7 +168,7 @@ class _Worker:
             self._stop.set()
 
     async def _open(self, group: int, payload: bytes) -> None:
-        request = convert.rollout_request_from_proto(pb.RunRolloutsRequest.FromString(payload))
+        request = convert.from_proto(RolloutRequest, pb.RunRolloutsRequest.FromString(payload))
         try:
             with playing(request.environment):
                 opened = await self._players[request.environment].open(request)
@@ -202,7 +202,7 @@ class _Worker:
 
     def _answer(self, group: int, index: int, played: EpisodeResult) -> None:
         if isinstance(played, RolloutFailure):
-            failure = convert.rollout_failure_to_proto(played)
+            failure = convert.to_proto(played)
             self._send(FrameKind.FAILED, group, index, failure.SerializeToString())
             return
         assert not isinstance(played, SerializedRollouts)  # this is where they are made

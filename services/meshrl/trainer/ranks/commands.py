@@ -19,13 +19,9 @@ from google.protobuf.message import Message
 from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.versions.progress import Progress
-from meshrl.wire.convert.batches import (
-    BatchHeader,
-    batch_header_from_proto,
-    batch_header_to_proto,
-)
+from meshrl.wire.convert import from_proto, to_proto
 from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
-from meshrl.wire.types import Batch
+from meshrl.wire.types import Batch, BatchHeader
 
 HEARTBEAT_S = 5.0  # far below the time after which a collective that a rank does not join fails
 
@@ -107,7 +103,7 @@ def decode(data: bytes) -> Command:
         (length,) = _LENGTH.unpack_from(rest)
         messages.append(bytes(rest[_LENGTH.size : _LENGTH.size + length]))
         rest = rest[_LENGTH.size + length :]
-    header = batch_header_from_proto(pb.BatchHeader.FromString(messages[0]))
+    header = from_proto(BatchHeader, pb.BatchHeader.FromString(messages[0]))
     return TrainCommand(
         batch=Batch(
             run_id=header.run_id,
@@ -131,7 +127,7 @@ def _frames(batch: Batch) -> Iterator[bytes]:
         environments=batch.environments,
         traceparent=batch.traceparent,
     )
-    messages: list[Message] = [batch_header_to_proto(header), *map(micro_batch_to_proto, batch.micro_batches)]
+    messages: list[Message] = [to_proto(header), *map(micro_batch_to_proto, batch.micro_batches)]
     for message in messages:
         data = message.SerializeToString()
         yield _LENGTH.pack(len(data))

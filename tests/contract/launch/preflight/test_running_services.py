@@ -24,7 +24,7 @@ from preflight_plan import found, plan
 class HostOfWords(rollout_pb2_grpc.RolloutServiceServicer):
     def ListEnvironments(self, request: Any, context: Any) -> rollout_pb2.ListEnvironmentsResponse:  # noqa: N802
         words = EnvironmentInfo(name="words", taskset="my_words", num_tasks=12)
-        return rollout_pb2.ListEnvironmentsResponse(environments=[convert.environment_to_proto(words)])
+        return rollout_pb2.ListEnvironmentsResponse(environments=[convert.to_proto(words)])
 
 
 class Served:

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.wire.convert import manifest_to_proto
+from meshrl.wire.convert import to_proto
 from meshrl.wire.errors import Reason
 from meshrl.wire.manifest import MIN_CHUNK_BYTES, artifact_id, build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import Manifest, Transport
@@ -43,7 +43,7 @@ class SmallVersion:
 
     def upload(self, *chunks: int, damaged: bool = False) -> Sequence[pb.CreateVersionRequest]:
         """The manifest, then the chunks of these numbers, or all; `damaged` ones have a wrong checksum."""
-        messages = [pb.CreateVersionRequest(manifest=manifest_to_proto(self.manifest))]
+        messages = [pb.CreateVersionRequest(manifest=to_proto(self.manifest))]
         for number, entry in enumerate(self.manifest.chunks):
             if not chunks or number in chunks:
                 piece = self.data[entry.offset : entry.offset + entry.length]

@@ -9,9 +9,10 @@ from typing import Any
 from meshrl.cli.conformance.every_service import FAR_VERSION
 from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, broken_by, checks, must
 from meshrl.v1 import rollout_pb2 as pb
-from meshrl.wire.convert import rollout_from_proto
+from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
+from meshrl.wire.types import Rollout
 
 GROUP_SIZE = 2
 SHORTEST_S = 1e-6
@@ -152,7 +153,7 @@ async def _sample(probe: Probe) -> None:
     for message in rollouts:
         must(len(message.samples) > 0, "a finished rollout has no sample")
         try:
-            rollout = rollout_from_proto(message)
+            rollout = from_proto(Rollout, message)
         except MeshError as error:
             broken_by(error)
         for path, problem in rollout_problems(rollout, vocab_size=None):

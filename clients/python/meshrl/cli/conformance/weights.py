@@ -8,7 +8,7 @@ from typing import Any
 from meshrl.cli.conformance.every_service import FAR_VERSION
 from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, broken_by, checks, must
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.wire.convert import manifest_from_proto
+from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, result_root
 from meshrl.wire.manifest_checks import violations
@@ -27,7 +27,7 @@ async def _newest(probe: Probe) -> tuple[Manifest, str]:
             raise NotCheckedError("no version is committed yet") from refusal
         raise
     try:
-        return manifest_from_proto(answer.manifest), answer.artifact_id
+        return from_proto(Manifest, answer.manifest, "manifest"), answer.artifact_id
     except MeshError as error:
         broken_by(error)
 

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors, validate
-from meshrl.wire.convert.fields import FieldReader, optional
+from meshrl.wire.convert.by_annotation import from_proto, to_proto
+from meshrl.wire.convert.fields import FieldReader
 from meshrl.wire.convert.micro_batches import OPTIONAL, TENSORS, micro_batch_from_proto, micro_batch_to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
-from meshrl.wire.types import Batch, MicroBatch, RunInfo, StepEvent, StepState, TrainerInfo
+from meshrl.wire.types import Batch, BatchHeader, MicroBatch, StepEvent
 from meshrl.wire.values import Array
-
-_STATE_TO_PROTO: Mapping[StepState, pb.StepState] = {
-    StepState.QUEUED: pb.STEP_STATE_QUEUED,
-    StepState.RUNNING: pb.STEP_STATE_RUNNING,
-    StepState.DONE: pb.STEP_STATE_DONE,
-    StepState.FAILED: pb.STEP_STATE_FAILED,
-}
-_STATE_FROM_PROTO: Mapping[int, StepState] = {number: state for state, number in _STATE_TO_PROTO.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchHeader:
-    """First message of an upload: the identity and size of a batch, without its tensors."""
-
-    run_id: str
-    step: int
-    digest: str
-    num_micro_batches: int
-    loss_tokens: int
-    environments: tuple[str, ...]
-    traceparent: str = ""
-    logprob_rollouts: tuple[str, ...] = ()
 
 
 def batch_digest(batch: Batch) -> str:
@@ -68,32 +44,6 @@ def _hash_tensor(state: blake3, values: Array, dtype: str) -> None:
     state.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
 
 
-def batch_header_to_proto(header: BatchHeader) -> pb.BatchHeader:
-    return pb.BatchHeader(
-        run_id=header.run_id,
-        step=header.step,
-        digest=header.digest,
-        num_micro_batches=header.num_micro_batches,
-        loss_tokens=header.loss_tokens,
-        environments=header.environments,
-        traceparent=header.traceparent,
-        logprob_rollouts=header.logprob_rollouts,
-    )
-
-
-def batch_header_from_proto(message: pb.BatchHeader) -> BatchHeader:
-    return BatchHeader(
-        run_id=message.run_id,
-        step=message.step,
-        digest=message.digest,
-        num_micro_batches=message.num_micro_batches,
-        loss_tokens=message.loss_tokens,
-        environments=tuple(message.environments),
-        traceparent=message.traceparent,
-        logprob_rollouts=tuple(message.logprob_rollouts),
-    )
-
-
 def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
     """Yields the messages of an upload: the header, then one micro-batch each."""
     header = BatchHeader(
@@ -106,7 +56,7 @@ def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
         traceparent=batch.traceparent,
         logprob_rollouts=batch.logprob_rollouts,
     )
-    yield pb.SubmitBatchRequest(header=batch_header_to_proto(header))
+    yield pb.SubmitBatchRequest(header=to_proto(header))
     for micro_batch in batch.micro_batches:
         yield pb.SubmitBatchRequest(micro_batch=micro_batch_to_proto(micro_batch))
 
@@ -135,7 +85,7 @@ class BatchReader:
             if part != "header":
                 raise invalid([FieldViolation("header", "must be the first message")], "the batch")
             validate.validate_batch_header(message.header, dp_size=self._dp_size)
-            self._header = batch_header_from_proto(message.header)
+            self._header = from_proto(BatchHeader, message.header)
             return
         index = len(self._micro_batches)
         if part != "micro_batch" or index >= self._header.num_micro_batches:
@@ -201,104 +151,9 @@ def _has_weights(micro_batch: MicroBatch) -> bool:
     )
 
 
-def run_to_proto(run: RunInfo) -> pb.Run:
-    return pb.Run(
-        run_id=run.run_id,
-        step=run.step,
-        version=run.version,
-        epoch=run.epoch,
-        revision=run.revision,
-        durable_step=run.durable_step,
-    )
-
-
-def run_from_proto(message: pb.Run) -> RunInfo:
-    return RunInfo(
-        run_id=message.run_id,
-        step=message.step,
-        version=message.version,
-        epoch=message.epoch,
-        revision=message.revision,
-        durable_step=message.durable_step,
-    )
-
-
-def trainer_info_to_proto(info: TrainerInfo, *, contract_version: str = "") -> pb.GetTrainerResponse:
-    return pb.GetTrainerResponse(
-        contract_version=contract_version,
-        world_size=info.world_size,
-        dp_size=info.dp_size,
-        seq_len=info.seq_len,
-        pad_multiple=info.pad_multiple,
-        objective=info.objective,
-        model=info.model,
-        runs=[run_to_proto(run) for run in info.runs],
-        max_queued_batches=info.max_queued_batches,
-        vocab_size=info.vocab_size,
-        max_message_bytes=info.max_message_bytes,
-        min_shared_prefix=info.min_shared_prefix,
-    )
-
-
-def trainer_info_from_proto(message: pb.GetTrainerResponse) -> TrainerInfo:
-    return TrainerInfo(
-        world_size=message.world_size,
-        dp_size=message.dp_size,
-        seq_len=message.seq_len,
-        pad_multiple=message.pad_multiple,
-        objective=message.objective,
-        model=message.model,
-        runs=tuple(run_from_proto(run) for run in message.runs),
-        max_queued_batches=message.max_queued_batches,
-        vocab_size=message.vocab_size,
-        max_message_bytes=message.max_message_bytes,
-        min_shared_prefix=optional(message, "min_shared_prefix"),
-    )
-
-
-def step_event_to_proto(event: StepEvent) -> pb.WatchStepsResponse:
-    return pb.WatchStepsResponse(
-        revision=event.revision,
-        step=event.step,
-        state=_STATE_TO_PROTO[event.state],
-        version=event.version,
-        metrics=event.metrics,
-        timings_s=event.timings_s,
-        reason=event.reason,
-        message=event.message,
-        traceparent=event.traceparent,
-        durable_step=event.durable_step,
-        logprobs=[
-            pb.RolloutLogprobs(rollout_id=rollout_id, logprobs=tensors.encode(logprobs))
-            for rollout_id, logprobs in event.logprobs.items()
-        ],
-    )
-
-
 def step_event_from_proto(message: pb.WatchStepsResponse) -> StepEvent | None:
-    """Returns the event, or None for a state that this program does not know."""
-    state = _STATE_FROM_PROTO.get(message.state)
-    if state is None:
+    """The event, or None for a state that this program does not know."""
+    try:
+        return from_proto(StepEvent, message)
+    except MeshError:  # of a newer trainer; a watch goes on
         return None
-    return StepEvent(
-        revision=message.revision,
-        step=message.step,
-        state=state,
-        version=optional(message, "version"),
-        metrics=dict(message.metrics),
-        timings_s=dict(message.timings_s),
-        reason=message.reason,
-        message=message.message,
-        traceparent=message.traceparent,
-        durable_step=message.durable_step,
-        logprobs=_logprobs(message),
-    )
-
-
-def _logprobs(message: pb.WatchStepsResponse) -> dict[str, NDArray[np.float32]]:
-    """Those that can be read; an event is not given up for what is only looked at."""
-    found = {}
-    for one in message.logprobs:
-        with suppress(MeshError):
-            found[one.rollout_id] = tensors.decode(one.logprobs, expect="float32", ndim=1)
-    return found

@@ -2,6 +2,7 @@
 
 from meshrl.wire.types.batches import (
     Batch,
+    BatchHeader,
     MicroBatch,
     RunInfo,
     StepEvent,
@@ -75,6 +76,7 @@ __all__ = [
     "AgentState",
     "ApplyReport",
     "Batch",
+    "BatchHeader",
     "Chunk",
     "ChunkEntry",
     "CollectivePlan",

@@ -81,6 +81,20 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchHeader:
+    """First message of an upload: the identity and size of a batch, without its tensors."""
+
+    run_id: str
+    step: int
+    digest: str
+    num_micro_batches: int
+    loss_tokens: int
+    environments: tuple[str, ...]
+    traceparent: str = ""
+    logprob_rollouts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """One run of a trainer; `epoch` grows each time the trainer of this run restarts.
 
