@@ -69,4 +69,5 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def GetRolloutStatus(  # noqa: N802  # the name of the RPC
         self, request: pb.GetRolloutStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetRolloutStatusResponse:
-        return convert.to_proto(self._runner.status())
+        answer: pb.GetRolloutStatusResponse = convert.to_proto(self._runner.status())
+        return answer

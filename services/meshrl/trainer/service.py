@@ -17,7 +17,7 @@ from meshrl.trainer.runs.table import RunTable, TrainerRun
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
-from meshrl.wire.convert.batches import BatchReader, to_proto
+from meshrl.wire.convert import BatchReader, to_proto
 from meshrl.wire.errors import FieldViolation, invalid
 from meshrl.wire.trainable import are_logprobs, row_problems
 from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, TrainerInfo
@@ -71,7 +71,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             max_message_bytes=facts.max_message_bytes,
             min_shared_prefix=facts.min_shared_prefix,
         )
-        return to_proto(info, contract_version=CONTRACT_VERSION)
+        answer: pb.GetTrainerResponse = to_proto(info, contract_version=CONTRACT_VERSION)
+        return answer
 
     async def SubmitBatch(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.SubmitBatchRequest], context: object

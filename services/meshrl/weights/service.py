@@ -75,7 +75,8 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
         validate.validate_register_request(request)
         lease = await self._hub.register(convert.from_proto(AgentRegistration, request))
-        return convert.to_proto(lease, contract_version=CONTRACT_VERSION)
+        answer: pb.RegisterResponse = convert.to_proto(lease, contract_version=CONTRACT_VERSION)
+        return answer
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
@@ -104,7 +105,8 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
                 yield part
 
         staged = await self._hub.create_version(convert.from_proto(Manifest, manifest, "manifest"), chunks())
-        return convert.to_proto(staged)
+        answer: pb.CreateVersionResponse = convert.to_proto(staged)
+        return answer
 
     async def SealVersion(
         self, request: pb.SealVersionRequest, context: grpc.aio.ServicerContext
@@ -142,7 +144,8 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
             min_ready=request.min_ready,
             prepare_deadline_s=request.prepare_deadline_s,
         )
-        return convert.to_proto(activation)
+        answer: pb.ActivateVersionResponse = convert.to_proto(activation)
+        return answer
 
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: grpc.aio.ServicerContext
@@ -184,14 +187,16 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
                 deadline_s=request.deadline_s,
             )
         )
-        return convert.to_proto(opened)
+        answer: pb.OpenGroupResponse = convert.to_proto(opened)
+        return answer
 
     async def SleepEngines(
         self, request: pb.SleepEnginesRequest, context: grpc.aio.ServicerContext
     ) -> pb.SleepEnginesResponse:
         validate.validate_sleep_request(request)
         outcome = await self._hub.sleep_engines(request.engine_pool, request.deadline_s)
-        return convert.to_proto(outcome)
+        answer: pb.SleepEnginesResponse = convert.to_proto(outcome)
+        return answer
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext

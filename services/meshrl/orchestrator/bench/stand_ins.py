@@ -129,7 +129,8 @@ class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             world_size=1, dp_size=1, seq_len=self._seq_len, pad_multiple=1, objective="none", model="made-up",
             runs=(run,), max_queued_batches=2, vocab_size=VOCAB_SIZE,
         )  # fmt: skip
-        return convert.to_proto(info, contract_version=CONTRACT_VERSION)
+        answer: trainer_pb2.GetTrainerResponse = convert.to_proto(info, contract_version=CONTRACT_VERSION)
+        return answer
 
     async def SubmitBatch(
         self, parts: AsyncIterator[trainer_pb2.SubmitBatchRequest], context: object
@@ -194,7 +195,10 @@ class EagerHub(weights_pb2_grpc.WeightSyncServicer):
         )  # fmt: skip
         applied = ApplyReport(version=request.version, root=b"none", pause_s=0.0, prepare_s=0.0, requests_kept=0)
         report = EngineReport(engine_id=ENGINE, applied=applied)
-        return convert.to_proto(Activation(version=info, engines=(report,), commit_s=0.0, lag_s=0.0))
+        answer: weights_pb2.ActivateVersionResponse = convert.to_proto(
+            Activation(version=info, engines=(report,), commit_s=0.0, lag_s=0.0)
+        )
+        return answer
 
 
 async def serve(seq_len: int, most_tokens: int, names: list[str]) -> None:

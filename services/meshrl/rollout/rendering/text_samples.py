@@ -58,4 +58,5 @@ class TextSamples:
 
 
 def _text(message: object) -> str:
-    return content_text(getattr(message, "content", None))
+    text: str = content_text(getattr(message, "content", None))
+    return text

@@ -23,7 +23,7 @@ from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import Conversation, DataError, to_conversation
 from meshrl.sft.data.mixture import Cursor, Draw, Mixture
 from meshrl.sft.data.rendering import Renderers, load_sft_tokenizer
-from meshrl.sft.data.sources import Rows, every_row, open_parts, row_name
+from meshrl.sft.data.sources import DataRows, every_row, open_parts, row_name
 from meshrl.sft.data.tokenization import ConversationTokenizer
 
 ROWS_AT_ONCE = 16  # rows that a process tokenizes before it hands them over
@@ -50,12 +50,12 @@ class TokenizedRows(Dataset[object]):
     def __init__(self, config: SFTConfig, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
         self._config = config
         self._data = data
-        self._parts: dict[str, Rows] | None = None
+        self._parts: dict[str, DataRows] | None = None
         self._tokenize: ConversationTokenizer | None = None
         self.unused = set(unused)
 
     @property
-    def parts(self) -> dict[str, Rows]:
+    def parts(self) -> dict[str, DataRows]:
         """The rows of each part by name. Raises DataError."""
         if self._parts is None:
             self._parts = open_parts(self._data)

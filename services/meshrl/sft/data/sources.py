@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of datasets leaves in a folder
 
 
-class Rows(Sequence[Row]):
+class DataRows(Sequence[Row]):
     """The rows of one part of the data by their index. `identity` differs where the data does, over restarts too."""
 
     identity: str
@@ -34,7 +34,7 @@ class Rows(Sequence[Row]):
         return f"row {index}"
 
 
-class JsonLines(Rows):
+class JsonLines(DataRows):
     """The rows of a .jsonl file; only the places of its lines are kept in memory."""
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class JsonLines(Rows):
         return _object(row, self.where(index))
 
 
-class _JsonList(Rows):
+class _JsonList(DataRows):
     """The rows of a .json file that is one list."""
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class _JsonList(Rows):
         return self._rows[index]
 
 
-class _DatasetRows(Rows):
+class _DatasetRows(DataRows):
     """The rows of a Hugging Face dataset. Its columns are typed, so keys that a row lacks come as None: they go."""
 
     def __init__(self, dataset: Dataset) -> None:
@@ -115,14 +115,14 @@ class _DatasetRows(Rows):
         return _without_absent(self._dataset[int(index)])
 
 
-def open_parts(config: DataConfig) -> dict[str, Rows]:
+def open_parts(config: DataConfig) -> dict[str, DataRows]:
     """The rows of each part of the mixture by its name in metrics: the subset, or the split, or both.
 
     Raises DataError for data that is missing, cannot be read or is empty.
     """
     parts = config.parts()
     subsets, splits = {subset for subset, _ in parts}, {split for _, split in parts}
-    opened: dict[str, Rows] = {}
+    opened: dict[str, DataRows] = {}
     for subset, split in parts:
         if len(subsets) == len(parts) and subset is not None:
             name = subset
@@ -134,7 +134,7 @@ def open_parts(config: DataConfig) -> dict[str, Rows]:
     return opened
 
 
-def _open(name: str, subset: str | None, split: str) -> Rows:
+def _open(name: str, subset: str | None, split: str) -> DataRows:
     path = Path(name)
     if path.suffix in (".jsonl", ".json"):
         if not path.is_file():
@@ -149,7 +149,7 @@ def _open(name: str, subset: str | None, split: str) -> Rows:
     return _dataset(name, subset, split)
 
 
-def _json(path: Path) -> Rows:
+def _json(path: Path) -> DataRows:
     """Lines of objects; a .json file may also be one list of them."""
     if path.suffix == ".json":
         with path.open(encoding="utf-8") as file:
@@ -165,7 +165,7 @@ def _object(row: object, where: str) -> Row:
     return row
 
 
-def _dataset(name: str, subset: str | None, split: str) -> Rows:
+def _dataset(name: str, subset: str | None, split: str) -> DataRows:
     try:
         import datasets  # only needed for parquet files, folders and the hub
     except ImportError as error:
@@ -205,12 +205,12 @@ def _without_absent(value: object) -> object:
     return value
 
 
-def every_row(parts: Mapping[str, Rows]) -> Iterator[tuple[int, int]]:
+def every_row(parts: Mapping[str, DataRows]) -> Iterator[tuple[int, int]]:
     """Part and row of everything there is, in order."""
     return ((part, row) for part, rows in enumerate(parts.values()) for row in range(len(rows)))
 
 
-def row_name(rows: Rows, part: str, row: int, *, mixed: bool) -> str:
+def row_name(rows: DataRows, part: str, row: int, *, mixed: bool) -> str:
     """What errors call a row of a part of the data."""
     return f"{rows.where(row)} of {part}" if mixed else rows.where(row)
 

@@ -28,7 +28,6 @@ from meshrl.wire.convert.fields import FieldReader
 from meshrl.wire.types import ActivationPolicy, AgentState
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
 
 _OTHER_NAMES = {
     "AgentRegistration": "RegisterRequest",
@@ -65,15 +64,14 @@ def message_of(kind: type) -> Any:
     return next(getattr(module, name) for module in (rollout_pb2, trainer_pb2, weights_pb2) if hasattr(module, name))
 
 
-def to_proto(value: Any, **others: object) -> M:  # type: ignore[type-var]  # of the class that `message_of` gives
+def to_proto(value: Any, **others: object) -> Any:
     """The message of a dataclass; `others` are fields that only the message has."""
-    kind = type(value)
+    kind: Any = type(value)
     fields = {
         name: getattr(value, name) if encode is None else encode(getattr(value, name))
         for name, encode in _encoders(kind)
     }
-    make: Callable[..., M] = message_of(kind)
-    return make(**fields, **others)
+    return message_of(kind)(**fields, **others)
 
 
 def from_proto(kind: type[T], message: Message, field: str = "") -> T:
@@ -90,7 +88,7 @@ def from_proto(kind: type[T], message: Message, field: str = "") -> T:
 
 def read(kind: type[T], message: Any, reader: FieldReader, path: str) -> T:
     """As `from_proto`, with what is wrong left to the reader."""
-    plain, others = _decoders(kind)
+    plain, others = _decoders(typing.cast("Any", kind))
     fields = {name: getattr(message, name) for name in plain}
     for name, decode in others:
         fields[name] = decode(message, reader, path)
