@@ -46,12 +46,17 @@ _ATTENTION = frozenset(
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model: its longest list of modules. Raises ValueError when it has none."""
+    """The repeated layers of a model: what its lists hold of the classes that transformers does not split.
+
+    For a model that names no such class, the longest list. Raises ValueError when it has no list at all.
+    """
     lists = [list(module) for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
-    longest = max(lists, key=len, default=[])
-    if not longest:
+    whole = set(model._no_split_modules or ())
+    blocks = [module for each in lists for module in each if type(module).__name__ in whole]
+    blocks = blocks or max(lists, key=len, default=[])
+    if not blocks:
         raise ValueError(f"{type(model).__name__} has no list of layers to shard or checkpoint; train it unsharded")
-    return longest
+    return blocks
 
 
 def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:

@@ -1,0 +1,33 @@
+"""Which modules of a model are checkpointed, compiled and sharded each for itself."""
+
+import pytest
+from torch import nn
+
+from meshrl.training.parallel.fsdp import transformer_blocks
+from tiny_families import tiny_model
+
+
+def test_a_list_of_experts_is_not_taken_for_the_layers() -> None:
+    """It is the longer list: 128 experts in 48 layers."""
+    model = tiny_model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
+    assert transformer_blocks(model) == list(model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("qwen3_moe", {"Qwen3MoeDecoderLayer"}),
+        ("mixtral", {"MixtralDecoderLayer"}),
+        ("gemma3", {"Gemma3DecoderLayer", "SiglipEncoderLayer"}),  # a tower beside the text model
+        ("zamba2", {"Zamba2HybridLayer", "Zamba2MambaDecoderLayer"}),
+        ("electra", {"ElectraLayer"}),  # names no class that must stay whole
+    ],
+)
+def test_the_layers_of_a_family(family: str, kinds: set[str]) -> None:
+    model = tiny_model(family)
+    blocks = transformer_blocks(model)
+    assert {type(block).__name__ for block in blocks} == kinds
+    assert len(blocks) >= model.config.get_text_config().num_hidden_layers
+    assert not any(block in list(outer.modules())[1:] for block in blocks for outer in blocks), "one in another"
