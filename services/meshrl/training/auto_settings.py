@@ -9,28 +9,33 @@ An element is a number of the compute dtype. A block keeps of a token, with hidd
 of all query and key-value heads:
 
     none       4 h + 3 q + 3 k + 4 i      inputs of norms and products, attention before and after rotation, the MLP
+               + 3 e h                    with e experts a token: its copy for each, what comes back, and that weighted
     selective  2 h + 1.5 q + k + i        its input, attention's output, every second product
     attention  h + q                      its input and attention's output
     full       h                          its input
 
-and while one block is computed again, all of it once. Against measured peaks (Qwen3 0.6B and 4B on an H200, 16k and
+and while one block is computed again, all of it once. i is the sum over the experts that a token goes through, and a
+mean where layers differ. Against measured peaks (Qwen3 0.6B and 4B on an H200, 16k and
 64k tokens) this is within 10%, for which RESERVE leaves room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from loguru import logger
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PreTrainedModel
 
+from meshrl.models.experts import Experts, expert_layers
 from meshrl.models.load import empty_model, resolve_dtype
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import MemoryNeed, available_bytes, memory_need
 from meshrl.training.model_config import AcMode, ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
+from meshrl.training.parallel.fsdp import transformer_blocks
 from meshrl.training.parallel.rank_group import RankGroup
 
 RESERVE = 0.9  # of the free memory may be planned for
@@ -45,39 +50,43 @@ class BlockShape:
 
     layers: int
     hidden: int
-    mlp: int  # of all experts that a token goes through
+    mlp: float  # of all experts that a token goes through
     queries: int  # heads times head size
     keys: int  # key-value heads times head size
     vocab: int
-    experts: bool = False
+    experts: float = 0.0  # that a token goes through, beside those that all go through
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> BlockShape:
-        """Read from a Hugging Face configuration; sizes that it does not name are taken from those that it does."""
-        text = config.get_text_config()
+    def of(cls, model: PreTrainedModel) -> BlockShape:
+        """Read from a model, which may be without storage; sizes are its configuration's, experts are its modules."""
+        text = model.config.get_text_config()
         hidden = int(text.hidden_size)
         heads = int(getattr(text, "num_attention_heads", 0) or 1)
         head_size = int(getattr(text, "head_dim", None) or hidden // heads)
         key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
         mlp = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
-        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-        if experts and (each := getattr(text, "moe_intermediate_size", None)):
-            mlp = each * int(getattr(text, "num_experts_per_tok", 1) or 1)
+        layers = int(text.num_hidden_layers)
+        routed, widths, mixed = 0, 0.0, 0
+        for block in transformer_blocks(model) if expert_layers(model, model.config) else ():
+            if own := expert_layers(block, model.config):
+                mixed += 1
+                routed += max(experts.per_token for experts in own)
+                widths += _width(own, block, hidden)
         return cls(
-            layers=int(text.num_hidden_layers),
+            layers=layers,
             hidden=hidden,
-            mlp=int(mlp),
+            mlp=(widths + max(0, layers - mixed) * int(mlp)) / layers,
             queries=heads * head_size,
             keys=key_heads * head_size,
             vocab=int(text.vocab_size),
-            experts=bool(experts),
+            experts=routed / layers,
         )
 
     def kept(self, mode: AcMode | None) -> float:
         """Elements that a block keeps of a token."""
         h, q, k, i = self.hidden, self.queries, self.keys, self.mlp
         return {
-            None: 4 * h + 3 * q + 3 * k + 4 * i,
+            None: 4 * h + 3 * q + 3 * k + 4 * i + 3 * self.experts * h,
             "selective": 2 * h + 1.5 * q + k + i,
             "attention": h + q,
             "full": h,
@@ -146,7 +155,7 @@ def resolve_auto(
     dtype = resolve_dtype(config)
     ranks = 1 if on_gpu else parallel.plan.world_size  # processes that share this memory
     least = _least_free(parallel, ranks)
-    shape = BlockShape.of(empty_model(config, dtype=torch.bfloat16).config)
+    shape = BlockShape.of(empty_model(config, dtype=torch.bfloat16))
     chosen = choose(
         shape,
         memory_need(config, optim, parallel, publishes=publishes),
@@ -183,3 +192,18 @@ def _least_free(parallel: RankGroup, sharers: int) -> int | None:
     free[parallel.plan.rank] = available_bytes(parallel.device) or 0
     least = int(parallel.sum(free).min())
     return least // sharers if least else None
+
+
+def _width(own: Sequence[Experts], block: nn.Module, hidden: int) -> float:
+    """MLP size of a block with experts: that of those that a token goes through, and of the shared ones.
+
+    An expert has three matrices, gate, up and down, of hidden size times its own.
+    """
+    a_token = sum(experts.share * sum(p.numel() for p in experts.module.parameters()) for experts in own)
+    shared = {
+        parameter: parameter.numel()
+        for name, module in block.named_modules()
+        if "shared" in name.rsplit(".", 1)[-1] and "gate" not in name.rsplit(".", 1)[-1]
+        for parameter in module.parameters()
+    }
+    return (a_token + sum(shared.values())) / (3 * hidden)

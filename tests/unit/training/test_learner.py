@@ -8,9 +8,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
+from meshrl.models.experts import active_parameters
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
-from meshrl.training.bench.throughput import matmul_parameters, peak_flops, step_flops
+from meshrl.training.bench.throughput import peak_flops, step_flops
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner, StepError, UpdateError
 
@@ -174,9 +175,9 @@ def test_weight_decay_spares_vectors() -> None:
 def test_flops_count_parameters_and_attention_within_samples() -> None:
     model, packing = build(), packed(seq_len=64)
     lengths = np.concatenate([np.diff(row.sample_offsets) for row in packing.micro_batches])
-    expected = 6 * matmul_parameters(model) * lengths.sum() + 6 * 1 * 2 * 8 * (lengths**2).sum()
+    expected = 6 * active_parameters(model) * lengths.sum() + 6 * 1 * 2 * 8 * (lengths**2).sum()
     assert step_flops(model, packing.micro_batches) == pytest.approx(float(expected))
-    assert matmul_parameters(model) == sum(parameter.numel() for parameter in model.parameters())
+    assert active_parameters(model) == sum(parameter.numel() for parameter in model.parameters())
     assert peak_flops(torch.device("cpu"), seconds=0.01) > 1e8
 
 

@@ -40,8 +40,8 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
         within_share, there = int(self.requested_memory) - held, free_bytes - HEADROOM_BYTES
         room = min(within_share, there) - to_come
         logger.info(
-            "this process holds {:.2f} GiB of {}, its second copy of the weights included, and steps take {:.2f} more;"
-            " {:.2f} GiB of its {:.2f} are left for the KV cache, {:.2f} GiB of the device are free",
+            "this process holds {:.2f} GiB of {}, its second copy of the weights included; steps and versions on their"
+            " way take {:.2f} more; {:.2f} of its {:.2f} GiB are left for the KV cache, {:.2f} of the device are free",
             held / GIB, self.device, to_come / GIB, room / GIB, self.requested_memory / GIB, free_bytes / GIB,
         )  # fmt: skip
         self.available_kv_cache_memory_bytes = room

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from meshrl.inference.sizing import GIB
+from meshrl.inference.vllm.file_reader import PORTION_BYTES
 from meshrl.inference.vllm.installed import reload_weights
 from meshrl.versions.collective.digest import digest_bytes, sum128
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.worker_base import WorkerBase
 
-HEADROOM_BYTES = 2**30  # stays free beside a shadow: portions of a version on their way into it
+HEADROOM_BYTES = 2**30  # stays free beside a shadow: buffers of groups, what libraries take for themselves
 Weights = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face name
 
 
@@ -182,9 +183,13 @@ def weight_bytes(live: nn.Module) -> int:
 
 
 def bytes_to_come(shadow: WorkerShadow, live: nn.Module) -> int:
-    """Memory of the device that a shadow will take once versions come, beyond what it holds already."""
+    """Memory of the device that versions will take beyond what the shadow holds already: two portions on their way.
+
+    A portion is at least one whole tensor. A shadow that loads in place keeps all of them on the device.
+    """
     on_device = isinstance(shadow, CheckpointShadow) and shadow.kept_on.type == "cuda"
-    return weight_bytes(live) if on_device else 0
+    largest = max((parameter.numel() * parameter.element_size() for parameter in live.parameters()), default=0)
+    return 2 * max(PORTION_BYTES, largest) + (weight_bytes(live) if on_device else 0)
 
 
 def tested_shadow(worker: WorkerBase, shadow: WorkerShadow) -> tuple[WorkerShadow, bool]:

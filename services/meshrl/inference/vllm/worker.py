@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from loguru import logger
 
 from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.file_reader import PortionReader
@@ -67,6 +68,7 @@ class WeightsExtension:
                     shadow.add(tensors)
             shadow.finish()
             self._meshrl_staged = version
+            logger.debug("version {} is staged; {:.2f} GiB are free", version, self.meshrl_free_bytes() / GIB)
 
         self._meshrl_start(work, f"staging version {version}")
 

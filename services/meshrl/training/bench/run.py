@@ -23,11 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
+from meshrl.models.experts import active_parameters
 from meshrl.models.load import ModelError, resolve_device
 from meshrl.training.auto_settings import resolve_auto
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
-from meshrl.training.bench.throughput import matmul_parameters, peak_flops, peak_memory_gib, step_flops
+from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
@@ -193,7 +194,7 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
     step_s = statistics.median(times)
     tokens = [sum(len(row.token_ids) for row in batch) for batch in batches[config.warmup_steps :]]
     flops = [step_flops(learner.model, batch) for batch in batches[config.warmup_steps :]]
-    frozen = matmul_parameters(learner.model) - matmul_parameters(learner.model, trainable_only=True)
+    frozen = active_parameters(learner.model) - active_parameters(learner.model, trainable_only=True)
     peak = peak_flops(learner.device) * parallel.plan.world_size
     rate = statistics.median(count / each for count, each in zip(tokens, times, strict=True))
     flops_rate = statistics.median(count / each for count, each in zip(flops, times, strict=True))

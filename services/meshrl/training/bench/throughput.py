@@ -11,31 +11,22 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from meshrl.models.experts import active_parameters
 from meshrl.wire.types import MicroBatch
 
 # Dense peak in FLOP/s at bfloat16 without sparsity, from the makers' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
-def matmul_parameters(model: PreTrainedModel, *, trainable_only: bool = False) -> int:
-    """Parameters that multiply each token: all but an input embedding that is not also the output head."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    tied = head is not None and any(parameter is embedding for parameter in head.parameters())
-    return sum(
-        parameter.numel()
-        for parameter in model.parameters()
-        if (tied or parameter is not embedding) and (parameter.requires_grad or not trainable_only)
-    )
-
-
 def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> float:
     """Floating-point operations that forward and backward need, over all micro-batches.
 
-    A token costs 2 a parameter forward, 2 for the gradient of what came in, and 2 for the parameter's own gradient
-    where it is trained (so 6 in full training and 4 for a frozen one; PaLM, arXiv 2204.02311, appendix B). Attention
-    costs 12 * layers * heads * head size a pair of tokens, within samples, counted once for the causal half: a factor
-    of 6 on length squared. What is computed twice, such as checkpointed activations, counts once; so does a prefix that
-    samples share: of a sample after a prefix only its own tokens cost.
+    A token costs 2 for each parameter that it goes through (`active_parameters`) forward, 2 for the gradient of what
+    came in, and 2 for the parameter's own gradient where it is trained (so 6 in full training and 4 for a frozen one;
+    PaLM, arXiv 2204.02311, appendix B). Attention costs 12 * layers * heads * head size a pair of tokens, within
+    samples, counted once for the causal half: a factor of 6 on length squared. What is computed twice, such as
+    checkpointed activations, counts once; so does a prefix that samples share: of a sample after a prefix only its own
+    tokens cost.
     """
     config = model.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", 0))
@@ -46,7 +37,7 @@ def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> f
     )
     pairs = float(((before + lengths) ** 2 - before**2).sum())
     attention = 6.0 * int(config.num_hidden_layers) * heads * head_dim * pairs
-    a_token = 4.0 * matmul_parameters(model) + 2.0 * matmul_parameters(model, trainable_only=True)
+    a_token = 4.0 * active_parameters(model) + 2.0 * active_parameters(model, trainable_only=True)
     return a_token * float(lengths.sum()) + attention
 
 

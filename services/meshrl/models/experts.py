@@ -1,0 +1,90 @@
+"""Experts of a model, and the parameters that a token goes through; used for MFU and to plan activations.
+
+Read off the modules, which all families of transformers build alike: a module whose class ends in "Experts" holds the
+weights of all experts of a layer, or a list named `experts` holds one module for each. Experts that every token goes
+through (shared ones) are ordinary layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of one layer: `module` holds the weights of `count`, of which each token goes through `per_token`."""
+
+    module: nn.Module
+    count: int
+    per_token: int
+
+    @property
+    def share(self) -> float:
+        """Of its parameters that a token goes through."""
+        return self.per_token / self.count
+
+
+def expert_layers(part: nn.Module, config: PreTrainedConfig) -> list[Experts]:
+    """The experts in a model of that configuration, or in a part of one, in order; empty where all of it is dense.
+
+    Raises ValueError where there are some and the configuration does not name how many a token goes through.
+    """
+    found: list[Experts] = []
+    within: set[nn.Module] = set()
+    for name, module in part.named_modules():
+        if module in within or not _holds_experts(name, module):
+            continue
+        within.update(module.modules())
+        found.append(Experts(module=module, count=_count(module), per_token=_per_token(config)))
+    return found
+
+
+def active_parameters(model: PreTrainedModel, *, trainable_only: bool = False) -> int:
+    """Parameters that multiply each token: of experts the share that a token goes through, and no embedding.
+
+    An embedding that is the output head as well counts, as it multiplies each token there.
+    """
+    share = {
+        parameter: experts.share
+        for experts in expert_layers(model, model.config)
+        for parameter in experts.module.parameters()
+    }
+    head = model.get_output_embeddings()
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings -= set() if head is None else set(head.parameters())
+    return round(
+        sum(
+            parameter.numel() * share.get(parameter, 1.0)
+            for parameter in model.parameters()
+            if parameter not in embeddings and (parameter.requires_grad or not trainable_only)
+        )
+    )
+
+
+def _holds_experts(name: str, module: nn.Module) -> bool:
+    is_list = isinstance(module, nn.ModuleList) and name.rsplit(".", 1)[-1] == "experts" and len(module) > 0
+    return is_list or (type(module).__name__.endswith("Experts") and any(True for _ in module.parameters()))
+
+
+def _count(module: nn.Module) -> int:
+    if isinstance(module, nn.ModuleList):
+        return len(module)
+    declared = getattr(module, "num_experts", None)
+    return int(declared) if declared else max(len(parameter) for parameter in module.parameters())
+
+
+def _per_token(config: PreTrainedConfig) -> int:
+    text = config.get_text_config()
+    for place in (text, getattr(text, "ffn_config", None)):
+        for key in _PER_TOKEN:
+            if value := getattr(place, key, None):
+                return int(value[0] if isinstance(value, list) else value)
+    raise ValueError(
+        f"{text.model_type} has experts, and its config.json does not name how many a token goes through"
+        f" ({', '.join(_PER_TOKEN)})"
+    )
