@@ -57,13 +57,12 @@ def active_parameters(model: PreTrainedModel, *, trainable_only: bool = False) -
     head = model.get_output_embeddings()
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     embeddings -= set() if head is None else set(head.parameters())
-    return round(
-        sum(
-            parameter.numel() * share.get(parameter, 1.0)
-            for parameter in model.parameters()
-            if parameter not in embeddings and (parameter.requires_grad or not trainable_only)
-        )
+    active: float = sum(
+        parameter.numel() * share.get(parameter, 1.0)
+        for parameter in model.parameters()
+        if parameter not in embeddings and (parameter.requires_grad or not trainable_only)
     )
+    return round(active)
 
 
 def _holds_experts(name: str, module: nn.Module) -> bool:
@@ -75,7 +74,7 @@ def _count(module: nn.Module) -> int:
     if isinstance(module, nn.ModuleList):
         return len(module)
     declared = getattr(module, "num_experts", None)
-    return int(declared) if declared else max(len(parameter) for parameter in module.parameters())
+    return int(declared) if declared else max(int(parameter.shape[0]) for parameter in module.parameters())
 
 
 def _per_token(config: PreTrainedConfig) -> int:

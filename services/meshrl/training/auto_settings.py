@@ -206,4 +206,4 @@ def _width(own: Sequence[Experts], block: nn.Module, hidden: int) -> float:
         if "shared" in name.rsplit(".", 1)[-1] and "gate" not in name.rsplit(".", 1)[-1]
         for parameter in module.parameters()
     }
-    return (a_token + sum(shared.values())) / (3 * hidden)
+    return float(a_token + sum(shared.values())) / (3 * hidden)
