@@ -84,9 +84,6 @@ _TEACHER = "rl starts no teacher: start `inference`, and name it in orchestrator
 _TEXT = "models take text alone; leave it out"
 _MODEL_CODE = "every model runs as transformers defines it, with attention and output head of meshrl"
 _DIFFICULTY = "tasks are drawn in their order; orchestrator.filters.zero_signal drops groups without signal"
-_HARNESS = "a taskset brings its harness, or rollout.harness names one for all"
-_RUNTIME = "programs of a rollout run on the host of its worker; give type = 'subprocess', or leave it out"
-_AGENT = "an environment has options of its taskset, in args, and deadlines; leave out those of its agents"
 _IMPORTANCE = "tokens are masked by how far their probability moved, loss.dppo_mask_low and loss.dppo_mask_high"
 _PARSERS = "rollouts exchange token ids, which rollout.renderer turns into messages and tool calls"
 
@@ -137,13 +134,12 @@ _ORCHESTRATOR = (
     *(_moved(f"{each}.rollouts_per_example", f"{each}.group_size") for each in _ENVIRONMENTS),
     *(_moved(f"{each}.env.taskset.id", f"{each}.id") for each in _ENVIRONMENTS),
     *(_moved(f"{each}.env.taskset", f"{each}.args") for each in _ENVIRONMENTS),
-    *(_unused(f"{each}.env.*.harness.id", _HARNESS, "null", "default") for each in _ENVIRONMENTS),
-    *(_unused(f"{each}.env.*.{place}.type", "programs of a rollout run on the host of its worker", "subprocess")
+    *(_unused(f"{each}.env.*.harness.id", "agents chat by the loop of rollout.harness", "null", "default")
+      for each in _ENVIRONMENTS),
+    *(_unused(f"{each}.env.*.{place}.type", "programs of agents run beside their rollout", "subprocess")
       for each in _ENVIRONMENTS for place in ("runtime", "harness.runtime")),
-    *(_absent(f"{each}.env.*.{place}", _RUNTIME)
-      for each in _ENVIRONMENTS for place in ("runtime", "harness.runtime")),
-    *(_absent(f"{each}.env.*.harness", _HARNESS) for each in _ENVIRONMENTS),
-    *(_absent(f"{each}.env.*", _AGENT) for each in _ENVIRONMENTS),
+    *(_absent(f"{each}.env.id", "one id names both: id = 'ENVIRONMENT+TASKSET'") for each in _ENVIRONMENTS),
+    *(_moved(f"{each}.env.*", f"{each}.args.*") for each in _ENVIRONMENTS),
     *(_moved(f"{each}.algo.teacher.name", f"{each}.algo.teacher.model.name") for each in _ALGORITHMS),
     *(_moved(f"{each}.algo.teacher.base_url", f"{each}.algo.teacher.client.base_url") for each in _ALGORITHMS),
     _moved("orchestrator.algo.sampling.source.name", "orchestrator.teacher.model.name"),

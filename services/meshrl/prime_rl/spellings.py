@@ -88,8 +88,10 @@ class PrimeRLKeys(Spellings):
                     notes.setdefault(f"{old} is called {'.'.join(row.renamed(name[: len(row.old)]))} here", origin)
                     problems += _moved(layer, own, path, row)
                 else:
-                    text = f"{old} is not {'used' if row.key.unused else 'there'}: {row.key.why}"
-                    (notes if row.key.unused else gone).setdefault(text, origin)
+                    if row.key.unused:  # once for all entries of a list
+                        notes.setdefault(f"{'.'.join(row.old)} is not used: {row.key.why}", origin)
+                    else:
+                        gone.setdefault(f"{old} is not there: {row.key.why}", origin)
         said, refused = ([f"{text} (from {origin})" for text, origin in texts.items()] for texts in (notes, gone))
         return said, [*refused, *problems]
 

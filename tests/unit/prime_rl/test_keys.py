@@ -80,15 +80,22 @@ def test_a_source_with_the_block_of_verifiers_is_an_environment(load: Callable[.
     ]
 
 
-def test_a_source_of_the_newest_releases_is_an_environment_whose_agents_have_no_settings(
+def test_a_source_of_the_newest_releases_is_an_environment_and_settings_of_its_agents_are_its_args(
     load: Callable[..., Any], refused: Callable[..., str]
 ) -> None:
-    source = "[[orchestrator.train.source]]\nenv.taskset.id = 'nim'\nenv.player0.runtime.type = '{}'\n"
-    config = load(source.format("subprocess"))
-    assert [(env.id, env.args) for env in config.orchestrator.train.env] == [("nim", {})]
-    assert len([note for note in config.notes if "env.player0.runtime.type is not used" in note]) == 1
-    assert "env.player0.runtime is not there: programs of a rollout run on the host" in refused(source.format("docker"))
-    assert "leave out those of its agents" in refused(source.format("subprocess") + "env.player0.timeout.rollout = 9\n")
+    source = "[[orchestrator.train.source]]\nname = '{}'\nenv.taskset.id = 'nim'\nenv.player0.runtime.type = '{}'\n"
+    config = load(source.format("a", "subprocess") + source.format("b", "subprocess"))
+    assert [(env.id, env.args) for env in config.orchestrator.train.env] == [("nim", {}), ("nim", {})]
+    assert [note.partition(":")[0] for note in config.notes if "runtime" in note] == [
+        "orchestrator.train.env.*.env.*.runtime.type is not used"
+    ]
+    agent = "env.player0.harness.id = 'bash'\nenv.player0.timeout.rollout = 9\n"
+    (env,) = load(source.format("a", "docker") + agent).orchestrator.train.env
+    assert env.args == {
+        "player0": {"runtime": {"type": "docker"}, "harness": {"id": "bash"}, "timeout": {"rollout": 9}}
+    }
+    both = refused("[[orchestrator.train.source]]\nenv = { id = 'user-sim', taskset = { id = 'nim' } }\n")
+    assert "orchestrator.train.env.0.env.id is not there: one id names both: id = 'ENVIRONMENT+TASKSET'" in both
 
 
 def test_arguments_of_vllm_that_are_keys_here_are_taken_in_its_table(load: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ EXPLAINED = {
     "rl @ rl_many_nodes.toml": 3,
     "rl @ rl_one_gpu.toml": 1,
     "rl @ rl_one_gpu.toml --ckpt --ckpt.interval 5 --ckpt.keep-last 3": 1,
-    "rl @ rl_2026_august_cluster.toml": 10,
+    "rl @ rl_2026_august_cluster.toml": 7,
     "sft @ sft_2026_august.toml --resume.step 20 --eval.interval 5": 1,
     "rl @ rl_2026_may.toml --orchestrator.training-mode opd": 1,
     "trainer --model.cp 2 --model.ep 8": 2,
