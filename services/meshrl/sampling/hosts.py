@@ -125,6 +125,8 @@ class RolloutHost:
     environments: Mapping[str, EnvironmentInfo] = field(default_factory=dict)
     state: HostState = HostState.AWAY
     why: str = "not asked yet"
+    refusal: str = ""
+    """Why it has refused groups for a while, as it was logged; "" since one went well."""
     since_s: float = 0.0
     refuses_until_s: float = 0.0
     others: int = 0

@@ -7,6 +7,7 @@ service for its health and status, so that the loss of one moves its groups and 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -34,6 +35,7 @@ START_GRACE_S = 10.0
 """At the start, how long those that are still missing are waited for once the others host every environment."""
 
 
+_NUMBER = re.compile(r"\d+")
 _BAD_ENDS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
 
 
@@ -328,6 +330,7 @@ class RolloutPool:
         quarantine = host.achievement(place.environment).quarantine
         if place.finished_here:
             quarantine.group_went_well()
+            host.refusal = ""
         elif is_bad and (lasts_s := quarantine.group_failed(self._clock.now())):
             logger.warning(
                 f"the rollout service at {host.address} is left out of {place.environment!r} for {lasts_s:g} s, while"
@@ -368,6 +371,12 @@ class RolloutPool:
             self._turn(host, HostState.DRAINING, str(error))
         elif error.reason is Reason.UNREACHABLE and host.state is not HostState.AWAY:  # else it is known why
             self._turn(host, HostState.AWAY, str(error))
+
+    def log_refusal(self, host: RolloutHost, error: MeshError) -> None:
+        """Names why a service has refused groups for a while; once, whatever versions and ports the message has."""
+        if host.refusal != (kind := _NUMBER.sub("", str(error))):
+            host.refusal = kind
+            logger.warning(f"the rollout service at {host.address} takes no groups: {error}")
 
     def given_up(self, environment: str) -> bool:
         """Whether every service that hosts an environment has been away for as long as it may."""

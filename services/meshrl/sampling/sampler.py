@@ -30,6 +30,8 @@ Problems = Sequence[tuple[str, str]]
 
 _GROUP_ERRORS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
 _GRACE_S = 30.0
+_NAMED_AFTER_S = 10.0
+"""A version takes a moment to reach the engines; who refuses a group for longer has something to tell."""
 
 
 class GroupSampler:
@@ -267,6 +269,7 @@ class GroupAttempts:
         self._patience = Patience(
             unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.retry_s, also=_MAY_PASS
         )
+        self._refused_since_s = 0.0
         self._while_away = Backoff(0.05, 2.0)
         self._away_s = 0.0
 
@@ -308,7 +311,7 @@ class GroupAttempts:
                 f"group {self._ticket.group_id} lost the rollout service at {host.address} with {place.left} of"
                 f" {self._ticket.size} rollouts to come, which are sampled again: {error}"
             )
-        place.waits_for = f"{host.address} says {error.reason.name}"
+        place.waits_for = f"{host.address} refuses it with {error}"
         doing = f"running group {self._ticket.group_id} of {self._ticket.task.environment!r}"
         if error.reason in _GONE:
             self._pool.refused(host, error, 0.0)
@@ -321,6 +324,10 @@ class GroupAttempts:
         wait_s = self._patience.wait_s(error, self._clock.now())
         if wait_s is None:
             raise failed("rollout service", host.address, doing, error) from error
-        self._avoid_until_s[host.address] = self._clock.now() + wait_s
+        now_s = self._clock.now()
+        self._avoid_until_s[host.address] = now_s + wait_s
         self._pool.refused(host, error, wait_s)
+        self._refused_since_s = self._refused_since_s or now_s
+        if now_s - self._refused_since_s >= _NAMED_AFTER_S and error.reason is not Reason.OVERLOADED:
+            self._pool.log_refusal(host, error)
         logger.debug(f"group {self._ticket.group_id} refused at {host.address}, not again for {wait_s:.2f} s: {error}")

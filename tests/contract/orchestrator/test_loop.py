@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loguru import logger
 
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.core.config import dump_toml
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.sampling import sampler
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, RolloutRequest
@@ -75,6 +77,21 @@ async def test_refused_groups_are_asked_for_again_under_a_new_request_id(mesh, s
     assert script.refused == {"OVERLOADED": 2, "DRAINING": 1, "VERSION_NOT_AVAILABLE": 1}
     assert len({request.request_id for request in script.requests}) == len(script.requests)
     assert ledger.balance().trained == 16
+
+
+async def test_why_groups_are_refused_for_long_is_logged_once(mesh, script, make_config, start, monkeypatch) -> None:
+    monkeypatch.setattr(sampler, "_NAMED_AFTER_S", 0.0)
+    script.refusals = [Reason.VERSION_NOT_AVAILABLE] * 6
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    try:
+        async with start(make_config(mesh.services, max_steps=1)) as (loop, _):
+            await loop.train()
+    finally:
+        logger.remove(sink)
+    assert [line.partition(" takes no groups: ")[2] for line in lines if "takes no groups" in line] == [
+        "VERSION_NOT_AVAILABLE: scripted"
+    ]
 
 
 async def test_zero_signal_groups_are_counted_and_replaced(mesh, script, make_config, start, tmp_path) -> None:

@@ -78,6 +78,7 @@ class ScriptedEngine:
     reply: Callable[[dict[str, Any]], str | list[int]] = lambda request: "cat"
     delay_s: float = 0.0
     health: int = 200
+    key: str = ""  # that calls must carry
     capacity: dict[str, int] = field(default_factory=dict)  # what it says of it in /version
     silent_s: float = 0.0  # before it answers whether it is well
     spans: Callable[[int], list[list[int]]] | None = None
@@ -93,6 +94,7 @@ class ScriptedEngine:
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_get("/version", self.get_version)
         app.router.add_get("/health", self.get_health)
+        app.router.add_get("/v1/models", self.get_models)
         self.runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -115,7 +117,15 @@ class ScriptedEngine:
         await asyncio.sleep(self.silent_s)
         return web.Response(status=self.health)
 
+    def locks_out(self, request: web.Request) -> bool:
+        return bool(self.key) and request.headers.get("Authorization") != f"Bearer {self.key}"
+
+    async def get_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": []}, status=401 if self.locks_out(request) else 200)
+
     async def generate(self, request: web.Request) -> web.Response:
+        if self.locks_out(request):
+            return web.json_response({"error": "no key"}, status=401)
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))

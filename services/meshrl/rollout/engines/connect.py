@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from opentelemetry.trace import Tracer
 
 from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.core.config import ConfigError
 from meshrl.core.credentials.secret import read_secret
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.engines.engine_table import EngineTable
+from meshrl.rollout.engines.engine_table import EngineTable, Requirement
 from meshrl.rollout.engines.router import Discovery, EngineRouter
 from meshrl.rollout.engines.sessions import SessionBook
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 async def connect_servers(
     config: RolloutConfig, book: SessionBook, stack: AsyncExitStack, tracer: Tracer, *, first: int = 0
 ) -> EngineRouter | ChatServers:
-    """A router that has looked at every engine once, or chat servers; `stack` closes it. Raises ConfigError for a key
-    without a file.
+    """A router that has looked at every engine once, or chat servers; `stack` closes it.
+
+    Raises ConfigError for a key without a file, and where every engine refuses the key.
 
     Among engines that are equally busy the one at place `first` of the list comes first, modulo its length: workers
     that choose for themselves begin at different ones.
@@ -40,7 +42,11 @@ async def connect_servers(
     turned = first % len(urls) if urls else 0
     engines = EngineTable([*urls[turned:], *urls[:turned]], config.client.pool)
     discovery = await _discovery(config, stack)
-    return await stack.enter_async_context(EngineRouter(engines, config.client, api_key=api_key, discovery=discovery))
+    router = EngineRouter(engines, config.client, api_key=api_key, discovery=discovery)
+    await stack.enter_async_context(router)
+    if refused := engines.locked_out(Requirement()):
+        raise ConfigError(refused)
+    return router
 
 
 async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:

@@ -62,6 +62,9 @@ class KnownEngine:
     url: str
     pool: str = ""
     healthy: bool = False
+    trouble: str = ""
+    """Why it gets no calls, where that is known: it refused this program's key, or did not answer."""
+    refuses_key: bool = False
     version: int | None = None
     logprobs_mode: str | None = None
     capacity: EngineCapacity = NOTHING_SAID
@@ -130,6 +133,7 @@ class EngineTable:
         can hold."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
+            engine.trouble, engine.refuses_key = "", False
             engine.capacity = capacity
 
     def sampled(self, url: str, timing: CallTiming, tokens: int) -> None:
@@ -137,10 +141,26 @@ class EngineTable:
         if (engine := self._engines.get(url)) is not None:
             engine.rate.sampled(timing, tokens, self._clock())
 
-    def lose(self, url: str) -> None:
+    def lose(self, url: str, why: str = "") -> None:
         """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version = False, None
+            engine.trouble, engine.refuses_key = why, False
+
+    def lock_out(self, url: str, why: str) -> None:
+        """An engine refused this program's key: it gets no calls until it takes it."""
+        self.lose(url, why)
+        if (engine := self._engines.get(url)) is not None:
+            engine.refuses_key = True
+
+    def locked_out(self, need: Requirement) -> str:
+        """Why no engine will ever take a call, while each refuses this program's key; empty otherwise."""
+        engines = self.candidates(need)
+        return engines[0].trouble if engines and all(engine.refuses_key for engine in engines) else ""
+
+    def troubles(self, need: Requirement) -> str:
+        """What is known of the engines that get no calls."""
+        return "; ".join(engine.trouble for engine in self.candidates(need) if engine.trouble)
 
     def known_pools(self) -> frozenset[str]:
         """The pools that there are or were: one whose engines are all away may get others."""

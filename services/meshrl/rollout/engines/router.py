@@ -29,6 +29,9 @@ from meshrl.wire.trace import TRACEPARENT, current_traceparent
 
 GENERATE_PATH = "/inference/v1/generate"
 BUSY = frozenset({429, 503})
+LOCKED = frozenset({401, 403})
+MODELS_PATH = "/v1/models"
+"""Asked with the key by every server of the API, and cheap to answer."""
 BUSY_PAUSE_S = 0.2
 SESSION_HEADER = "X-Session-ID"
 VERSION_HEADER = "X-Policy-Version"
@@ -48,6 +51,10 @@ class EngineRefusedError(Exception):
 
 class _UnreachableError(Exception):
     """No byte of an answer came."""
+
+
+class _LockedOutError(Exception):
+    """The engine refused the key."""
 
 
 class _BusyError(Exception):
@@ -139,6 +146,7 @@ class EngineRouter:
         INVALID_REQUEST for an unknown pool.
 
         While no engine is reachable at all, a request without a version bound is let through: its calls wait for one.
+        Not while every engine refuses this program's key.
         """
         if need.pool and need.pool not in self.engines.known_pools():
             pools = ", ".join(sorted(repr(pool) for pool in self.engines.known_pools()))
@@ -148,7 +156,7 @@ class EngineRouter:
         if need.names_a_version or need.reshaped_by:
             await self._look_anew(need)
         self._refuse_biased(need)
-        if need.names_a_version and not self.engines.can_meet(need):
+        if (need.names_a_version or self.engines.locked_out(need)) and not self.engines.can_meet(need):
             raise self._not_available(need)
 
     def _refuse_biased(self, need: Requirement) -> None:
@@ -199,6 +207,10 @@ class EngineRouter:
                 self.engines.lose(engine.url)
                 give_up_at = min(time.monotonic() + self._config.failover_s, last_chance)
                 continue
+            except _LockedOutError as error:
+                why = str(error)
+                self._lock_out(engine, why)
+                continue
             except _BusyError as error:
                 why = str(error)
                 skip.add(engine.url)
@@ -209,7 +221,9 @@ class EngineRouter:
 
     def _not_available(self, need: Requirement) -> MeshError:
         newest = self.engines.newest(need)
+        troubles = self.engines.troubles(need)
         held = "no engine is reachable" if newest is None else f"the newest version served is {newest}"
+        held += f" ({troubles})" if troubles else ""
         return MeshError(
             Reason.VERSION_NOT_AVAILABLE,
             f"{need.describe()} is needed, but {held}",
@@ -219,8 +233,8 @@ class EngineRouter:
     async def _call(self, engine: KnownEngine, session: Session, session_id: str, body: bytes) -> EngineAnswer:
         """One HTTP call to one engine.
 
-        Raises _UnreachableError or _BusyError, after which another engine may be asked, and EngineRefusedError or
-        MeshError ENGINE_FAILED, after which none may.
+        Raises _UnreachableError, _LockedOutError or _BusyError, after which another engine may be asked, and
+        EngineRefusedError or MeshError ENGINE_FAILED, after which none may.
         """
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
@@ -249,6 +263,8 @@ class EngineRouter:
                     wait = reply.headers.get("Retry-After", "")
                     detail = f"{engine.url} answered {reply.status}: {_short(raw)}"
                     raise _BusyError(detail, float(wait) if wait.isdecimal() else 0.0)
+                if reply.status in LOCKED:
+                    raise _LockedOutError(self._key_refused(engine, reply.status))
                 if reply.status != 200:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
@@ -324,8 +340,13 @@ class EngineRouter:
             async with self._http.get(engine.url + "/health", timeout=timeout) as health:
                 self._note_answer(engine, answers=True)
                 if health.status >= 500:  # draining, or unfit to serve
-                    self.engines.lose(engine.url)
+                    self.engines.lose(
+                        engine.url, f"{engine.url} answers {health.status}: {_short(await health.read())}"
+                    )
                     return
+            if not engine.healthy and (refused := await self._refused_status(engine)):
+                self._lock_out(engine, self._key_refused(engine, refused))
+                return
             async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
                 if reply.status == 200:
                     payload = await reply.json(content_type=None)
@@ -343,7 +364,27 @@ class EngineRouter:
             if engine.healthy:
                 logger.warning("engine {} does not answer: {}", engine.url, error or type(error).__name__)
             self._note_answer(engine, answers=False)
-            self.engines.lose(engine.url)
+            self.engines.lose(engine.url, f"{engine.url} does not answer: {error or type(error).__name__}")
+
+    async def _refused_status(self, engine: KnownEngine) -> int:
+        """The status by which an engine refuses the key, asked each time that it comes up; 0 where it takes it."""
+        assert self._http is not None  # entered
+        timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
+        async with self._http.get(engine.url + MODELS_PATH, timeout=timeout) as reply:
+            return reply.status if reply.status in LOCKED else 0
+
+    def _lock_out(self, engine: KnownEngine, why: str) -> None:
+        if engine.trouble != why:
+            logger.error("{}", why)
+        self.engines.lock_out(engine.url, why)
+
+    def _key_refused(self, engine: KnownEngine, status: int) -> str:
+        carried = "with the key of this program" if self._headers else "without a key"
+        return (
+            f"{engine.url} answers {status} to calls {carried}; put the engines' key into the variable"
+            f" {self._config.api_key_var}, or into a file and its path into client.api_key_file"
+            " (the key of a run's engines is in OUTPUT_DIR/credentials/engine.key)"
+        )
 
     async def _capacity_in_metrics(self, engine: KnownEngine) -> EngineCapacity:
         """What a server that is not ours says in its metrics, asked once each time that it comes up."""

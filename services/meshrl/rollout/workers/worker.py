@@ -129,10 +129,11 @@ class _Worker:
             waits, registry = waits_of(self._tracer), registry_of(self._tracer)
             stack.enter_context(observed(name, waits, registry, log, self._config.output_dir))
             book = SessionBook()
-            servers = await connect_servers(self._config, book, stack, self._tracer, first=self._settings.number - 1)
-            beating = asyncio.create_task(self._beat(servers))
-            stack.callback(beating.cancel)
+            first = self._settings.number - 1
             try:
+                servers = await connect_servers(self._config, book, stack, self._tracer, first=first)
+                beating = asyncio.create_task(self._beat(servers))
+                stack.callback(beating.cancel)
                 self._players.update(
                     await open_players(self._config, self._settings.names, servers, book, stack, self._tracer)
                 )
