@@ -88,8 +88,8 @@ class GroupRunner:
         except MeshError as error:
             if error.reason is not Reason.DEADLINE_PASSED:
                 raise
-            for event in self._late_before_it_began(request, error):
-                yield event
+            for late_event in self._late_before_it_began(request, error):
+                yield late_event
             return
         left_s = max(0.0, arrived + request.deadline_s - self._clock())
         timer = asyncio.get_running_loop().call_later(left_s, self._end_late, running)
