@@ -54,6 +54,13 @@ async def test_chat_stream_adds_up_to_the_whole_answer(serve: Start) -> None:
         {"functions": [{"name": "ab"}]},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a+"}},
+        {"guided_json": {"type": "object"}},
+        {"bad_words": ["a"]},
+        {"best_of": 2},
+        {"typical_p": 0.5},
+        {"no_repeat_ngram_size": 2},
+        {"use_beam_search": True},
+        {"thinking_token_budget": 5},
     ],
 )
 async def test_what_would_be_ignored_is_refused(serve: Start, fields: dict[str, Any]) -> None:
@@ -61,7 +68,7 @@ async def test_what_would_be_ignored_is_refused(serve: Start, fields: dict[str, 
     status, answer = await post(client, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **fields})
     assert status == 400
     assert next(iter(fields)) in answer["error"]["message"]
-    assert any(way in answer["error"]["message"] for way in ("leave", "send those"))
+    assert any(way in answer["error"]["message"] for way in ("leave", "send", "use"))
     if "response_format" in fields:
         assert (await post(client, "/v1/completions", {"prompt": "a", "max_tokens": 1, **fields}))[0] == 400
 

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.chat_replies import NEEDS_A_PARSER
+from meshrl.inference.http.request_keys import UnknownKeys
 from meshrl.inference.http.runs import (
     Completion,
     Serving,
@@ -65,9 +66,11 @@ class OpenAIRoutes:
     def __init__(self, serving: Serving, codec: TextCodec) -> None:
         self._serving = serving
         self._codec = codec
+        self._unknown = UnknownKeys()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(ChatBody, await request.read())
+        self._unknown.note(request.path, body.other_keys)
         if body.offered_tools and (self._codec.replies is None or not self._codec.replies.supports_tools):
             raise MeshError(Reason.NOT_SUPPORTED, NEEDS_A_PARSER)
         async with self._serving.deadline():
@@ -83,6 +86,7 @@ class OpenAIRoutes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = parse(CompletionBody, await request.read())
+        self._unknown.note(request.path, body.other_keys)
         async with self._serving.deadline():
             prompt = body.prompt
             if isinstance(prompt, str):

@@ -1,16 +1,18 @@
 """Request bodies of the HTTP routes: checked, then turned into the engine's own request types.
 
-Unknown keys are ignored, as OpenAI clients send more than an engine needs. A known key that this engine cannot honour
-(such as response_format) is an error unless it is neutral: silently sampling otherwise would be wrong.
+The routes read the keys that have a field here. `request_keys` decides about all others: a key that would change what
+is sampled is refused unless its value is neutral. A key that is in no known API is refused in `sampling_params`, and
+logged on the text routes, whose clients send more than an engine needs.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from meshrl.inference.engine import SamplingParams
+from meshrl.inference.http.request_keys import CHAT_KEYS, UNCONSTRAINED, no_such_key, refusals, unknown
 from meshrl.wire.errors import MeshError, Reason
 
 MAX_COMPLETIONS = 128
@@ -21,10 +23,39 @@ Body = TypeVar("Body", bound=BaseModel)
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 
 
-class SamplingFields(BaseModel):
-    """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
+def _refuse_constraints(response_format: JsonValue, structured_outputs: JsonValue) -> None:
+    if response_format not in (None, {"type": "text"}):
+        raise ValueError(f"response_format is not supported: {UNCONSTRAINED}")
+    if structured_outputs:
+        raise ValueError(f"structured_outputs is not supported: {UNCONSTRAINED}")
 
-    model_config = ConfigDict(extra="ignore")
+
+class _Checked(BaseModel):
+    """A part of a request whose other keys are kept, to be checked. A key that is null has its default."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, keys: Any) -> Any:
+        if not isinstance(keys, dict):
+            return keys
+        defaults = {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
+        nullable = {"max_tokens"}  # without a limit, which is not the default of every route
+        return {
+            name: value
+            for name, value in keys.items()
+            if value is not None or name in nullable or defaults.get(name, ...) in (None, ...)
+        }
+
+    @property
+    def other_keys(self) -> dict[str, JsonValue]:
+        """Those that have no field here."""
+        return self.model_extra or {}
+
+
+class SamplingFields(_Checked):
+    """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
 
     n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
     temperature: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
@@ -44,6 +75,12 @@ class SamplingFields(BaseModel):
     logit_bias: dict[int, Bias] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     extra_args: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _samples_as_asked(self) -> Self:
+        if found := refusals(self.other_keys, n=self.n):
+            raise ValueError("; ".join(found))
+        return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -83,6 +120,17 @@ class TokenSampling(SamplingFields):
     `prompt_logprobs` for the tokens of the prompt."""
 
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    response_format: JsonValue = None
+    structured_outputs: JsonValue = None
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        _refuse_constraints(self.response_format, self.structured_outputs)
+        if refused := refusals(self.other_keys, table=CHAT_KEYS):
+            raise ValueError("; ".join(refused))
+        if found := unknown(self.other_keys.keys() - CHAT_KEYS):
+            raise ValueError("; ".join(no_such_key(name, type(self).model_fields) for name in found))
+        return self
 
     @property
     def alternatives(self) -> int:
@@ -99,10 +147,8 @@ class TokenSampling(SamplingFields):
         return self.alternatives == 0 and self.prompt_logprobs is None
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(_Checked):
     """POST /inference/v1/generate: token ids in, token ids out."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
     request_id: str | None = None
@@ -114,6 +160,14 @@ class GenerateBody(BaseModel):
     content_parts: list[JsonValue] | None = None
 
     @model_validator(mode="after")
+    def _samples_as_asked(self) -> Self:
+        misplaced = [name for name in self.other_keys if name in TokenSampling.model_fields]
+        found = [f"{name}: belongs into sampling_params" for name in misplaced] + refusals(self.other_keys)
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
     def _text_only(self) -> Self:
         if self.features or self.content_parts:
             raise ValueError("features and content_parts carry images or audio; this engine serves text models only")
@@ -122,12 +176,12 @@ class GenerateBody(BaseModel):
         return self
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Checked):
     """What a stream carries besides its text."""
 
-    model_config = ConfigDict(extra="ignore")
-
     include_usage: bool = False
+    include_obfuscation: bool = False  # nothing is added to events, so there is nothing to leave out
+    continuous_usage_stats: Literal[False] = False
 
 
 class _TextBody(SamplingFields):
@@ -148,11 +202,9 @@ class _TextBody(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
-        if self.response_format not in (None, {"type": "text"}) or self.structured_outputs:
-            raise ValueError(
-                "response_format and structured_outputs are not supported: this engine does not constrain what it "
-                "samples; leave them out, ask for the format in the prompt and check the answer"
-            )
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only a stream has some; send stream true as well, or leave it out")
+        _refuse_constraints(self.response_format, self.structured_outputs)
         return self
 
     def limited(self, *, room: int, index: int, logprobs: bool, top_logprobs: int) -> SamplingParams:
@@ -191,11 +243,16 @@ class ChatBody(_TextBody):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     chat_template: str | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    echo: Literal[False] = False
+    add_special_tokens: Literal[False] = False  # the template writes those that it wants
 
     @model_validator(mode="after")
     def _tools_as_this_engine_can(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs true; send it as well, or leave top_logprobs out")
         if self.functions or self.function_call not in (None, "none", "auto"):
             raise ValueError("functions and function_call are what tools and tool_choice were before; send those")
         if self.tool_choice not in (None, "none", "auto"):
@@ -214,8 +271,8 @@ class ChatBody(_TextBody):
     @property
     def template_arguments(self) -> dict[str, JsonValue]:
         """What the request gives to the chat template beside its messages."""
-        own = {} if self.chat_template is None else {"chat_template": self.chat_template}
-        return {**(self.chat_template_kwargs or {}), **own}
+        own = {"chat_template": self.chat_template, "reasoning_effort": self.reasoning_effort}
+        return {**(self.chat_template_kwargs or {}), **{name: each for name, each in own.items() if each is not None}}
 
 
 class CompletionBody(_TextBody):

@@ -26,6 +26,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from meshrl.inference.engine import GenerateRequest
+from meshrl.inference.http.request_keys import UnknownKeys
 from meshrl.inference.http.runs import (
     Completion,
     Serving,
@@ -48,9 +49,11 @@ class TokenRoute:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
+        self._unknown = UnknownKeys()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = parse(GenerateBody, await request.read())
+        self._unknown.note(request.path, body.other_keys)
         prompt_ids = tuple(body.token_ids)
         room = self._serving.room(len(prompt_ids))
         sampling = body.sampling_params

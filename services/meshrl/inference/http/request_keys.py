@@ -1,0 +1,129 @@
+"""What becomes of every request key of OpenAI's and vLLM's APIs: honoured, neutral, or refused with a 400.
+
+`schemas` reads the honoured keys and holds all others against this table. docs/requests.md is made of it, and the tests
+run it. A request that is answered with 200 was sampled as it asked: a key that would change that is never passed over.
+Both engines take the same requests, since both sample by the same `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from loguru import logger
+from pydantic import JsonValue
+
+MOST_UNKNOWN = 1000
+"""So many unknown keys are counted apart; a client that sends others after that is not logged."""
+
+LEAVE_OUT = "leave it out"
+UNCONSTRAINED = (
+    "this engine does not constrain what it samples; leave it out, ask for the format in the prompt and check the "
+    "answer"
+)
+
+
+@dataclass(frozen=True)
+class OtherKey:
+    """A key that no route reads.
+
+    `neutral` are the values that ask for nothing; None where every value is neutral, since the key changes neither what
+    is sampled nor what is answered. `advice` follows the refusal of any other value.
+    """
+
+    neutral: tuple[JsonValue, ...] | None
+    advice: str = LEAVE_OUT
+
+    def takes(self, value: JsonValue) -> bool:
+        return self.neutral is None or value is None or value in self.neutral
+
+
+def _each(names: str, neutral: tuple[JsonValue, ...] | None, advice: str = LEAVE_OUT) -> dict[str, OtherKey]:
+    return {name: OtherKey(neutral, advice) for name in names.split()}
+
+
+OTHER_KEYS: Mapping[str, OtherKey] = {
+    # bookkeeping and hints for a cache, a queue or a bill
+    **_each("user metadata store service_tier safety_identifier prediction request_id session_id priority", None),
+    **_each("prompt_cache_key prompt_cache_options prompt_cache_retention cache_salt", None),
+    **_each("skip_reading_prefix_cache stream_interval detokenize flat_logprobs output_kind skip_clone", None),
+    **_each("spaces_between_special_tokens truncation_side mm_payload", None),
+    # other media and services
+    "modalities": OtherKey((["text"],), "this is a text model; leave it out"),
+    **_each("audio moderation web_search_options", (), "this engine serves a text model alone; leave it out"),
+    **_each("media_io_kwargs mm_processor_kwargs", ({},), "this is a text model; leave it out"),
+    **_each("return_mm_kwargs", (False,), "this is a text model; leave it out"),
+    "prompt_embeds": OtherKey((), "send text or token ids"),
+    "verbosity": OtherKey(("medium",), "no chat template reads it; ask for it in the prompt"),
+    # constraints on what is sampled
+    **_each("guided_json guided_regex guided_choice guided_grammar guided_decoding_backend", (), UNCONSTRAINED),
+    **_each("guided_whitespace_pattern structural_tag", (), UNCONSTRAINED),
+    "bad_words": OtherKey(([],), "use logit_bias -100 for the tokens that must not be sampled"),
+    "allowed_token_ids": OtherKey((), "use logit_bias for the tokens that are wanted"),
+    "logits_processors": OtherKey(([],)),
+    # other ways of sampling
+    "best_of": OtherKey((1,), "send n, and choose among the completions by their logprobs"),
+    "use_beam_search": OtherKey((False,), "this engine samples; leave it out"),
+    **_each("length_penalty early_stopping", None),  # of beams alone
+    "num_beams": OtherKey((1,), "this engine samples; send n"),
+    "do_sample": OtherKey((True,), "send temperature 0 for the likeliest tokens"),
+    **_each("typical_p tfs", (1,), "use top_p, top_k or min_p"),
+    "top_a": OtherKey((0,), "use top_p, top_k or min_p"),
+    **_each("no_repeat_ngram_size epsilon_cutoff eta_cutoff mirostat_mode", (0,), "use repetition_penalty or min_p"),
+    "penalty_alpha": OtherKey((0,), "use repetition_penalty or min_p"),
+    **_each("thinking_token_budget repetition_detection trace_decode_token_ids vllm_xargs", ({},)),
+    "watermarking": OtherKey((False,)),
+    # prompts that are cut, and what else vLLM reports or moves
+    "truncate_prompt_tokens": OtherKey((), "send a prompt that fits"),
+    "documents": OtherKey(([],), "send it in chat_template_kwargs"),
+    **_each("prompt_logprob_token_ids prompt_logprob_start logprob_token_ids", (), "use logprobs and prompt_logprobs"),
+    "routed_experts_prompt_start": OtherKey((0,)),
+    **_each("return_token_offsets return_prompt_text include_stop_str_in_output", (False,)),
+    "include_reasoning": OtherKey((True,), "it is reasoning_content of the message"),
+    **_each("kv_transfer_params ec_transfer_params", ({},), "this engine keeps its KV cache to itself; leave it out"),
+}
+"""Keys of the `openai` package, of vLLM's requests and SamplingParams, and of other engines."""
+
+
+CHAT_KEYS: Mapping[str, OtherKey] = {
+    "tool_choice": OtherKey(("auto", "none"), UNCONSTRAINED),
+    **_each("parallel_tool_calls reasoning_effort return_token_ids return_tokens_as_token_ids", None),
+}
+"""Keys of the chat route that a caller of the token route, which renders and parses by itself, may pass through."""
+
+
+def refusals(keys: Mapping[str, JsonValue], *, n: int = 1, table: Mapping[str, OtherKey] = OTHER_KEYS) -> list[str]:
+    """A sentence for each of these keys whose value is not neutral; `n` is that of the request."""
+    return [
+        f"{name}: {value!r:.60} is not supported; {table[name].advice}"
+        for name, value in keys.items()
+        if name in table and not table[name].takes(value) and not (name == "best_of" and value == n)
+    ]
+
+
+def unknown(keys: Iterable[str]) -> list[str]:
+    """Those of these keys that are in no API that is known here."""
+    return [name for name in keys if name not in OTHER_KEYS]
+
+
+def no_such_key(name: str, read: Collection[str]) -> str:
+    """The refusal of an unknown key, with the most similar one that is read."""
+    near = difflib.get_close_matches(name, sorted(read), n=1)
+    return f"{name}: no such key" + (f"; did you mean {near[0]}?" if near else f"; {LEAVE_OUT}")
+
+
+class UnknownKeys:
+    """Counts the unknown keys of requests, and logs each the first time: clients send more than an engine needs."""
+
+    def __init__(self, log: Callable[[str], None] = logger.warning) -> None:
+        self.counts: Counter[str] = Counter()
+        self._log = log
+
+    def note(self, path: str, keys: Iterable[str]) -> None:
+        for name in unknown(keys):
+            if name in self.counts or len(self.counts) < MOST_UNKNOWN:
+                self.counts[name] += 1
+                if self.counts[name] == 1:
+                    self._log(f"{path}: the key {name!r:.100} is not known and changes nothing; this is logged once")
