@@ -247,6 +247,7 @@ def _supervise(
         show=_show,
         lock_fd=lock.fd,
         temporary=temporary_folders(parts),
+        landmarks=(layout.lock, layout.configs),
     )
     code = run(supervisor.run)
     logger.info(
