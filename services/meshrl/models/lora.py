@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
 from meshrl.models.sharded import fill_from_whole, gather_whole
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
 
 A, B = "lora_A", "lora_B"
+GATES = (".gate", "_gate", ".router", ".wg")
 
 
 class LoraLinear(nn.Linear):
@@ -70,22 +72,34 @@ def apply_lora(
 ) -> dict[str, LoraLinear]:
     """Freezes the model and puts an adapter on each target; `reset_lora` gives them their first values.
 
-    A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Works on the meta device
-    and must come before sharding. Returns the adapted layers. Raises ValueError, with the model as it was, when a
-    target names no linear layer or one that shares its weight with another module.
+    A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
+    layer of the text model's blocks is one, but for gates, which choose experts. Works on the meta device and must come
+    before sharding. Returns the adapted layers. Raises ValueError, with the model as it was, when a target names no
+    linear layer or one that shares its weight with another module, or when there is no layer to adapt.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen: dict[str, nn.Linear] = {}
     for target in target_modules:
         found = {name: module for name, module in linear.items() if name == target or name.endswith("." + target)}
         if not found:
+            joined = _joined_experts(model)
             raise ValueError(
                 f"model.lora.target_modules: {target!r} names no linear layer; this model has "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in linear})) or 'none'}"
+                + (f", and {joined[0]} is one tensor of all experts, which cannot be adapted yet" if joined else "")
             )
         chosen.update(found)
     if not chosen:
-        raise ValueError("model.lora.target_modules is empty; name at least one linear layer, such as q_proj")
+        text = set(model.get_decoder().modules()) if isinstance(model, PreTrainedModel) else set(model.modules())
+        chosen = {
+            name: module
+            for name, module in linear.items()
+            if module in text and any(part.isdigit() for part in name.split(".")) and not name.endswith(GATES)
+        }
+    if not chosen:
+        raise ValueError(
+            "model.lora: this model has no linear layer in its blocks to adapt; train it without model.lora"
+        )
     _refuse_tied(model, chosen)
     model.requires_grad_(False)
     adapted: dict[str, LoraLinear] = {}
@@ -108,6 +122,22 @@ def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
                 f"model.lora.target_modules: {layer!r} shares its weight with {others[0]!r}, and an adapter on one of "
                 "the two could not be merged, since the model's configuration ties them; leave it out"
             )
+
+
+def coverage(model: nn.Module) -> str:
+    """Which of the model's layers have adapters, in a line for the log."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    adapted = adapted_layers(model)
+    without = sorted({".".join(name.split(".")[-2:]) for name in linear if name not in adapted})
+    without += sorted({".".join(name.split(".")[-2:]) + " (all experts in one)" for name in _joined_experts(model)})
+    return f"adapters on {len(adapted)} of {len(linear)} linear layers" + (
+        f"; without: {', '.join(without)}" if without else ""
+    )
+
+
+def _joined_experts(model: nn.Module) -> list[str]:
+    """The parameters that hold the matrices of all experts of a layer, (E, out, in)."""
+    return [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "experts." in name]
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:

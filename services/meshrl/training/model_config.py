@@ -52,10 +52,8 @@ class LoraConfig(BaseConfig):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of an adapter's inputs that is dropped in training."""
 
-    target_modules: list[str] = Field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    )
-    """Linear layers to adapt, by the last part of their name or a whole one."""
+    target_modules: list[str] = Field(default_factory=list)
+    """Linear layers to adapt, by the last part of their name or a whole one; empty: all of the blocks but gates."""
 
 
 class TrainerModelConfig(ModelConfig):

@@ -25,6 +25,7 @@ from meshrl.models.lora import (
     adapter_config,
     adapter_state,
     apply_lora,
+    coverage,
     is_adapter,
     load_adapter,
     reset_lora,
@@ -34,6 +35,7 @@ from meshrl.models.state import gather_state, hf_state, load_hf_state
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner, to_row
 from meshrl.wire.types import MicroBatch
+from tiny_families import tiny_model
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 TARGETS = ["q_proj", "down_proj"]
@@ -215,7 +217,6 @@ def test_model_without_storage_can_be_adapted() -> None:
     [
         (["q_proj", "wo"], r"'wo' names no linear layer; this model has down_proj, gate_proj, k_proj, lm_head, o_proj"),
         (["embed_tokens"], "'embed_tokens' names no linear layer"),
-        ([], "is empty"),
         (["q_proj", "lm_head"], r"'lm_head' shares its weight with 'model\.embed_tokens\.weight'.*leave it out"),
     ],
 )
@@ -225,6 +226,45 @@ def test_target_that_cannot_be_adapted_is_refused_and_changes_nothing(targets: l
         apply_lora(model, rank=4, alpha=6.0, dropout=0.0, target_modules=targets)
     assert not adapted_layers(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+LINEAR_ATTENTION = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "without"),
+    [
+        ("llama", SEVEN, "lm_head"),
+        ("qwen3_5_text", SEVEN | LINEAR_ATTENTION, "lm_head"),
+        ("gpt_oss", SEVEN - {"gate_proj", "up_proj", "down_proj"}, "lm_head, experts.down_proj (all experts in one), "),
+        (
+            "qwen3_moe",
+            SEVEN - {"gate_proj", "up_proj", "down_proj"},
+            "lm_head, experts.down_proj (all experts in one), ",
+        ),
+        ("qwen2_moe", SEVEN, "lm_head, mlp.shared_expert_gate, experts.down_proj (all experts in one), "),
+        ("gemma3", SEVEN, "fc1, "),
+    ],
+)
+def test_by_default_every_linear_layer_of_the_blocks_has_an_adapter(
+    family: str, targets: set[str], without: str
+) -> None:
+    model = tiny_model(family, None)
+    chosen = apply_lora(model, rank=2, alpha=2.0, dropout=0.0, target_modules=[])
+    assert {name.rpartition(".")[2] for name in chosen} == targets
+    linear = sum(isinstance(module, nn.Linear) for module in model.modules())
+    line = coverage(model)
+    assert line.startswith(f"adapters on {len(chosen)} of {linear} linear layers; without: ")
+    assert without in line
+
+
+def test_experts_that_are_named_are_refused_with_the_tensor_that_holds_them() -> None:
+    model = tiny_model("mixtral", None)
+    with pytest.raises(
+        ValueError, match=r"'w1' names no linear layer; .* and model\.layers\.0\.mlp\.experts\..* is one"
+    ):
+        apply_lora(model, rank=2, alpha=2.0, dropout=0.0, target_modules=["q_proj", "w1"])
 
 
 def test_files_have_the_names_and_the_configuration_that_peft_reads(tmp_path: Path) -> None:
