@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
@@ -115,6 +116,16 @@ def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
             original = original or getattr(config, "original_max_position_embeddings", None)
             limits.append(int(original or config.max_position_embeddings))
     return min(limits, default=None)
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """The number of positions of a model that has an embedding of each; None where positions are computed."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        learned = isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
+        if learned and limit is not None and 0 <= module.num_embeddings - limit <= 2:  # some begin to count at 2
+            return int(limit)
+    return None
 
 
 def needs_unfused(model: PreTrainedModel) -> bool:

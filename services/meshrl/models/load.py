@@ -145,6 +145,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def embedding_rows(config: ModelConfig) -> int | None:
+    """The number of tokens that a model has, by its configuration; None where there is none to read."""
+    try:
+        rows = getattr(_model_config(config).get_text_config(), "vocab_size", None)
+    except ModelError:  # which whatever loads the model raises again
+        return None
+    return rows if isinstance(rows, int) else None
+
+
 def _model_config(config: ModelConfig) -> PreTrainedConfig:
     loaded: PreTrainedConfig = _from_pretrained(AutoConfig, config)
     return loaded

@@ -135,6 +135,7 @@ def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
             max_steps=config.max_steps,
             parallel=parallel,
             seed=config.seed,
+            seq_len=config.data.seq_len,
             max_logits_bytes=logits_bytes,
         )
     except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend

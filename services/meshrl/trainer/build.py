@@ -99,6 +99,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             max_steps=config.max_steps,
             parallel=parallel,
             seed=config.seed,
+            seq_len=config.seq_len,
             max_logits_bytes=logits_bytes,
         )
         logger.info("the model is loaded, in {:.1f} s", time.perf_counter() - started)

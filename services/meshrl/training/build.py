@@ -7,12 +7,15 @@ filled, so no rank ever holds a sharded model whole.
 from __future__ import annotations
 
 import torch
+from loguru import logger
 from torch import nn
+from transformers import PreTrainedModel
 
 from meshrl.algorithms.objective import Objective
+from meshrl.models.families import learned_positions
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.models.lora import apply_lora, reset_lora
+from meshrl.models.lora import apply_lora, coverage, reset_lora
 from meshrl.training.checkpoints.train_state import seed_rank
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
@@ -32,14 +35,16 @@ def build_learner(
     max_steps: int | None,
     parallel: RankGroup,
     seed: int = 0,
+    seq_len: int | None = None,
     max_logits_bytes: int | None = None,
     random_weights: bool = False,
 ) -> Learner:
     """A learner on `parallel.device`; every rank of the group calls this with the same arguments.
 
-    What the configuration leaves to `auto` is chosen before (`auto_settings`): here it is off. `max_logits_bytes` None
-    takes what suits the device; `random_weights` reads the model's configuration only. Raises
-    ModelError, and ValueError for settings that do not fit the model or the group.
+    What the configuration leaves to `auto` is chosen before (`auto_settings`): here it is off. `seq_len` is the length
+    of the longest sample, where it is known. `max_logits_bytes` None takes what suits the device; `random_weights`
+    reads the model's configuration only. Raises ModelError, and ValueError for settings that do not fit the model or
+    the group.
     """
     compute_dtype = resolve_dtype(config)
     on_gpu = parallel.device.type == "cuda"
@@ -47,7 +52,11 @@ def build_learner(
     # Master weights are float32, since small updates drown in bfloat16; weights that adapters leave alone need none.
     stored_dtype = torch.float32 if config.lora is None else compute_dtype
     model = empty_model(config, dtype=stored_dtype)
+    if seq_len is not None:
+        _check_positions(model, config.name, seq_len, warn=parallel.plan.leads)
     add_adapters(model, config)
+    if config.lora is not None and parallel.plan.leads:
+        logger.info(coverage(model))
     policy = PackedPolicy(
         model,
         compute_dtype=compute_dtype,
@@ -81,6 +90,21 @@ def build_learner(
         parallel=parallel,
         optim_cpu_offload=config.optim_cpu_offload,
     )
+
+
+def _check_positions(model: PreTrainedModel, name: str, seq_len: int, *, warn: bool) -> None:
+    limit = learned_positions(model)
+    if limit is not None and seq_len > limit:
+        raise ValueError(
+            f"seq_len {seq_len} is beyond the {limit} positions that model.name {name!r} has learned; set it to {limit}"
+        )
+    meant = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if warn and meant is not None and seq_len > meant:
+        logger.warning(
+            "seq_len {} is beyond the {} positions (max_position_embeddings) that {} was made for: samples that are "
+            "longer train it on positions that it has not seen",
+            seq_len, meant, name,
+        )  # fmt: skip
 
 
 def add_adapters(model: nn.Module, config: TrainerModelConfig) -> None:

@@ -18,6 +18,7 @@ from loguru import logger
 from torch.utils.data import DataLoader, Dataset
 
 from meshrl.algorithms.packing import TrainSample
+from meshrl.models.load import embedding_rows
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import Conversation, DataError, to_conversation
@@ -52,6 +53,7 @@ class TokenizedRows(Dataset[object]):
         self._data = data
         self._parts: dict[str, DataRows] | None = None
         self._tokenize: ConversationTokenizer | None = None
+        self._vocab_size: int | None = None
         self.unused = set(unused)
 
     @property
@@ -65,9 +67,18 @@ class TokenizedRows(Dataset[object]):
         """One row. Raises DataError when it is malformed, and ModelError when the tokenizer cannot be loaded."""
         name = list(self.parts)[draw.part]
         rows = self.parts[name]
-        conversation = to_conversation(rows[draw.row], row_name(rows, name, draw.row, mixed=len(self.parts) > 1))
+        place = row_name(rows, name, draw.row, mixed=len(self.parts) > 1)
+        conversation = to_conversation(rows[draw.row], place)
         self._list_unused(conversation)
-        return _fitted(draw, self.tokenize(conversation), self._data.seq_len)
+        sample = self.tokenize(conversation)
+        largest = int(sample.token_ids.max(initial=0))
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise DataError(
+                f"{place}: token {largest} ({self.tokenize.tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the "
+                f"{self._vocab_size} rows of the embedding of model.name {self._config.model.name!r}; take the "
+                "tokenizer that belongs to it, or save the model with a larger embedding (resize_token_embeddings)"
+            )
+        return _fitted(draw, sample, self._data.seq_len)
 
     @property
     def tokenize(self) -> ConversationTokenizer:
@@ -75,6 +86,7 @@ class TokenizedRows(Dataset[object]):
         if self._tokenize is None:
             tokenizer = load_sft_tokenizer(self._config)
             renderers = Renderers(tokenizer, self._config.renderer) if self._config.renderer else None
+            self._vocab_size = embedding_rows(self._config.model)
             self._tokenize = ConversationTokenizer(tokenizer, renderers, learned_roles=self._config.loss_mask.roles())
         return self._tokenize
 
@@ -96,7 +108,7 @@ class TokenizedRows(Dataset[object]):
             return str(error)
 
     def __getstate__(self) -> dict[str, object]:
-        left = {"_parts": None, "_tokenize": None}  # a process of the loader opens its own
+        left = {"_parts": None, "_tokenize": None, "_vocab_size": None}  # a process of the loader opens its own
         return {"_config": self._config, "_data": self._data, "unused": self.unused, **left}
 
     def in_order(self) -> list[DrawnSample]:
