@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignKey:
-    """One key of the table. Without `new` it has no successor, and `why` is what to do instead."""
+    """One key of the table. Without `new` it has no successor, and `why` gives the reason and the remedy."""
 
     old: str
     new: str = ""
     why: str = ""
     unused: bool = False
-    """The key is taken and has no effect, which a note says; False refuses it."""
+    """The key is taken, with a note that it has no effect; False refuses it."""
 
     only: tuple[str, ...] = ()
     """The row is for these values alone, written in lower case; empty is for all."""
@@ -115,7 +115,7 @@ _RUN = (
     _absent("model.vlm", _TEXT),
     _absent("teacher_gpu_ids", _TEACHER),
     _absent("teacher_inference", _TEACHER),
-    _unused("wandb.shared", "one run holds the metrics of all programs anyway"),
+    _unused("wandb.shared", "all programs share one run"),
     _unused("weight_broadcast.port", "rl chooses the ports"),
     _moved("weight_broadcast.timeout", "weight_broadcast.transfer_deadline_s"),
     _moved("weight_broadcast.adapter_only", "weight_broadcast.lora_adapter_only"),
@@ -159,31 +159,31 @@ _ORCHESTRATOR = (
     *(_moved(f"{each}.max_completion_tokens", f"{each}.max_tokens") for each in _SAMPLINGS),
     *(_unused(f"{each}.repetition_penalty", "there are no penalties, which 1 stands for", "1", "1.0")
       for each in _SAMPLINGS),
-    *(_unused(f"{each}.min_tokens", "0 is what is always done", "0") for each in _SAMPLINGS),
+    *(_unused(f"{each}.min_tokens", "completions have no fewest number of tokens", "0") for each in _SAMPLINGS),
     *(_absent(f"{each}.min_tokens", "a completion may end at once; leave it out") for each in _SAMPLINGS),
     *(_absent(f"{each}.extra_body", "the keys of sampling are all that engines are asked") for each in _SAMPLINGS),
     _moved("orchestrator.teacher_model", "orchestrator.teacher"),
     _moved("orchestrator.teacher_rollout_model", "orchestrator.teacher"),
-    _unused("orchestrator.use_sft_loss", "learning from rewards is what a run always does", "false"),
-    _unused("orchestrator.need_sft_loss", "learning from rewards is what a run always does", "false"),
+    _unused("orchestrator.use_sft_loss", "a run learns from rewards, unless training_mode is set", "false"),
+    _unused("orchestrator.need_sft_loss", "a run learns from rewards, unless training_mode is set", "false"),
     _unused("orchestrator.oversampling_factor", "orchestrator.max_inflight_rollouts is how much is under way"),
     _unused("orchestrator.concurrency", "rollout.max_concurrent is how many rollouts run at once"),
     _unused("orchestrator.micro_batch_size", _PACKED),
-    _unused("orchestrator.num_train_workers", "the trainer says itself how many processes it has"),
+    _unused("orchestrator.num_train_workers", "the trainer reports the number of its processes"),
     _unused("orchestrator.use_token_client", "rollouts always exchange token ids"),
     _unused("orchestrator.lora_name", "adapters are served under the model's own name"),
-    _unused("orchestrator.model.lora", "trainer.model.lora is what adapters are made of"),
-    _unused("orchestrator.strict_async_level", "orchestrator.max_async_level is kept in any case"),
+    _unused("orchestrator.model.lora", "adapters are configured by trainer.model.lora"),
+    _unused("orchestrator.strict_async_level", "orchestrator.max_async_level always holds"),
     _unused("orchestrator.mask_truncated_completions", "they are trained as they are", "false"),
     _unused("orchestrator.zero_truncated_completions", "they are trained as they are", "false"),
     _absent("orchestrator.buffer", _DIFFICULTY),
     _absent("orchestrator.pre_batch_filters", _DIFFICULTY),
     _absent("orchestrator.post_batch_filters", _DIFFICULTY),
     _absent("orchestrator.rollout_transport", "batches go to the trainer over gRPC; leave it out"),
-    _absent("orchestrator.heartbeat", "the orchestrator answers grpc.health.v1 where orchestrator.server says"),
+    _absent("orchestrator.heartbeat", "the orchestrator serves grpc.health.v1 at orchestrator.server"),
     _absent("orchestrator.eval.environment_ids", "name each in an [[orchestrator.eval.env]] of its own"),
     _unused("orchestrator.eval.skip_eval_on_resume", "a resumed run evaluates when its interval is over"),
-    _unused("orchestrator.client.server_type", "engines say themselves what they are"),
+    _unused("orchestrator.client.server_type", "engines report their kind"),
     _unused("orchestrator.client.skip_model_check", "engines are asked for the model by rollout.model.name"),
     _unused("orchestrator.client.admin_base_url", "engines take versions from the weight hub"),
 )  # fmt: skip
@@ -224,7 +224,7 @@ _MODELS = tuple(
         ),
         _unused(f"{trainer}.model.impl", _MODEL_CODE),
         _unused(f"{trainer}.model.liger_kernel", _MODEL_CODE),
-        *(_unused(f"{trainer}.model.{each}", "that is what is always done", *_OFF) for each in ("tp", "cp", "ep")),
+        *(_unused(f"{trainer}.model.{each}", "models are split by FSDP alone", *_OFF) for each in ("tp", "cp", "ep")),
         *(_absent(f"{trainer}.model.{each}", _PARALLEL) for each in ("tp", "cp", "ep")),
         _absent(f"{trainer}.model.vlm", _TEXT),
         _unused(f"{trainer}.model.load_using_meta", "models are always loaded shard by shard"),
@@ -250,8 +250,8 @@ _MODELS = tuple(
 )
 
 _INFERENCE = (
-    _unused("inference.parallel.tp", "one GPU holds a model unless tensor_parallel_size says otherwise", "1"),
-    _unused("inference.parallel.dp", "an engine holds one copy unless data_parallel_size says otherwise", "1"),
+    _unused("inference.parallel.tp", "1 is the default of inference.tensor_parallel_size", "1"),
+    _unused("inference.parallel.dp", "1 is the default of inference.data_parallel_size", "1"),
     _moved("inference.parallel.tp", "inference.tensor_parallel_size"),
     _moved("inference.parallel.dp", "inference.data_parallel_size"),
     _moved("inference.parallel.dp_local", "inference.data_parallel_size_local"),
@@ -263,7 +263,7 @@ _INFERENCE = (
     *(_moved(f"inference.{each}", f"inference.vllm.{each}")
       for each in ("enable_expert_parallel", "enable_prefix_caching", "all2all_backend", "quantization",
                    "kv_cache_dtype", "enable_eplb")),
-    *(_unused(f"inference.{each}", "lora_rank is all an engine is told of adapters; rl sets it")
+    *(_unused(f"inference.{each}", "an engine with lora_rank, which rl sets, takes adapters")
       for each in ("enable_lora", "max_loras", "max_cpu_loras")),
     *(_unused(f"inference.model.{each}", _PARSERS)
       for each in ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice")),
@@ -274,9 +274,7 @@ _ALONE = (
     ForeignKey(old="orchestrator.ckpt.interval", new="orchestrator.checkpoint_interval", alone=True),
     ForeignKey(old="orchestrator.ckpt", new="orchestrator.checkpoint_at_end", alone=True, values={"{}": True}),
     _alone("orchestrator.ckpt", "the trainer writes and resumes checkpoints; start it with the same [ckpt]"),
-    _alone(
-        "orchestrator.model", "the trainer says which model is trained; give [model] to trainer, rollout, inference"
-    ),
+    _alone("orchestrator.model", "the trainer names the model; give [model] to trainer, rollout, inference"),
     _alone("orchestrator.client", "the rollout program calls engines; start it with the same [client]"),
     _alone("orchestrator.log.vf_level", "environments run in the rollout program; start it with --vf-level"),
     _alone("orchestrator.weight_broadcast", "the hub brings versions to engines; see services.weights"),
