@@ -7,12 +7,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from mesh_run import WITH_WORKERS, Run
-from meshrl.trainer.publishing.transport_choice import shm_folder
+from meshrl.core.private_folders import versions_folder
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 
@@ -24,6 +25,16 @@ def second(run: Run, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240)
 
 
+def open_to_others(folder: Path) -> list[Path]:
+    """What other users may read or write, of a folder and all that is in it."""
+    found = []
+    for path in (folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):  # of a run that goes on
+            if not path.is_symlink() and path.stat().st_mode & 0o077:
+                found.append(path)
+    return found
+
+
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
@@ -31,8 +42,9 @@ def contents(folder: Path) -> dict[str, str]:
 def test_a_second_rl_leaves_a_living_run_alone_and_a_killed_run_leaves_nothing(start_run: Callable[..., Run]) -> None:
     run = start_run("--max-steps", "500", "--weights.transport", "filesystem", *WITH_WORKERS)
     run.wait_for(lambda: len(run.steps()) >= 1)
-    in_memory, configs = shm_folder(run.output_dir), contents(run.output_dir / "configs")
+    in_memory, configs = versions_folder(run.output_dir), contents(run.output_dir / "configs")
     assert in_memory.is_dir()
+    assert open_to_others(run.output_dir) == open_to_others(in_memory) == []
 
     for flags in (["--seed", "7"], ["--clean-output-dir"]):
         refused = second(run, *flags)
@@ -60,7 +72,7 @@ def test_a_second_rl_leaves_a_living_run_alone_and_a_killed_run_leaves_nothing(s
 
 def test_an_interrupt_given_twice_leaves_neither_processes_nor_memory(start_run: Callable[..., Run]) -> None:
     run = start_run("--max-steps", "500", "--weights.transport", "filesystem")
-    in_memory = shm_folder(run.output_dir)
+    in_memory = versions_folder(run.output_dir)
     run.wait_for(in_memory.is_dir)
     os.kill(run.pid("trainer"), signal.SIGSTOP)  # as in a step that takes long: it will not tidy up by itself
     for word in ("draining; once more", "leaving at once"):

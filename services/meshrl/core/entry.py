@@ -60,6 +60,7 @@ def synthesize() -> None:
 
 def _call(module: str) -> None:
     signal.signal(signal.SIGINT, _leave)
+    os.umask(0o077)  # until the configuration says who may read what is written (`meshrl.core.private_folders`)
     _have_home()
     importlib.import_module(module).main()
 

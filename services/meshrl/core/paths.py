@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-
-
-def spool_name(engine_id: str) -> str:
-    """Name of the temporary folder in which an engine's versions that came in chunks become files."""
-    return "meshrl-spool-" + re.sub(r"[^A-Za-z0-9.-]", "_", engine_id)
 
 
 @dataclass(frozen=True)

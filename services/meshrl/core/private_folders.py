@@ -1,12 +1,12 @@
-"""Folders and files outside output_dir that only the user of a run may read: versions in memory, sockets.
+"""Who may read what a run writes: its own user alone, unless `readable_by` allows others.
 
-/dev/shm and /tmp belong to everybody. A folder there has a name that others cannot guess, mode 0700 and the owner of
-this process; one that somebody else made, or a link, is refused. All calls block and raise OSError.
+In output_dir the umask decides. /dev/shm and /tmp belong to everybody: a folder there has a name that others cannot
+guess, mode 0700 and the owner of this process; one that somebody else made, or a link, is refused. All calls block and
+raise OSError.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import secrets
@@ -16,8 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from meshrl.client.private import private_folder
+from meshrl.core.config.base import ConfigError
+from meshrl.core.config.flags import flag
 from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
 
@@ -30,39 +33,42 @@ SOCKET_PATH_BYTES = 107
 SOCKET_NAME_BYTES = 48
 """Room for the name of a socket, with a folder of a library's own around it (multiprocessing: 32, vLLM: 37)."""
 
+ReadableBy = Literal["owner", "group", "everyone"]
+
+_UMASKS: Mapping[str, int] = {"owner": 0o077, "group": 0o027, "everyone": 0o022}
 _TMP = Path("/tmp")
-_OTHERS = 0o077
 _OTHERS_WRITE = 0o022
 
 
-def private_folder(path: Path) -> Path:
-    """Makes a folder with mode 0700, where it is not there; its parents as usual. Returns `path`.
+def keep_to(readable_by: ReadableBy, output_dir: Path) -> None:
+    """From now on this process, and those that it starts, make files and folders that only these may read.
 
-    Raises PermissionError where `path` is a link or no folder, belongs to another user, or others may write to it.
+    Raises ConfigError where output_dir belongs to another user, who could replace what is in it, and only the owner
+    shall read it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    os.umask(_UMASKS[readable_by])
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        raise _refusal(path, "is a link or no folder") from error
-    try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
-            raise _refusal(path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}")
-        if found.st_mode & _OTHERS_WRITE:
-            raise _refusal(path, f"has mode {stat.S_IMODE(found.st_mode):04o}, so that others may write to it")
-        if found.st_mode & _OTHERS:
-            os.fchmod(descriptor, 0o700)
-    finally:
-        os.close(descriptor)
-    return path
+        owner = output_dir.stat().st_uid
+    except OSError:  # not made yet; or it cannot be read, which the first file in it shows
+        return
+    if readable_by == "owner" and owner not in (0, os.geteuid()):
+        raise ConfigError(
+            f"output_dir {str(output_dir)!r} belongs to user {owner}, who could read and replace what this user"
+            f" ({os.geteuid()}) writes there; choose another one, or allow it with {flag('readable_by')} everyone"
+        )
 
 
-def private_name(output_dir: Path, purpose: str) -> str:
+def versions_folder(output_dir: Path) -> Path:
+    """The folder in memory for the versions of a run."""
+    return SHM / _private_name(output_dir, "versions")
+
+
+def spool_name(output_dir: Path, engine_id: str) -> str:
+    """Name of the temporary folder in which an engine's versions that came in chunks become files."""
+    return _private_name(output_dir, f"spool of {engine_id}")
+
+
+def _private_name(output_dir: Path, purpose: str) -> str:
     """A folder name that all programs of a run compute alike, and that no other user can guess.
 
     It depends on a secret in output_dir/credentials, which the first call makes.
@@ -128,7 +134,3 @@ def _secret(file: Path) -> bytes:
             os.link(made, file)
         made.unlink()
     return file.read_bytes()
-
-
-def _refusal(path: Path, why: str) -> PermissionError:
-    return PermissionError(errno.EACCES, f"it {why}", str(path))

@@ -26,6 +26,7 @@ from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
+from meshrl.core.private_folders import ReadableBy, keep_to
 from meshrl.core.telemetry.log_folder import log_place, own_log
 from meshrl.core.telemetry.logs import setup_logging, stdout_goes_beside
 from meshrl.wire.errors import MeshError
@@ -46,6 +47,9 @@ class ProgramConfig(Protocol):
 
     @property
     def output_dir(self) -> Path: ...
+
+    @property
+    def readable_by(self) -> ReadableBy: ...
 
     @property
     def log(self) -> LogConfig: ...
@@ -86,11 +90,21 @@ def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
 
     Its first lines are the notes on how the configuration was written.
     """
+    keep_private(name, config)
     log_file = run_log(name, Layout(config.output_dir)) if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
     if to_file:
         for note in config.notes:
             logger.info("{}", note)
+
+
+def keep_private(name: str, config: ProgramConfig) -> None:
+    """Makes what this process writes readable as `readable_by` allows; ends it where output_dir is another user's."""
+    try:
+        keep_to(config.readable_by, config.output_dir)
+    except ConfigError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        sys.exit(BAD_CONFIGURATION)
 
 
 def run_log(name: str, layout: Layout) -> Path:

@@ -10,6 +10,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EVERYWHERE, LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.core.private_folders import ReadableBy
 from meshrl.prime_rl.keys import VLLM_ARGUMENTS
 from meshrl.wire.values import JsonObject
 
@@ -192,6 +193,10 @@ class InferenceConfig(BaseConfig):
 
     output_dir: Path = Path("outputs")
     """Folder for logs and traces."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
 
     log: LogConfig = LogConfig()
     """Logging."""

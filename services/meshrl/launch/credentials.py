@@ -17,7 +17,8 @@ from pydantic import SecretStr
 
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import PREFIX, TRUST_FILE, CredentialFiles
-from meshrl.client.trust import Role, TrustFile, write_private
+from meshrl.client.private import private_folder, write_private
+from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import TlsConfig
 from meshrl.core.credentials.secret import ADMIN_KEY
@@ -77,8 +78,7 @@ def credentials_for(
     if not makes_own(config, environ):
         return {}
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
+        private_folder(folder)
         if config.deployment.type == "multi_node" and not (folder / "ca.key").exists():
             _check_all_started(config)
             Authority.create(folder, f"job-{environ.get('SLURM_JOB_ID', 'none')}")

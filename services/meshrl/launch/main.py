@@ -16,7 +16,8 @@ from loguru import logger
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
 from meshrl.core.interpreter import check_interpreter
-from meshrl.core.paths import Layout, spool_name
+from meshrl.core.paths import Layout
+from meshrl.core.private_folders import SHM, keep_to, spool_name, versions_folder
 from meshrl.core.program import run
 from meshrl.core.run_folder import empty_folder, holds_a_run
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
@@ -38,7 +39,6 @@ from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.publishing.transport_choice import SHM, shm_folder
 from meshrl.weights.config import WeightsConfig
 
 _NAME = "rl"
@@ -260,9 +260,9 @@ def temporary_folders(parts: Sequence[Part]) -> list[Path]:
     folders = []
     for part in parts:
         if isinstance(part.config, TrainerConfig):
-            folders.append(shm_folder(part.config.output_dir))
+            folders.append(versions_folder(part.config.output_dir))
         elif isinstance(part.config, InferenceConfig):
-            spool = spool_name(part.config.engine_id or part.config.server.address)
+            spool = spool_name(part.config.output_dir, part.config.engine_id or part.config.server.address)
             folders += [SHM / spool, Path(tempfile.gettempdir()) / spool]
     return folders
 
@@ -289,6 +289,7 @@ def main() -> None:
     config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
     code = 0
     try:
+        keep_to(config.readable_by, config.output_dir)
         if config.slurm is None:
             code = launch(config)
         else:

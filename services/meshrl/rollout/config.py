@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig, TlsConfig
+from meshrl.core.private_folders import ReadableBy
 from meshrl.rollout.exchange.config import ExchangeLinkConfig
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
@@ -142,6 +143,10 @@ class RolloutConfig(BaseConfig):
 
     output_dir: Path = Path("outputs")
     """Folder for logs and traces."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
 
     log: LogConfig = LogConfig()
     """Logging."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, WandbConfig
+from meshrl.core.private_folders import ReadableBy
 from meshrl.core.slurm.config import DeploymentType, SlurmConfig
 from meshrl.sft.data.config import DataConfig
 from meshrl.training.bench.config import BenchConfig
@@ -160,6 +161,10 @@ class SFTConfig(BaseConfig):
 
     output_dir: Path = Path("outputs")
     """Folder for weights, checkpoints, metrics and logs."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
 
     clean_output_dir: bool = False
     """Empty output_dir first. Refused for a folder that does not look like a run's."""

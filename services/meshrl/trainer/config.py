@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.core.private_folders import ReadableBy
 from meshrl.trainer.loss_config import LossConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
@@ -102,6 +103,10 @@ class TrainerConfig(BaseConfig):
 
     output_dir: Path = Path("outputs")
     """Folder for logs, traces, checkpoints, weights and broadcasts."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
 
     log: LogConfig = LogConfig()
     """Logging."""

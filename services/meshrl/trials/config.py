@@ -16,6 +16,7 @@ from meshrl.core.config.shared import (
     SamplingConfig,
     ServerConfig,
 )
+from meshrl.core.private_folders import ReadableBy
 from meshrl.inference.config import InferenceConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 
@@ -113,6 +114,10 @@ class TrialsConfig(BaseConfig):
 
     output_dir: Path = Path("outputs")
     """Folder for results and logs. One that holds results of the same settings is gone on with."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
 
     clean_output_dir: bool = False
     """Delete the results that output_dir holds, and begin anew."""

@@ -22,7 +22,7 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from meshrl.core.paths import spool_name
+from meshrl.core.private_folders import SHM, private_folder
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
@@ -30,7 +30,6 @@ from meshrl.wire.manifest import DIGEST_BYTES_OF, SUM128
 from meshrl.wire.manifest_file import open_regular, safetensors_header
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
 
-SHARED_MEMORY = Path("/dev/shm")
 SPARE_BYTES = 2**28  # left free in shared memory: vLLM and torch use it as well
 
 Bytes = NDArray[np.uint8]
@@ -125,10 +124,10 @@ def empty_bytes(manifest: Manifest) -> HostBytes:
 class Spool:
     """Makes files for versions that come in chunks, in a folder of one engine's own, which its next start empties."""
 
-    def __init__(self, folder: Path | None, engine_id: str) -> None:
+    def __init__(self, folder: Path | None, name: str) -> None:
         """`folder`: where to put that folder; None is shared memory, or the temporary folder while that is full."""
-        self._name = spool_name(engine_id)
-        self._choices = [folder] if folder is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+        self._name = name
+        self._choices = [folder] if folder is not None else [SHM, Path(tempfile.gettempdir())]
         for choice in self._choices:
             shutil.rmtree(choice / self._name, ignore_errors=True)  # of an engine that was killed
 
@@ -140,8 +139,7 @@ class Spool:
         try:
             header = safetensors_header(manifest.tensors)
             size = len(header) + manifest.num_bytes
-            folder = self._folder(size)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = private_folder(self._folder(size))
             fd, name = tempfile.mkstemp(dir=folder, prefix=f"version_{manifest.version}-", suffix=".safetensors")
             path = Path(name)
             try:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig
+from meshrl.core.private_folders import ReadableBy
 
 
 class WeightsConfig(BaseConfig):
@@ -22,6 +23,10 @@ class WeightsConfig(BaseConfig):
 
     output_dir: Path = Path("outputs")
     """Folder of the run, shared by its programs; logs, traces and, by default, the spool go below it."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
 
     enrollment_port: int | None = Field(default=None, ge=0, le=65535)
     """Port at which hosts join the run (`meshrl join`); needs the run's authority in output_dir (`meshrl run init`).

@@ -17,10 +17,11 @@ import torch
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient, WeightSyncClient
+from meshrl.core.private_folders import versions_folder
 from meshrl.models.state import hf_state
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
-from meshrl.trainer.publishing.transport_choice import first_engines, shm_folder
+from meshrl.trainer.publishing.transport_choice import first_engines
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.types import EngineInfo, StepState, VersionKind
@@ -64,7 +65,7 @@ async def test_engine_serves_the_trainers_weights_to_the_bit(
 
 async def kill_the_agent(program: Program) -> None:
     """Its ranks end, and its versions that are files in memory are removed."""
-    folder = shm_folder(program.output_dir)
+    folder = versions_folder(program.output_dir)
     assert await asyncio.to_thread(folder.is_dir)
     ranks = program.rank_pids()
     program.process.kill()

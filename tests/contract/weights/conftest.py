@@ -195,7 +195,7 @@ class Mesh:
         agent = WeightAgent(
             self.client(),
             engine,
-            InferenceConfig(engine_id=engine_id),
+            InferenceConfig(engine_id=engine_id, output_dir=self.folder),
             "127.0.0.1:8000",
             fetch_stall_s=3.0,
             hold_deadline_s=3.0,

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core.private_folders import SOCKET_NAME_BYTES, private_folder, private_name, socket_folder
+from meshrl.client.private import private_folder
+from meshrl.core.config import ConfigError
+from meshrl.core.private_folders import (
+    SOCKET_NAME_BYTES,
+    ReadableBy,
+    keep_to,
+    socket_folder,
+    spool_name,
+    versions_folder,
+)
 
 NOBODY = 65534
 
@@ -60,18 +69,39 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_name_is_the_same_for_all_programs_of_a_run_and_of_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = private_name(tmp_path / "run", "versions")
+    folder = versions_folder(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    assert private_name(Path("run"), "versions") == name
-    others = {private_name(tmp_path / "run", "spool"), private_name(tmp_path / "other", "versions")}
-    assert name not in others
-    assert len(others) == 2
-    assert len(name) >= 32
+    assert versions_folder(Path("run")) == folder
+    others = {versions_folder(tmp_path / "other").name, spool_name(Path("run"), "e0"), spool_name(Path("run"), "e1")}
+    assert folder.parent == Path("/dev/shm")
+    assert folder.name not in others
+    assert len(others) == 3
+    assert len(folder.name) >= 32
     assert mode(tmp_path / "run" / "credentials") == 0o700
     (secret,) = (tmp_path / "run" / "credentials").iterdir()
     assert mode(secret) == 0o600
     secret.unlink()
-    assert private_name(tmp_path / "run", "versions") != name  # by the secret, not by the path
+    assert versions_folder(tmp_path / "run") != folder  # by the secret, not by the path
+
+
+@pytest.mark.parametrize(
+    ("readable_by", "modes"), [("owner", (0o700, 0o600)), ("group", (0o750, 0o640)), ("everyone", (0o755, 0o644))]
+)
+def test_what_a_program_writes_is_readable_as_its_configuration_allows(
+    tmp_path: Path, readable_by: ReadableBy, modes: tuple[int, int]
+) -> None:
+    keep_to(readable_by, tmp_path / "not made yet")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert (mode(tmp_path / "folder"), mode(tmp_path / "file")) == modes
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_an_output_folder_of_another_user_is_refused_unless_everyone_may_read_it(tmp_path: Path) -> None:
+    os.chown(tmp_path, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}.*--readable-by everyone"):
+        keep_to("owner", tmp_path)
+    keep_to("everyone", tmp_path)
 
 
 def bind_longest_name(folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
+from meshrl.core.private_folders import SHM, spool_name, versions_folder
 from meshrl.launch.config import RLConfig
 from meshrl.launch.main import (
     main,
@@ -22,7 +23,6 @@ from meshrl.launch.main import (
     write_configs,
 )
 from meshrl.launch.ports import FreePorts
-from meshrl.trainer.publishing.transport_choice import shm_folder
 
 FILES = ["inference.toml", "orchestrator.toml", "rl.toml", "rollout.toml", "trainer.toml", "weights.toml"]
 
@@ -161,12 +161,11 @@ def test_the_log_says_who_works_where(tmp_path: Path, free_ports: FreePorts) -> 
 def test_what_killed_programs_leave_outside_of_the_folder_is_known(tmp_path: Path, free_ports: FreePorts) -> None:
     engine = ("--inference.engine-id", "e/1", "--num-engines", "2")
     folders = temporary_folders(resolve(load(tmp_path, *engine), free_ports))
-    assert shm_folder(tmp_path) in folders
-    spools = {folder.name for folder in folders if folder.parent == Path("/dev/shm")} - {shm_folder(tmp_path).name}
-    assert spools == {"meshrl-spool-e_1-1", "meshrl-spool-e_1-2"}
+    in_memory = {folder for folder in folders if folder.parent == SHM}
+    assert in_memory == {versions_folder(tmp_path), *(SHM / spool_name(tmp_path, name) for name in ("e/1-1", "e/1-2"))}
     running = ("--orchestrator.services.trainer", "h:1", "--orchestrator.services.weights", "h:2")
     others = temporary_folders(resolve(load(tmp_path, *running, "--inference.server.port", "8001"), free_ports))
-    assert [folder.name for folder in others] == ["meshrl-spool-127.0.0.1_8001"] * 2
+    assert [folder.name for folder in others] == [spool_name(tmp_path, "127.0.0.1:8001")] * 2
 
 
 def test_host_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.core.private_folders import SHM, versions_folder
 from meshrl.trainer.publishing.build import store_host
-from meshrl.trainer.publishing.transport_choice import SHM, choose, files_folder, shm_folder
+from meshrl.trainer.publishing.transport_choice import choose, files_folder
 from meshrl.wire.types import AgentState, EngineInfo, Transport
 
 HERE = EngineInfo(
@@ -63,7 +64,7 @@ def folder(output_dir: Path, **changed: object) -> Path:
 
 
 def test_files_lie_in_memory_only_where_everybody_is_here_and_there_is_room(tmp_path: Path) -> None:
-    assert folder(tmp_path) == shm_folder(tmp_path)
+    assert folder(tmp_path) == versions_folder(tmp_path)
     on_disk = tmp_path / "broadcasts"
     assert folder(tmp_path, hub_address="10.0.0.1:1") == on_disk
     assert folder(tmp_path, engines=(HERE, THERE)) == on_disk
@@ -72,8 +73,8 @@ def test_files_lie_in_memory_only_where_everybody_is_here_and_there_is_room(tmp_
 
 
 def test_folders_in_memory_differ_by_output_dir(tmp_path: Path) -> None:
-    assert shm_folder(tmp_path / "a") != shm_folder(tmp_path / "b")
-    assert shm_folder(tmp_path).parent == SHM
+    assert versions_folder(tmp_path / "a") != versions_folder(tmp_path / "b")
+    assert versions_folder(tmp_path).parent == SHM
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,11 @@ def test_short_and_missing_files_are_errors(tmp_path: Path) -> None:
 
 def test_spooled_version_is_a_safetensors_file_until_it_is_released(tmp_path: Path) -> None:
     manifest, stream = packed(weights())
-    held = Spool(tmp_path, "host:80/x").room_for(manifest)
+    held = Spool(tmp_path, "spool").room_for(manifest)
     held.parts[0][1][:] = np.frombuffer(stream, np.uint8)
     assert held.wrong_tensor(manifest, threading.Event()) is None
     (file,) = held.files
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     stored = load_file(file)
     assert all(torch.equal(stored[name], tensor) for name, tensor in weights().items())
     kept = held.tensors(manifest)

@@ -22,7 +22,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from meshrl.client.credentials import TRUST_FILE
 from meshrl.client.names import MEMBER_URI, canonical_host, check_name, member_name, server_name
-from meshrl.client.trust import SERVING, Role, Trust, TrustFile, write_private
+from meshrl.client.private import private_folder, write_private
+from meshrl.client.trust import SERVING, Role, Trust, TrustFile
 
 CERTIFICATE_S = 24 * 3600.0
 AUTHORITY_DAYS = 3650
@@ -60,8 +61,7 @@ class Authority:
         check_name(run)
         if (folder / "ca.key").exists():
             raise AuthorityError(f"{folder} holds an authority already; use it, or name another folder")
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
+        private_folder(folder)
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"meshrl run {run}")])
         now = datetime.datetime.now(datetime.UTC)

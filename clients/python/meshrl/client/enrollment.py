@@ -22,7 +22,8 @@ from google.protobuf.message import Message
 from meshrl.client.authority import key_hash, request_for, save_certificate
 from meshrl.client.credentials import TRUST_FILE, Credentials
 from meshrl.client.names import canonical_host, member_name, server_name
-from meshrl.client.trust import Role, TrustFile, write_private
+from meshrl.client.private import write_private
+from meshrl.client.trust import Role, TrustFile
 from meshrl.v1 import identity_pb2 as pb
 from meshrl.v1 import identity_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error

@@ -122,17 +122,6 @@ class Trust:
         return ""
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Puts a file in place of what was there, whole, on disk, for its owner alone."""
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.unlink(missing_ok=True)
-    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
 class TrustFile:
     """The file. Every method raises OSError or sqlite3.Error for one that cannot be used."""
 

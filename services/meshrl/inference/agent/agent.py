@@ -20,6 +20,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.credentials.https import scheme
+from meshrl.core.private_folders import spool_name
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
 from meshrl.inference.agent.fetching import VersionFetcher
@@ -89,7 +90,9 @@ class WeightAgent:
         self._url, self._away_s = url or f"{scheme()}://{address}", away_s
         self.connected = False  # to the hub
         self.waits = Waits()  # replaced by the program's, where it has some
-        spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
+        spool = None
+        if engine.stages_from_files:
+            spool = Spool(spool_dir, spool_name(config.output_dir, self._engine_id))
         self._fetcher = VersionFetcher.over(client, config.weight_broadcast, spool=spool, stall_s=fetch_stall_s)
         self._loader = VersionLoader(client, engine, self._fetcher)
         self._hold_deadline_s = hold_deadline_s

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from meshrl.core.orphans import FolderGuardian
+from meshrl.core.private_folders import SHM
 from meshrl.inference.engine import HostVersion
 from meshrl.versions import peft
-from meshrl.versions.files import SHARED_MEMORY, no_room
+from meshrl.versions.files import no_room
 from meshrl.versions.layout import Layout
 from meshrl.wire.errors import MeshError, Reason
 
@@ -42,7 +43,7 @@ class AdapterStore:
     They are gone when the engine ends, also when it is killed.
     """
 
-    def __init__(self, max_rank: int, *, folder: Path = SHARED_MEMORY) -> None:
+    def __init__(self, max_rank: int, *, folder: Path = SHM) -> None:
         """`folder`: where to put them; the temporary folder where it is none."""
         self._max_rank = max_rank
         self._root = Path(tempfile.mkdtemp(prefix="meshrl-lora-", dir=folder if folder.is_dir() else None))

@@ -12,6 +12,7 @@ from meshrl.core.config import BaseConfig
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, TlsConfig, WandbConfig, WeightBroadcastConfig
+from meshrl.core.private_folders import ReadableBy
 from meshrl.core.slurm.config import SlurmConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config.completion import complete
@@ -58,6 +59,10 @@ class RLConfig(BaseConfig):
 
     output_dir: Annotated[Path, HandedTo(every_component("output_dir"))] = Path("outputs")
     """Folder of the run; the same for every program."""
+
+    readable_by: Annotated[ReadableBy, HandedTo(every_component("readable_by"))] = "owner"
+    """Who may read what the run writes, for every program: its own user alone, also the group of the files, or everyone
+    on the machine. Credentials stay for the owner."""
 
     model: Annotated[ModelConfig | None, HandedTo(("trainer.model", "inference.model", "rollout.model"))] = None
     """The model, for trainer, inference and rollout."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from meshrl.client.authority import request_for, save_certificate
 from meshrl.client.credentials import TRUST_FILE
 from meshrl.client.enrollment import RENEWAL_FILE
-from meshrl.client.trust import TrustFile, write_private
+from meshrl.client.private import write_private
+from meshrl.client.trust import TrustFile
 
 
 def member_folder(credentials: Path, node: str) -> Path:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshrl.core.paths import Layout
+from meshrl.core.private_folders import SHM
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.launch.preflight.models import ModelSize, local_folder, stored_size
-from meshrl.trainer.publishing.transport_choice import SHM, SHM_VERSIONS
+from meshrl.trainer.publishing.transport_choice import SHM_VERSIONS
 from meshrl.training.config import CheckpointConfig
 
 MASTER_BYTES = 4

@@ -19,6 +19,7 @@ from meshrl.core.config.shared import (
     TlsConfig,
     WandbConfig,
 )
+from meshrl.core.private_folders import ReadableBy
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
@@ -213,6 +214,10 @@ class OrchestratorConfig(BaseConfig):
 
     output_dir: Path = Path("outputs")
     """Folder for metrics, ledger, logs and traces."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
 
     log: LogConfig = LogConfig()
     """Logging."""

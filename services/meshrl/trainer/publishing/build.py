@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from meshrl.client import WeightSyncClient
 from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
+from meshrl.core.private_folders import versions_folder
 from meshrl.core.rpc.serve import is_loopback
 from meshrl.core.telemetry.waits import Waits
 from meshrl.models.lora import adapter_config
@@ -32,7 +33,6 @@ from meshrl.trainer.publishing.transport_choice import (
     first_engines,
     handover_folder,
     known_engines,
-    shm_folder,
 )
 from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
 from meshrl.versions import peft
@@ -173,7 +173,7 @@ def open_publication(
     initial = snapshotter.capture(parts.learner.step_done)
     broadcast = config.weight_broadcast
     limits = TransferLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
-    folder, layout = shm_folder(config.output_dir), Layout(config.output_dir)
+    folder, layout = versions_folder(config.output_dir), Layout(config.output_dir)
     temporary = folder if Path(decided.folder) == folder else None
     publication = Publication(
         publisher=Publisher(client, transport, retry_for_s=broadcast.stall_s, limits=limits),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,10 +12,10 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
+from meshrl.core.private_folders import SHM, private_folder, versions_folder
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import EngineInfo, Transport
 
-SHM = Path("/dev/shm")  # a file system in memory
 SHM_VERSIONS = 3  # one that is served, one that engines fetch, one that is written
 LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
 LOOK_S = 0.1  # the run begins only after a look that finds an engine
@@ -75,12 +73,6 @@ async def known_engines(client: WeightSyncClient) -> tuple[EngineInfo, ...]:
         return ()
 
 
-def shm_folder(output_dir: Path) -> Path:
-    """A folder in memory that belongs to this user and this output_dir."""
-    name = hashlib.blake2s(str(output_dir.absolute()).encode(), digest_size=6).hexdigest()
-    return SHM / f"meshrl-{os.getuid()}-{name}"
-
-
 def files_folder(
     configured: str | None,
     output_dir: Path,
@@ -111,14 +103,15 @@ def files_folder(
     if obstacle is not None:
         logger.info("files of versions go to {}: {}", on_disk, obstacle)
         return on_disk
-    logger.info("files of versions go to {}: everybody is on this host", shm_folder(output_dir))
-    return shm_folder(output_dir)
+    folder = private_folder(versions_folder(output_dir))
+    logger.info("files of versions go to {}: everybody is on this host", folder)
+    return folder
 
 
 def handover_folder(output_dir: Path, on_disk: Path, *, version_bytes: int) -> Path:
     """Folder in which the ranks of one host write the rows that rank 0 streams, and a log line that says why."""
     room = SHM.is_dir() and shutil.disk_usage(SHM).free >= version_bytes
-    folder = shm_folder(output_dir) if room else on_disk
+    folder = private_folder(versions_folder(output_dir)) if room else on_disk
     why = "in memory" if room else f"{SHM} has no room for the {version_bytes} bytes of a version"
     logger.info("the ranks bring rank 0 their rows in {}: {}", folder, why)
     return folder

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from meshrl.core.heap import loading
 from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
-from meshrl.core.program import GROUP_LOG, ProgramConfig, log_as, run_log
+from meshrl.core.program import GROUP_LOG, ProgramConfig, keep_private, log_as, run_log
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.torch_environment import grow_segments, wait_briefly
 from meshrl.training.bench.config import BenchConfig
@@ -52,6 +52,7 @@ def rank_main(
     wait_briefly(os.environ)
     grow_segments(os.environ)
     config = load()
+    keep_private(name, config)
     if own_rank(os.environ) == 0 and AGENT_PID not in os.environ:
         prepare(config)
     if config.deployment.num_train_gpus > 1 and not is_rank(os.environ):
