@@ -55,7 +55,8 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
         logger.error("{}", error)
         return 2
     follower = HubFollower(engine, config, waits=waits_of(tracer))
-    runner = web.AppRunner(_app(config, engine, codec, api_key, follower), handler_cancellation=True, access_log=None)
+    server = _server(config, engine, codec, api_key, follower)
+    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     freeze_loaded()
     site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024, ssl_context=tls)
@@ -74,7 +75,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     )  # fmt: skip
     registry_of(tracer).register(EngineMetrics.of(engine))
     say_ready()
-    async with kept_fresh(tls):
+    async with kept_fresh(tls), server.idle.closed(runner):
         code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
     engine.begin_drain()
     logger.info("draining {} requests in flight", engine.in_flight)
@@ -83,10 +84,10 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     return code
 
 
-def _app(
+def _server(
     config: InferenceConfig, engine: Engine, codec: TextCodec | None, api_key: str | None, follower: HubFollower
-) -> web.Application:
-    server = InferenceServer(
+) -> InferenceServer:
+    return InferenceServer(
         engine,
         model_name=config.served_model_name or config.model.name,
         codec=codec,
@@ -96,7 +97,6 @@ def _app(
         admin_key=os.environ.get(ADMIN_KEY),
         follower=follower,
     )
-    return server.app()
 
 
 async def _codec(config: InferenceConfig, max_model_len: int) -> TextCodec | None:

@@ -22,7 +22,8 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from meshrl.core.private_folders import SHM, private_folder
+from meshrl.client.private import private_folder
+from meshrl.core.private_folders import SHM
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason

@@ -29,6 +29,12 @@ SAY_GOODBYE_S = 5.0
 LOOK_AT_CALLERS_S = 1.0
 """How often calls that run are looked at for callers whose credentials have been revoked."""
 
+HANDSHAKE_S = 20.0
+"""For a new connection: TLS, certificates and HTTP/2's settings, over far lines as well."""
+
+IDLE_S = 300.0
+"""A connection without a call is ended after so long; its client connects again with its next call."""
+
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
 # 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
@@ -144,13 +150,17 @@ class GrpcServer:
             await asyncio.wait({self._shutting_out})
 
 
-def server_options(max_message_bytes: int, min_ping_interval_s: float) -> list[tuple[str, int]]:
+def server_options(
+    max_message_bytes: int, min_ping_interval_s: float, *, handshake_s: float = HANDSHAKE_S, idle_s: float = IDLE_S
+) -> list[tuple[str, int]]:
     """Returns the gRPC server arguments: limits, and pings of idle clients tolerated at `min_ping_interval_s`."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", round(min_ping_interval_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.server_handshake_timeout_ms", round(handshake_s * 1000)),
+        ("grpc.max_connection_idle_ms", round(idle_s * 1000)),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.lookahead_bytes", 4 * 2**20),

@@ -9,10 +9,12 @@ of the last record, by the catalogue's name with slashes as underscores and plac
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from wsgiref.simple_server import WSGIRequestHandler
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -27,6 +29,8 @@ from meshrl.core.telemetry.waits import Waits
 from meshrl.core.telemetry.watchdog import ProgramWatch
 
 TARGETS = "metrics_targets"
+SCRAPE_S = 20.0
+"""For one scrape, from the connection to its answer."""
 
 
 class WatchMetrics(Collector):
@@ -108,6 +112,23 @@ def observed(
         watch.stop()
 
 
+class _BoundedHandler(WSGIRequestHandler):
+    """Answers one scrape; its connection is closed when that takes longer than SCRAPE_S."""
+
+    def setup(self) -> None:
+        super().setup()
+        self._limit = threading.Timer(SCRAPE_S, self.connection.shutdown, (socket.SHUT_RDWR,))
+        self._limit.daemon = True
+        self._limit.start()
+
+    def finish(self) -> None:
+        self._limit.cancel()
+        super().finish()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base's name
+        """Scrapes are not logged."""
+
+
 @contextmanager
 def _served(
     program: str, watch: ProgramWatch, registry: CollectorRegistry, log: LogConfig, output_dir: Path
@@ -125,6 +146,7 @@ def _served(
         )  # fmt: skip
         yield
         return
+    server.RequestHandlerClass = _BoundedHandler
     target = f"{log.metrics_host}:{server.server_port}"
     logger.info("metrics at http://{}/metrics", target)
     path = output_dir / TARGETS / f"{program}.json"

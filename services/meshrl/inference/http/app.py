@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from opentelemetry import context as otel_context
 
+from meshrl.client.idle_connections import IdleConnections
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
@@ -51,9 +52,10 @@ class InferenceServer:
             request_deadline_s=request_deadline_s,
         )
         self._codec = codec
+        self.idle = IdleConnections()
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.idle.middleware, self._guard])
         token_route = TokenRoute(self._serving)
         app.router.add_post("/inference/v1/generate", token_route.handle)
         if self._codec is not None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
-from meshrl.core.private_folders import SHM, private_folder, versions_folder
+from meshrl.client.private import private_folder
+from meshrl.core.private_folders import SHM, versions_folder
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import EngineInfo, Transport
 

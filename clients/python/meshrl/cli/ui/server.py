@@ -28,6 +28,7 @@ from meshrl.cli.status import read_status
 from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.pieces import TokenPieces
 from meshrl.cli.ui.views import WINDOW, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
+from meshrl.client.idle_connections import IdleConnections
 from meshrl.wire.values import JsonObject
 
 _T = TypeVar("_T")
@@ -105,9 +106,12 @@ class Page:
         self._ending = asyncio.Event()
         self._files = {path.name: path.read_bytes() for path in STATIC.iterdir()}
 
-    def application(self, *, hosts: frozenset[str] | None, token: str | None) -> web.Application:
+    def application(
+        self, *, hosts: frozenset[str] | None, token: str | None, idle: IdleConnections | None = None
+    ) -> web.Application:
         """The application. `hosts` are the names by which it may be called, None any; `token`, if any, is asked for."""
-        app = web.Application(middlewares=[_guard(hosts, token)])
+        first = [] if idle is None else [idle.middleware]
+        app = web.Application(middlewares=[*first, _guard(hosts, token)])
         app.add_routes(
             [
                 web.get("/", self._index),
@@ -305,13 +309,15 @@ async def serve(
     port = port or _free_port(host)
     names = ("127.0.0.1", "localhost", "[::1]")
     hosts = frozenset(f"{name}:{port}" for name in names) if token is None else None
-    app = Page(runs).application(hosts=hosts, token=token)
+    idle = IdleConnections()
+    app = Page(runs).application(hosts=hosts, token=token, idle=idle)
     site_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
     try:
         await site_runner.setup()
         await web.TCPSite(site_runner, host, port).start()
         ready(port)
-        await asyncio.Event().wait()
+        async with idle.closed(site_runner):
+            await asyncio.Event().wait()
     finally:
         await site_runner.cleanup()
 

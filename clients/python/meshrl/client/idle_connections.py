@@ -1,0 +1,66 @@
+"""Closes connections of an aiohttp server on which no request arrives: aiohttp itself waits for a first one for ever.
+
+Used by engines and by the page of `meshrl ui`. The time counts until the headers of a request are complete, however
+slowly they come, and again from the end of each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+IDLE_S = 60.0
+"""Longer than clients keep an unused connection, so that none is closed under a request."""
+
+
+class IdleConnections:
+    """The connections of one server. `middleware` is the application's first, and `closed` surrounds the serving."""
+
+    def __init__(self) -> None:
+        self._idle_s = IDLE_S
+        self._answering: Counter[object] = Counter()
+        self._idle_since_s: dict[object, float] = {}
+
+    @property
+    def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
+        """Counts a connection as busy from the headers of a request to its answer."""
+
+        @web.middleware
+        async def answering(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            connection = request.protocol
+            self._answering[connection] += 1
+            try:
+                return await handler(request)
+            finally:
+                self._answering[connection] -= 1
+                if not self._answering[connection]:
+                    del self._answering[connection]
+                    self._idle_since_s[connection] = time.monotonic()
+
+        return answering
+
+    @asynccontextmanager
+    async def closed(self, runner: web.AppRunner) -> AsyncIterator[None]:
+        """Closes idle connections of a runner that is set up."""
+        closing = asyncio.create_task(self._close(runner))
+        try:
+            yield
+        finally:
+            closing.cancel()
+            await asyncio.wait({closing})
+
+    async def _close(self, runner: web.AppRunner) -> None:
+        while runner.server is not None:
+            now_s, open_now = time.monotonic(), runner.server.connections
+            self._idle_since_s = {each: self._idle_since_s.get(each, now_s) for each in open_now}
+            for connection in open_now:
+                if connection not in self._answering and now_s - self._idle_since_s[connection] >= self._idle_s:
+                    connection.force_close()
+            await asyncio.sleep(self._idle_s / 10)
