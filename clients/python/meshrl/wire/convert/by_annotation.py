@@ -188,7 +188,7 @@ def _many(field: FieldDescriptor, inner: Any) -> Read:
 def _one(field: FieldDescriptor, inner: Any) -> Read | None:
     """Reads one value of a field, whose path is the last argument; None for a value that is taken as it is."""
     if field.message_type is tensor_pb2.Tensor.DESCRIPTOR:
-        dtype = np.dtype(typing.get_args(typing.get_args(inner)[1])[0]).name
+        dtype = _dtype_of(inner)
         return lambda value, reader, path: reader.vector(value, path, dtype)
     if field.message_type is not None:
         return lambda value, reader, path: read(inner, value, reader, f"{path}.")
@@ -197,6 +197,13 @@ def _one(field: FieldDescriptor, inner: Any) -> Read | None:
     if field.type == FieldDescriptor.TYPE_FLOAT:
         return lambda value, reader, path: decimal(value)
     return None
+
+
+def _dtype_of(annotation: Any) -> str:
+    """Of NDArray[np.int32], int32; numpy 2.5 keeps the alias that older releases spell out as ndarray[..., dtype]."""
+    while arguments := typing.get_args(annotation):
+        annotation = arguments[-1]
+    return np.dtype(annotation).name
 
 
 def _enum(field: FieldDescriptor, inner: Any) -> Read:
