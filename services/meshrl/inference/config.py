@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -230,6 +231,11 @@ class InferenceConfig(BaseConfig):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def hosts(self) -> tuple[str, ...]:
+        """The names at which others call this engine, as far as they are set."""
+        published = "" if self.url is None else urlsplit(self.url).hostname or ""
+        return tuple(host for host in (self.server.host, published) if host and host not in EVERYWHERE)
 
     @property
     def unpublished(self) -> str:

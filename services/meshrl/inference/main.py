@@ -14,6 +14,7 @@ from meshrl.core.interpreter import start_anew_in
 from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.torch_environment import wait_briefly
+from meshrl.inference.config import InferenceConfig
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 from meshrl.prime_rl import PrimeRLKeys
 
@@ -60,7 +61,7 @@ def _run(config: InferenceProgramConfig) -> None:
     with loading():
         from meshrl.inference.program import serve  # the same
 
-    sys.exit(run_traced(name, config, as_member(Role.AGENT, serve)))
+    sys.exit(run_traced(name, config, as_member(Role.AGENT, serve, hosts=InferenceConfig.hosts)))
 
 
 if __name__ == "__main__":

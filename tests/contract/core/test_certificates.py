@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from cryptography import x509
 
 from access_matrix import DEADLINE_S, Matrix, serving
 from grpc_fuzz import CallGenerator, Outcomes, call, methods_of
@@ -34,6 +36,7 @@ from meshrl.core.credentials.identity import identify, kept_valid
 from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.inference.config import InferenceConfig
 from meshrl.v1 import identity_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 
@@ -298,6 +301,35 @@ async def test_a_program_on_the_authoritys_host_renews_its_certificate_in_time(
     async with kept_valid(found, Role.ORCHESTRATOR, "h-1"), changing(files.cert.read_bytes):
         pass
     assert renew_in_s(files.cert) > 15.9 * 3600
+
+
+async def test_an_engine_on_the_authoritys_host_has_a_certificate_for_where_it_is_published(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in [name for name in os.environ if name.startswith("MESHRL_TLS_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    engine = InferenceConfig(server={"host": "0.0.0.0"}, url="https://203.0.113.5:8000")
+    beside = InferenceConfig(server={"host": "10.0.0.5"})
+    for config, host in ((engine, "203.0.113.5"), (beside, "10.0.0.5")):
+        monkeypatch.delenv("MESHRL_TLS_CERT", raising=False)
+        for variable in ("CA", "KEY", "TRUST"):
+            monkeypatch.delenv(f"MESHRL_TLS_{variable}", raising=False)
+        assert config.hosts() == (host,)
+        found = identify(TlsConfig(), authority.folder.parent, Role.AGENT, "e-1", config.hosts())
+        cert = CredentialFiles.from_environ(os.environ).cert
+        assert cert is not None
+        named = x509.load_pem_x509_certificate(cert.read_bytes()).extensions
+        addresses = named.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.IPAddress)
+        assert ip_address(host) in addresses
+        before = cert.read_bytes()
+        authority.issue(cert.parent, Role.AGENT, "e-1", hosts=[host], ttl_s=100.0)
+        async with kept_valid(found, Role.AGENT, "e-1", config.hosts()), changing(cert.read_bytes):
+            assert cert.read_bytes() != before
+        renewed = x509.load_pem_x509_certificate(cert.read_bytes()).extensions
+        assert renewed.get_extension_for_class(x509.SubjectAlternativeName) == named.get_extension_for_class(
+            x509.SubjectAlternativeName
+        )
 
 
 async def test_a_program_that_has_joined_renews_and_learns_who_is_revoked(

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -46,8 +46,10 @@ RETRY_S = 30.0
 """After a renewal that failed."""
 
 
-def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str) -> Authority | None:
+def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Sequence[str] = ()) -> Authority | None:
     """Chooses this process's credentials; returns the run's authority where this host has it and uses it.
+
+    `hosts`: what the certificate of a program that serves is to name beside the names of this host.
 
     Raises ConfigError for files that are missing, unreadable or do not go together.
     """
@@ -63,7 +65,7 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str) -> Authori
             return None
         authority = Authority(folder)
         member = (folder / f"{role}-{name}").resolve()
-        authority.issue(member, role, name, hosts=_hosts(role))
+        authority.issue(member, role, name, hosts=_hosts(role, hosts))
         files = CredentialFiles.of_folder(member)
         trusted = CredentialFiles(ca=files.ca, cert=files.cert, key=files.key, trust=authority.trust.path.resolve())
         os.environ.update(trusted.variables())
@@ -76,13 +78,15 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str) -> Authori
 
 
 @asynccontextmanager
-async def kept_valid(authority: Authority | None, role: Role, name: str) -> AsyncIterator[None]:
-    """Renews this program's certificate in time, and keeps its list of revocations up to date."""
+async def kept_valid(
+    authority: Authority | None, role: Role, name: str, hosts: Sequence[str] = ()
+) -> AsyncIterator[None]:
+    """Renews this program's certificate in time, and keeps its list of revocations up to date. `hosts` as before."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None:
         yield
         return
-    keeping = asyncio.create_task(_keep(files, authority, role, name))
+    keeping = asyncio.create_task(_keep(files, authority, role, name, hosts))
     try:
         yield
     finally:
@@ -90,7 +94,9 @@ async def kept_valid(authority: Authority | None, role: Role, name: str) -> Asyn
         await asyncio.wait({keeping})
 
 
-async def _keep(files: CredentialFiles, authority: Authority | None, role: Role, name: str) -> None:
+async def _keep(
+    files: CredentialFiles, authority: Authority | None, role: Role, name: str, hosts: Sequence[str]
+) -> None:
     assert files.cert is not None
     folder, credentials = files.cert.parent, default_credentials()
     joined = authority is None and await asyncio.to_thread((folder / RENEWAL_FILE).exists)
@@ -112,7 +118,7 @@ async def _keep(files: CredentialFiles, authority: Authority | None, role: Role,
                 if authority is None:
                     await renew(folder, credentials)
                 else:
-                    await asyncio.to_thread(authority.issue, folder, role, name, hosts=_hosts(role))
+                    await asyncio.to_thread(authority.issue, folder, role, name, hosts=_hosts(role, hosts))
                 logger.info("the certificate in {} is renewed", folder)
             told = ""
         except (MeshError, OSError, ValueError, sqlite3.Error) as error:  # what there is still counts for a while
@@ -123,9 +129,9 @@ async def _keep(files: CredentialFiles, authority: Authority | None, role: Role,
         await asyncio.sleep(wait_s)
 
 
-def _hosts(role: Role) -> list[str]:
+def _hosts(role: Role, more: Sequence[str]) -> list[str]:
     """The hosts of the certificate of a program that runs beside the authority."""
-    return own_hosts() if role in SERVING else []
+    return [*own_hosts(), *more] if role in SERVING else []
 
 
 class MemberConfig(ProgramConfig, Protocol):
@@ -142,15 +148,20 @@ MemberT = TypeVar("MemberT", bound=MemberConfig)
 _Serve = Callable[[MemberT, asyncio.Event, "Tracing"], Coroutine[None, None, int]]
 
 
-def as_member(role: Role, serve: _Serve[MemberT]) -> _Serve[MemberT]:
-    """Wraps a program's `serve`: finds its credentials before, and keeps them valid while it runs."""
+def as_member(
+    role: Role, serve: _Serve[MemberT], *, hosts: Callable[[MemberT], Sequence[str]] = lambda config: ()
+) -> _Serve[MemberT]:
+    """Wraps a program's `serve`: finds its credentials before, and keeps them valid while it runs.
+
+    `hosts` gives the names beside those of this host at which others call the program and verify them.
+    """
 
     async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
         port = config.server.port if config.server is not None else 0
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:40] or "host"
         name = f"{host}-{port or f'p{os.getpid()}'}"
-        authority = identify(config.tls, config.output_dir, role, name)
-        async with kept_valid(authority, role, name):
+        authority = identify(config.tls, config.output_dir, role, name, hosts(config))
+        async with kept_valid(authority, role, name, hosts(config)):
             return await serve(config, stop, tracing)
 
     return serve_as_member
