@@ -280,6 +280,18 @@ class WeightReader:
                 )
 
 
+def renamed_in_layers(model: PreTrainedModel) -> tuple[str, str] | None:
+    """A tensor in whose layers files have a part of another name: its published name and theirs; None without one."""
+    rules = [rule.reverse_transform() for rule in reversed(get_model_conversion_mapping(model, add_legacy=False))]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    for name in stored_tensors(model):
+        in_files, _ = rename_source_key(name, renamings, [], reverse=True)
+        parts = [re.findall(r"\.\d+\.(\w+)", each)[:1] for each in (name, in_files)]  # such as mlp of layers.0.mlp.gate
+        if parts[0] != parts[1]:
+            return name, in_files
+    return None
+
+
 def _tied_names(model: nn.Module) -> dict[str, str]:
     """By its name, each further name of a parameter that has several: the first, under which it is published."""
     first: dict[int, str] = {}

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from loguru import logger
 
-from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config, takes_whole_versions
+from meshrl.inference.vllm.installed import VllmError
+from meshrl.models.folder import renamed_in_layers
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
@@ -37,7 +38,7 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
         from meshrl.inference.vllm.engine import VllmEngine
 
     forks = vllm_config.device_config.device_type == "cpu" and config.torch_threads == 1
-    layout, eos_token_ids = await asyncio.to_thread(_describe, config.model, vllm_config.model_config.dtype)
+    layout, eos_token_ids = await asyncio.to_thread(describe, config, vllm_config.model_config.dtype)
     lora = vllm_config.lora_config
     llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
     engine = VllmEngine(
@@ -133,7 +134,17 @@ def _forget_signals() -> None:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def _describe(model: ModelConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
-    """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion."""
-    skeleton = empty_model(model, dtype=dtype)
+def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
+    """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion.
+
+    Raises VllmError for a model whose versions vLLM would not take.
+    """
+    skeleton = empty_model(config.model, dtype=dtype)
+    renamed = renamed_in_layers(skeleton) if takes_whole_versions(config) else None
+    if renamed is not None:
+        raise VllmError(
+            f"vLLM does not take weight versions of model.name {config.model.name!r} (of type "
+            f"{skeleton.config.model_type!r}): they carry {renamed[0]}, which it knows as {renamed[1]}; set "
+            "inference.engine to 'embedded'"
+        )
     return layout_of(hf_state(skeleton)), eos_token_ids(skeleton)

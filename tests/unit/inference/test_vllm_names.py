@@ -1,0 +1,41 @@
+"""Models whose layers vLLM knows under other names than versions carry are refused before vLLM starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.vllm.build import describe
+from meshrl.inference.vllm.installed import VllmError
+from tiny_families import tiny_model
+
+
+def config(folder: Path, family: str, **changes: Any) -> InferenceConfig:
+    tiny_model(family, None).save_pretrained(folder)
+    return InferenceConfig(model=ModelConfig(name=str(folder), device="cpu"), **changes)
+
+
+VERSIONS = {"weight_broadcast": WeightBroadcastConfig(address="localhost:1")}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "minimax_m2"])
+def test_versions_under_names_that_vllm_does_not_know_are_refused(family: str, tmp_path: Path) -> None:
+    wanted = rf"\(of type '{family}'\): they carry model\.layers\.0\.mlp\..*knows as .*block_sparse_moe.*'embedded'$"
+    with pytest.raises(VllmError, match=wanted):
+        describe(config(tmp_path, family, **VERSIONS), torch.bfloat16)
+
+
+def test_what_reads_no_whole_versions_is_served(tmp_path: Path) -> None:
+    layout, _ = describe(config(tmp_path, "mixtral"), torch.bfloat16)
+    assert any("mlp.experts" in entry[0] for entry in layout)
+    describe(config(tmp_path, "mixtral", lora_rank=8, **VERSIONS), torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_5_text"])
+def test_versions_that_vllm_takes(family: str, tmp_path: Path) -> None:
+    describe(config(tmp_path, family, **VERSIONS), torch.bfloat16)
