@@ -17,18 +17,21 @@ from typing import Any
 
 from meshrl.core.config import BaseConfig, load_config
 from meshrl.eval.config import EvaluationConfig
-from meshrl.inference.config import InferenceConfig
+from meshrl.inference.submission import InferenceProgramConfig
 from meshrl.launch.config import RLConfig
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.prime_rl import PrimeRLKeys
+from meshrl.rollout.config import RolloutConfig
 from meshrl.sft.config import SFTConfig
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.trainer.config import TrainerConfig
+from meshrl.weights.config import WeightsConfig
 
 FOLDER = Path(__file__).parents[1] / "unit" / "prime_rl" / "pasted"
 PROGRAMS: dict[str, type[BaseConfig]] = {
-    "rl": RLConfig, "orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig,
-    "sft": SFTConfig, "eval": EvaluationConfig, "synthesize": SynthesisConfig,
+    "rl": RLConfig, "orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceProgramConfig,
+    "sft": SFTConfig, "eval": EvaluationConfig, "synthesize": SynthesisConfig, "rollout": RolloutConfig,
+    "weights": WeightsConfig,
 }  # fmt: skip
 UNKNOWN = ("no such key", "unknown option", "unexpected argument", "Input should", "validation error")
 
@@ -55,13 +58,13 @@ def load_program(program: str, argv: Sequence[str], environ: Mapping[str, str] |
     return load_config(cls, argv, prog=program, environ=environ or {}, spellings=PrimeRLKeys(cls, section))
 
 
-def paste(command: str) -> Pasted:
-    """Has a program read its command line in the folder of the files."""
+def paste(command: str, folder: Path = FOLDER) -> Pasted:
+    """Has a program read its command line in `folder`, where its files are."""
     program, *argv = shlex.split(command)
     said, shown = io.StringIO(), io.StringIO()
     notes: Sequence[str] = ()
     refusal: list[str] = []
-    with contextlib.chdir(FOLDER), contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+    with contextlib.chdir(folder), contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
         try:
             notes = load_program(program, argv).notes
         except SystemExit as leaving:

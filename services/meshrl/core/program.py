@@ -27,6 +27,7 @@ from meshrl.core.config.shared import LogConfig
 from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import ReadableBy, keep_to
+from meshrl.core.readiness import READY_FILE
 from meshrl.core.telemetry.log_folder import log_place, own_log
 from meshrl.core.telemetry.logs import setup_logging, stdout_goes_beside
 from meshrl.wire.errors import MeshError
@@ -38,6 +39,8 @@ BAD_CONFIGURATION = 2
 FAILED = 1
 OPEN_FILES = 65536
 MIN_OPEN_FILES = 256  # with fewer no program works
+STATELESS = frozenset({"inference", "rollout"})
+"""Programs whose output folder holds nothing but logs and traces: they go on without it."""
 BLOCKING_THREADS = 8
 """For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
 
@@ -129,8 +132,26 @@ def run_traced(
     tracing = setup_tracing(name, Layout(config.output_dir).traces, config.log.traces_max_mib)
 
     async def watched(stop: asyncio.Event) -> int:
-        with observed(name, tracing.waits, tracing.registry, config.log, config.output_dir):
-            return await serve(config, stop, tracing)
+        lost = False
+
+        def lose_folder() -> None:
+            nonlocal lost
+            lost = name not in STATELESS
+            if lost:
+                stop.set()
+            logger.error(
+                "the output folder {} was deleted or moved while {} was running; {}",
+                config.output_dir, name,
+                "it ends: start it again with an output_dir that stays" if lost else "its logs and traces are lost",
+            )  # fmt: skip
+
+        alone = READY_FILE not in os.environ  # else the launcher looks after the folder
+        with observed(
+            name, tracing.waits, tracing.registry, config.log, config.output_dir,
+            on_lost_folder=lose_folder if alone else None,
+        ):  # fmt: skip
+            code = await serve(config, stop, tracing)
+        return FAILED if lost else code
 
     try:
         return run(watched, blocking_threads=blocking_threads)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.core.config import ConfigError
+from meshrl.wire.saved_steps import step_folder, steps_in
 
-STEP_FOLDER = re.compile(r"step_(\d+)")
 BASE = "base"
 FINAL = "final"
 
@@ -34,9 +33,7 @@ def weights_to_evaluate(weights_dir: Path | None, steps: Sequence[int] | None, *
     weights_dir = weights_dir.resolve()
     if not weights_dir.is_dir():
         raise ConfigError(f"weights_dir {str(weights_dir)!r}: there is no such folder")
-    # One that is being written has another name.
-    matches = {path: STEP_FOLDER.fullmatch(path.name) for path in weights_dir.iterdir() if path.is_dir()}
-    there = {int(match[1]): path for path, match in matches.items() if match}
+    there = {step: step_folder(weights_dir, step) for step in steps_in(weights_dir)}
     final = weights_dir / FINAL
     if not there and not steps and final.is_dir():
         return [*found, EvaluatedWeights(name=FINAL, step=1, folder=final)]

@@ -34,12 +34,12 @@ from meshrl.launch.nodes.spread import Spread, link_logs, on_nodes, spread_over
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.preflight.checks import examine, refusal
 from meshrl.launch.preflight.findings import Finding, Plan, error
-from meshrl.launch.preflight.storage import saved_steps
 from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
+from meshrl.wire.saved_steps import step_folder, steps_in
 
 _NAME = "rl"
 
@@ -121,9 +121,9 @@ def programs(
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
     """Step of the newest trainer checkpoint that was written after a point in time (seconds of the epoch)."""
     folder = Layout(output_dir).checkpoints
-    for step in reversed(saved_steps(folder)):
+    for step in reversed(steps_in(folder, "trainer")):
         with suppress(FileNotFoundError):  # it is cleaned away at this moment
-            if (folder / f"step_{step}" / "trainer").stat().st_mtime >= since_s:
+            if (step_folder(folder, step) / "trainer").stat().st_mtime >= since_s:
                 return step
     return None
 
@@ -247,6 +247,7 @@ def _supervise(
         show=_show,
         lock_fd=lock.fd,
         temporary=temporary_folders(parts),
+        landmarks=(layout.lock, layout.configs),
     )
     code = run(supervisor.run)
     logger.info(

@@ -31,6 +31,8 @@ KILL_WAIT_S = 2.0
 REMOVAL_WAIT_S = 30.0
 TAIL_POLL_S = 0.2
 READY_POLL_S = 0.1
+LOST_POLL_S = 5.0
+"""How often it looks for the files of the run's folder; the folder is lost when two looks in a row find none."""
 WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
 """Becomes the command that follows once there is a line on its stdin, and ends when there will be none."""
 
@@ -103,8 +105,11 @@ class Supervisor:
         show: Callable[[str], object] | None = None,
         lock_fd: int | None = None,
         temporary: Sequence[Path] = (),
+        landmarks: Sequence[Path] = (),
     ) -> None:
+        """`landmarks` are in the run's folder from its beginning to its end: once none is left the run has failed."""
         self._programs = programs
+        self._landmarks = landmarks
         self._lock_fd = lock_fd
         self._temporary = temporary
         self._grace = grace or Grace()
@@ -124,6 +129,7 @@ class Supervisor:
         tails = [LogTail(program.log, self._show) for program in self._programs if program.leader]
         showing = [asyncio.create_task(tail.follow(TAIL_POLL_S)) for tail in tails]
         leading = None if lead is None else asyncio.ensure_future(lead)
+        losing = asyncio.create_task(self._lose_folder())
         try:
             with tempfile.TemporaryDirectory(prefix="meshrl-rl-", ignore_cleanup_errors=True) as folder:
                 self._ready_folder = Path(folder)
@@ -135,12 +141,12 @@ class Supervisor:
                 )
                 for program in self._programs:
                     await self._start(program, program.command, program.restarts)
-                return await self._watch(stop, leading)
+                return await self._watch(stop, leading, losing)
         except OSError as error:
             logger.error("a program cannot be started: {}", error)
             return 1
         finally:
-            for waiting in self._held:
+            for waiting in (*self._held, losing):
                 waiting.cancel()
             if leading is not None:
                 leading.cancel()
@@ -226,12 +232,25 @@ class Supervisor:
         child.process.stdin.close()
         logger.info("started {} (pid {}), log in {}", child.program.name, child.process.pid, child.program.log)
 
-    async def _watch(self, stop: asyncio.Event, leading: asyncio.Future[int] | None) -> int:
+    def _folder_is_lost(self) -> bool:
+        return bool(self._landmarks) and not any(path.exists() for path in self._landmarks)
+
+    async def _lose_folder(self) -> None:
+        """Returns once the run's folder is lost; a network file system may miss a file for a moment."""
+        missed = 0
+        while missed < 2:
+            await asyncio.sleep(LOST_POLL_S)
+            missed = missed + 1 if await asyncio.to_thread(self._folder_is_lost) else 0
+
+    async def _watch(self, stop: asyncio.Event, leading: asyncio.Future[int] | None, losing: asyncio.Task[None]) -> int:
         """Waits for the end of the run, whatever it is, and ends the programs."""
         ends = [] if leading is None else [leading]
         while True:
             exits = [child.exited for child in self._children.values() if child.exited is not None]
-            await stop_or_first(stop, *exits, *ends)
+            await stop_or_first(stop, losing, *exits, *ends)
+            if losing.done() and not stop.is_set():
+                self._report_loss()
+                return 1  # the caller's way out ends the programs
             if leading is not None and (stop.is_set() or leading.done()):
                 await asyncio.wait({leading}, timeout=self._grace.shutdown_s)
                 code = leading.result() if leading.done() else 1
@@ -249,6 +268,9 @@ class Supervisor:
                     return await self._end_in_order()
                 failed = 0 if child.ready.exists() else child.failed_starts + 1
                 hopeless = child.process.returncode == BAD_CONFIGURATION or failed == MAX_FAILED_STARTS
+                if await asyncio.to_thread(self._folder_is_lost):  # which is why it died
+                    self._report_loss()
+                    return 1
                 if child.restarts_left == 0 or hopeless:
                     self._report(child, failed)
                     return 1  # the caller's way out ends the others
@@ -270,6 +292,13 @@ class Supervisor:
         again = child.program.again
         command = child.program.command if again is None else again()
         await self._start(child.program, command, left, failed_starts)
+
+    def _report_loss(self) -> None:
+        logger.error(
+            "the output folder {} was deleted or moved while the run was going on, with all that the run had written."
+            " Ending all programs; start again with an output_dir that stays",
+            self._landmarks[0].parent,
+        )
 
     def _report(self, child: _Child, failed_starts: int) -> None:
         lines = last_lines(child.program.log, child.log_start)

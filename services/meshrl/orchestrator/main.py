@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tomllib
-from pathlib import Path
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -103,7 +101,7 @@ async def _train(
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
     try:
-        more = [shown, *await asyncio.to_thread(_registered_sinks, config)]
+        more = [shown, *await asyncio.to_thread(_registered_sinks, config, mesh.trainer.model)]
         monitor = await asyncio.to_thread(
             open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more
         )
@@ -132,13 +130,13 @@ async def _train(
             await asyncio.to_thread(monitor.close)
 
 
-def _registered_sinks(config: OrchestratorConfig) -> list[Sink]:
+def _registered_sinks(config: OrchestratorConfig, base_model: str) -> list[Sink]:
     """Platforms that the run is registered at, as destinations of its metrics; blocks until it is registered."""
     if config.prime_monitor is None:
         return []
     named = config.wandb.name if config.wandb is not None and config.prime_monitor.run_name is None else None
     run = {
-        "base_model": _base_model(config.output_dir),
+        "base_model": base_model,
         "max_steps": config.max_steps or 0,
         "batch_size": config.batch_size,
         "rollouts_per_example": config.group_size,
@@ -146,15 +144,6 @@ def _registered_sinks(config: OrchestratorConfig) -> list[Sink]:
         "run_config": config.model_dump(mode="json", exclude_none=True),
     }
     return [PrimeSink(config.prime_monitor, {**run, **({"name": named} if named else {})})]
-
-
-def _base_model(output_dir: Path) -> str:
-    """The model that the trainer begins with, from the configuration that `rl` wrote for it; else 'unknown'."""
-    try:
-        found = tomllib.loads((output_dir / "configs" / "trainer.toml").read_text())
-        return str(found["model"]["name"])
-    except (OSError, ValueError, KeyError, TypeError):  # the trainer was started elsewhere
-        return "unknown"
 
 
 if __name__ == "__main__":

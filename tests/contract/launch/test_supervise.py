@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from meshrl.launch import supervise as supervise_module
 from meshrl.launch.supervise import Grace, Program, Supervisor
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -125,6 +127,42 @@ async def test_run_is_over_when_the_leader_is_done(programs: Programs, messages:
     assert await supervise(programs) == 0
     assert programs.alive() == []
     assert "INFO leader is done; ending the other programs\n" in messages
+
+
+@pytest.mark.parametrize("how", ["deleted", "deleted and made again", "moved", "deleted, and a program dies of it"])
+async def test_a_run_whose_folder_is_lost_ends_and_names_it(
+    programs: Programs,
+    messages: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    how: str,
+) -> None:
+    monkeypatch.setattr(supervise_module, "LOST_POLL_S", 0.1 if "dies" not in how else 3600.0)
+    folder = tmp_path_factory.mktemp("outputs") / "run"
+    (folder / "configs").mkdir(parents=True)
+    (folder / "rl.lock").touch()
+    programs.add("leader", "print('ready', flush=True)\n" + SLEEP, leader=True)
+    last = f"import pathlib, time\nwhile pathlib.Path({str(folder)!r}).exists(): time.sleep(0.05)\nraise SystemExit(1)"
+    programs.add("server", last if "dies" in how else DRAINS + SLEEP)
+    supervisor = Supervisor(
+        programs.listed, grace=Grace(failure_s=1.0), show=str, landmarks=(folder / "rl.lock", folder / "configs")
+    )
+    running = asyncio.create_task(supervisor.run(asyncio.Event()))
+    async with asyncio.timeout(DEADLINE_S):
+        await until(lambda: any("started server" in line for line in messages))
+        (folder / "rl.lock").unlink()  # by hand: the folder is there
+        await asyncio.sleep(0.5)
+        assert not running.done()
+        if how == "moved":
+            folder.rename(folder.with_name("elsewhere"))
+        else:
+            shutil.rmtree(folder)
+        if "made again" in how:  # by a program that writes on
+            (folder / "state").mkdir(parents=True)
+        assert await running == 1
+    assert gone(programs)
+    (error,) = [line for line in messages if line.startswith("ERROR")]
+    assert error.startswith(f"ERROR the output folder {folder} was deleted or moved while the run was going on")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what left its session is found by /proc")

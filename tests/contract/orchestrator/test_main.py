@@ -9,6 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loguru import logger
 from opentelemetry import trace
@@ -161,3 +163,24 @@ def test_an_orchestrator_on_its_own_writes_a_log_file(tmp_path: Path) -> None:
     log = (tmp_path / "out" / "logs" / "orchestrator.log").read_text()
     assert address in log
     assert "Traceback" not in log + ended.stdout + ended.stderr
+
+
+async def test_a_platform_is_told_the_model_that_the_trainer_names(mesh, make_config, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PRIME_API_KEY", "secret")
+    monkeypatch.delenv("RUN_ID", raising=False)
+    registered = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/external-runs":
+            registered.append(await request.json())
+        return web.json_response({"run": {"id": "run-1"}}, status=201)
+
+    platform = web.Application()
+    platform.router.add_route("*", "/{path:.*}", answer)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "trainer.toml").write_text("[model]\nname = 'of an earlier run'\n")
+    async with TestServer(platform) as server:
+        shown = {"base_url": str(server.make_url("/")).rstrip("/"), "log_extras": None}
+        config = make_config(mesh.services, max_steps=1, prime_monitor=shown)
+        assert await orchestrate(config, asyncio.Event(), TRACER) == 0
+    assert [run["base_model"] for run in registered] == ["scripted"]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from meshrl.cli.main import main
-from meshrl.wire.pinned_steps import pinned_steps
+from meshrl.wire.saved_steps import pinned_steps
 
 
 def meshrl(*arguments: str) -> Result:

@@ -21,7 +21,7 @@ from meshrl.training.checkpoints import files
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.config import CheckpointConfig, SnapshotConfig
-from meshrl.wire.pinned_steps import pin_step, unpin_step
+from meshrl.wire.saved_steps import pin_step, steps_in, unpin_step
 
 EVERY = [1, 2, 3, 4, 5, 6]
 LORA = {"lora": {"rank": 4, "dropout": 0.2}}
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def saved_steps(output_dir: Path) -> list[int]:
-    return files.steps_in(output_dir / "checkpoints")
+    return steps_in(output_dir / "checkpoints")
 
 
 def test_a_save_changes_nothing_in_training(model: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_old_checkpoints_go(
         (tmp_path / f"checkpoints/step_{step}/orchestrator").mkdir(parents=True)
         checkpointer.save_as(config)
     checkpointer.wait_for_save()
-    assert saved_steps(tmp_path) == files.steps_in(tmp_path / "weights") == left
+    assert saved_steps(tmp_path) == steps_in(tmp_path / "weights") == left
     assert [step for step in left if not (tmp_path / f"checkpoints/step_{step}/orchestrator").is_dir()] == []
 
 
@@ -177,7 +177,7 @@ def test_snapshots_do_not_push_out_the_newest_checkpoint(model: str, tmp_path: P
         checkpointer.save(weights_only=True)
         checkpointer.prune(CheckpointConfig(keep_last=1))
     assert saved_steps(tmp_path) == [1]
-    assert files.steps_in(tmp_path / "weights") == [1, 3]
+    assert steps_in(tmp_path / "weights") == [1, 3]
 
 
 def test_a_pinned_step_stays_until_it_is_free_again(model: str, tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_a_pinned_step_stays_until_it_is_free_again(model: str, tmp_path: Path) 
         checkpointer.save_as(CheckpointConfig(keep_last=1))
         if learner.step_done == 1:
             pin_step(tmp_path / "weights", 1)
-    assert saved_steps(tmp_path) == files.steps_in(tmp_path / "weights") == [1, 3]
+    assert saved_steps(tmp_path) == steps_in(tmp_path / "weights") == [1, 3]
     unpin_step(tmp_path / "weights", 1)
     checkpointer.prune(CheckpointConfig(keep_last=1))
-    assert saved_steps(tmp_path) == files.steps_in(tmp_path / "weights") == [3]
+    assert saved_steps(tmp_path) == steps_in(tmp_path / "weights") == [3]
 
 
 def test_another_programs_part_of_a_step_is_left_alone(model: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import zstandard
 
 from meshrl.wire.growing_file import json_records, lines_from_the_end
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
+from meshrl.wire.saved_steps import steps_in
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 from meshrl.wire.values import JsonObject
 
@@ -87,9 +88,7 @@ class RunFolder:
 
     def saved_steps(self, *, to_resume: bool = False) -> list[int]:
         """The steps that have a snapshot of the weights, or those that a run can resume from, in order."""
-        found = self.path.glob("checkpoints/step_*/trainer" if to_resume else "weights/step_*")
-        names = {(path.parent if to_resume else path).name.removeprefix("step_") for path in found if path.is_dir()}
-        return sorted(int(name) for name in names if name.isdecimal())
+        return steps_in(self.path / "checkpoints", "trainer") if to_resume else steps_in(self.path / "weights")
 
     def last_step(self) -> JsonObject | None:
         """The record of the step that metrics.jsonl ends with, None where there is none yet.

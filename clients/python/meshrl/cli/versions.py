@@ -26,7 +26,7 @@ from meshrl.cli.command import (
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.trainer import drain_trainer
 from meshrl.client import ChannelOptions, WeightSyncClient
-from meshrl.wire.pinned_steps import pin_step, pinned_steps, unpin_step
+from meshrl.wire.saved_steps import pin_step, pinned_steps, unpin_step
 from meshrl.wire.types import EngineInfo, VersionInfo
 
 QUIET_S = 0.5

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from wsgiref.simple_server import WSGIRequestHandler
@@ -97,10 +97,19 @@ def registry_of(tracer: Tracer) -> CollectorRegistry:
 
 @contextmanager
 def observed(
-    program: str, waits: Waits, registry: CollectorRegistry, log: LogConfig, output_dir: Path
+    program: str,
+    waits: Waits,
+    registry: CollectorRegistry,
+    log: LogConfig,
+    output_dir: Path,
+    *,
+    on_lost_folder: Callable[[], None] | None = None,
 ) -> Iterator[ProgramWatch]:
-    """Watches this program and serves its metrics for as long as the block runs; entered on its event loop."""
-    watch = ProgramWatch(program, waits, output_dir)
+    """Watches this program and serves its metrics for as long as the block runs; entered on its event loop.
+
+    `on_lost_folder` as in `ProgramWatch`.
+    """
+    watch = ProgramWatch(program, waits, output_dir, on_lost_folder=on_lost_folder)
     watch.start()
     try:
         if log.metrics_port is None:

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +35,16 @@ OVERSEER = "orchestrator"
 class ProgramWatch:
     """`start` it on the program's event loop, `stop` it there at the end. `output_dir` None writes nothing."""
 
-    def __init__(self, program: str, waits: Waits, output_dir: Path | None) -> None:
+    def __init__(
+        self, program: str, waits: Waits, output_dir: Path | None, *, on_lost_folder: Callable[[], None] | None = None
+    ) -> None:
+        """`on_lost_folder` is called once on the event loop when output_dir, which was there, is deleted or moved."""
         self._program = program
         self._waits = waits
         self._output_dir = output_dir
         self._path = None if output_dir is None else output_dir / FOLDER / f"{program}.json"
+        self._on_lost_folder = on_lost_folder
+        self._folder_made = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,6 +107,11 @@ class ProgramWatch:
                 "the event loop of {} answered {:.1f} s late: something blocks it, or the machine is too busy",
                 self._program, state.loop_lag_s,
             )  # fmt: skip
+        if self._folder_made and self._output_dir is not None and not self._output_dir.exists():
+            self._folder_made = False
+            if self._on_lost_folder is not None and self._loop is not None:
+                with suppress(RuntimeError):  # the loop is closed: the program ends
+                    self._loop.call_soon_threadsafe(self._on_lost_folder)
         self._write(state)
         self._say_troubles(state)
         late = {wait.name: wait for wait in state.waits if wait.overdue and not wait.reported}
@@ -127,13 +138,14 @@ class ProgramWatch:
         self._troubled = set(found)
 
     def _write(self, state: ProgramState) -> None:
-        if self._path is None:
+        if self._path is None or self._output_dir is None:
             return
         part = self._path.with_suffix(".part")
         with suppress(OSError):  # a full disk: what it says is that, in the log of whoever needs the room
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(state.to_json())
             part.replace(self._path)
+            self._folder_made = True
 
     # --- on the event loop ----------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class InferenceServer:
         else:
             app.router.add_post("/v1/{route:chat/completions|completions}", self._needs_tokenizer)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{id:.+}", self._model)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
         app.router.add_get("/version", self._version)
@@ -103,14 +104,24 @@ class InferenceServer:
     # --- what anybody may ask ---------------------------------------------------------------
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        card = {
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["id"]
+        if name != self._serving.model_name:
+            return _refusal(
+                404, f"there is no model {name!r:.100} here; this engine serves {self._serving.model_name!r}"
+            )
+        return web.json_response(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
             "id": self._serving.model_name,
             "object": "model",
             "created": self._started,
             "owned_by": "meshrl",
             "max_model_len": self._serving.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [card]})
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         """200 while requests are taken; an engine that waits for its first weight version is healthy, too."""

@@ -45,7 +45,8 @@ class _Choice:
     prompt_ids: tuple[int, ...]
     request: GenerateRequest
     text: TextStream
-    offset: int = 0  # characters sent so far
+    offsets: TextStream  # the same text, of one token after the other
+    offset: int = 0  # characters of it so far
     token_ids: list[int] = field(default_factory=list)  # sampled so far, without a stop token
     said: list[str] = field(default_factory=list)
 
@@ -123,7 +124,8 @@ class OpenAIRoutes:
                     request_id=request_id, prompt_ids=prompt_ids, sampling=params, stream=body.stream or bool(stops)
                 )
                 text = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops)
-                choices.append(_Choice(len(choices), prompt, prompt_ids, asked, text))
+                offsets = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens)
+                choices.append(_Choice(len(choices), prompt, prompt_ids, asked, text, offsets))
         return choices
 
     async def _serve(
@@ -197,7 +199,7 @@ class OpenAIRoutes:
 
     def _choice_json(self, body: ChatBody | CompletionBody, piece: _Piece, *, delta: bool = False) -> dict[str, object]:
         fields: dict[str, object] = {"index": piece.choice.index, "finish_reason": piece.finish_reason}
-        fields["stop_reason"] = piece.tokens.stop_token_id
+        fields["stop_reason"] = _stop_reason(body, piece)
         fields["version_spans"] = spans_json(piece.tokens.version_spans)
         fields["prompt_version"] = piece.tokens.prompt_version
         if body.return_token_ids:
@@ -240,12 +242,17 @@ class OpenAIRoutes:
         return {"delta": delta, **whole}
 
     def _name(self, body: ChatBody | CompletionBody, token_id: int) -> str:
-        return f"token_id:{token_id}" if body.return_tokens_as_token_ids else self._codec.token_text(token_id)
+        if body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        text = self._codec.token_text(token_id)
+        if isinstance(body, CompletionBody) and "\ufffd" in text:  # it has no `bytes` beside the name
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._codec.bytes.of(token_id))
+        return text
 
     def _chat_logprobs(self, body: ChatBody, tokens: Completion) -> list[dict[str, object]]:
         def entry(token_id: int, logprob: float) -> dict[str, object]:
-            name = self._name(body, token_id)
-            return {"token": name, "logprob": said(logprob), "bytes": list(name.encode())}
+            name, raw = self._name(body, token_id), self._codec.bytes.of(token_id)
+            return {"token": name, "logprob": said(logprob), "bytes": list(raw)}
 
         entries = []
         for at, (token_id, logprob) in enumerate(zip(tokens.token_ids.tolist(), tokens.logprobs.tolist(), strict=True)):
@@ -256,24 +263,35 @@ class OpenAIRoutes:
         return entries
 
     def _plain_logprobs(self, body: CompletionBody, piece: _Piece) -> dict[str, object]:
-        tokens = piece.tokens
-        names = [self._name(body, token_id) for token_id in tokens.token_ids.tolist()]
+        """A token's offset is the place in the text where it begins; parts of one character begin at the same place."""
+        tokens, choice = piece.tokens, piece.choice
+        token_ids, logprobs = tokens.token_ids.tolist(), [said(each) for each in tokens.logprobs.tolist()]
+        names = [self._name(body, token_id) for token_id in token_ids]
         offsets = []
-        for name in names:
-            offsets.append(piece.choice.offset)
-            piece.choice.offset += len(name)
+        for token_id in token_ids:
+            offsets.append(choice.offset)
+            choice.offset += len(choice.offsets.push([token_id]))
         tops = None
         if tokens.top_ids is not None and tokens.top_logprobs is not None:
+            ranked = zip(tokens.top_ids.tolist(), tokens.top_logprobs.tolist(), names, logprobs, strict=True)
             tops = [
-                {self._name(body, token_id): said(logprob) for token_id, logprob in zip(ids, logprobs, strict=True)}
-                for ids, logprobs in zip(tokens.top_ids.tolist(), tokens.top_logprobs.tolist(), strict=True)
+                {self._name(body, token_id): said(each) for token_id, each in zip(ids, found, strict=True)}
+                | {name: logprob}  # the one that was sampled, which may not be among the likeliest
+                for ids, found, name, logprob in ranked
             ]
         return {
             "tokens": names,
-            "token_logprobs": tokens.logprobs.tolist(),
+            "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+def _stop_reason(body: ChatBody | CompletionBody, piece: _Piece) -> int | str | None:
+    """As vLLM has it: the stop string or stop token of the request that ended the choice, None for the model's own."""
+    if piece.choice.text.stopped:
+        return piece.choice.text.stopped_by
+    return piece.tokens.stop_token_id if piece.tokens.stop_token_id in (body.stop_token_ids or ()) else None
 
 
 def _added_text(choice: _Choice, chunk: TokenChunk) -> str:

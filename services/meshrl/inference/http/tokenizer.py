@@ -5,6 +5,7 @@ Prompts are bounded before they are tokenized, in bytes and in time (see `tokeni
 
 from __future__ import annotations
 
+import codecs
 import inspect
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.chat_messages import apply_chat_template, normal_message
 from meshrl.inference.http.chat_replies import ChatReplies
+from meshrl.inference.http.token_bytes import TokenBytes
 from meshrl.inference.http.tokenizer_pool import TokenizerPool
 from meshrl.wire.errors import MeshError, Reason
 
@@ -20,7 +22,9 @@ MAX_PROMPT_BYTES = 2**20
 WORKERS = 2
 ENCODE_LIMIT_S = 10.0
 
-_INCOMPLETE = "\ufffd"  # what a byte-level tokenizer decodes half a character to
+_INCOMPLETE = "\ufffd"  # what half a character is decoded to
+_MOST_HELD = 4
+"""A character has at most four bytes, so this many tokens cannot all be parts of one that is not yet whole."""
 
 _FOREIGN_ARGUMENTS = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 _TEMPLATE_ARGUMENTS = frozenset({"documents", "chat_template"})  # of those, what a request may bring
@@ -38,6 +42,7 @@ class TextCodec:
         replies: ChatReplies | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
+        self.bytes = TokenBytes(tokenizer)
         self.replies = replies
         self._max_prompt_bytes = max_prompt_bytes
         self._trust_request_chat_template = trust_request_chat_template
@@ -113,7 +118,8 @@ class TextCodec:
         return text
 
     def token_text(self, token_id: int) -> str:
-        return self.decode((token_id,), skip_special_tokens=False)
+        """The text of one token; a part of a character is U+FFFD."""
+        return self.bytes.of(token_id).decode(errors="replace")
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> tuple[int, ...]:
@@ -132,29 +138,30 @@ def _text_bytes(value: object) -> int:
 class TextStream:
     """Turns tokens that arrive over time into text, and ends it before a stop string.
 
-    Text that may still change stays back: half a character, or the beginning of a stop string.
+    Text that may still change stays back: half a character, or the beginning of a stop string. The work for a token
+    does not depend on how many there are.
     """
 
     def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, stops: Sequence[str] = ()) -> None:
-        self.stopped = False
-        self._codec = codec
-        self._skip_special_tokens = skip_special_tokens
+        self.stopped_by: str | None = None
+        """The stop string that ended the text."""
         self._stops = tuple(stops)
-        self._token_ids: list[int] = []
-        self._context = 0  # first token that the newest text is decoded with
-        self._decoded = 0  # tokens whose text has been taken
+        self._pieces = (_JoinedBytes if codec.bytes.joins else _Window)(codec, skip_special_tokens)
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
         """The text that these tokens add for good; with `last` also what was held back."""
         if self.stopped:
             return ""
-        self._token_ids += token_ids
-        self._held += self._new_text(last)
+        self._held += self._pieces.push(token_ids, last)
         for stop in self._stops:
             at = self._held.find(stop)
             if at >= 0:
-                self.stopped = True
+                self.stopped_by = stop
                 self._held = self._held[:at]
         if last or self.stopped:
             ready, self._held = self._held, ""
@@ -164,12 +171,41 @@ class TextStream:
         ready, self._held = self._held[:cut], self._held[cut:]
         return ready
 
-    def _new_text(self, last: bool) -> str:
-        before = self._decode(self._token_ids[self._context : self._decoded])
-        now = self._decode(self._token_ids[self._context :])
-        if len(now) <= len(before) or (now.endswith(_INCOMPLETE) and not last):
+
+class _JoinedBytes:
+    """The text of tokens whose bytes join to it. Bytes that are no text become U+FFFD at once."""
+
+    def __init__(self, codec: TextCodec, skip_special_tokens: bool) -> None:
+        self._bytes = codec.bytes
+        self._skipped = codec.bytes.special if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strips = codec.bytes.strips_first_space
+
+    def push(self, token_ids: Sequence[int], last: bool) -> str:
+        raw = b"".join(self._bytes.of(token) for token in token_ids if token not in self._skipped)
+        text = self._decoder.decode(raw, last)
+        if self._strips and text:
+            self._strips = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _Window:
+    """The text of tokens that only their tokenizer decodes: it decodes the newest ones, with those before them."""
+
+    def __init__(self, codec: TextCodec, skip_special_tokens: bool) -> None:
+        self._codec = codec
+        self._skip_special_tokens = skip_special_tokens
+        self._context: list[int] = []
+        self._new: list[int] = []
+
+    def push(self, token_ids: Sequence[int], last: bool) -> str:
+        self._new += token_ids
+        before, now = self._decode(self._context), self._decode([*self._context, *self._new])
+        half = now.endswith(_INCOMPLETE) and len(self._new) < _MOST_HELD
+        if len(now) <= len(before) or (half and not last):
             return ""
-        self._context, self._decoded = self._decoded, len(self._token_ids)
+        self._context, self._new = self._new, []
         return now[len(before) :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:

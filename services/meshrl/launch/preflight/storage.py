@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,13 @@ from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.launch.preflight.models import ModelSize, local_folder, stored_size
 from meshrl.trainer.publishing.transport_choice import SHM_VERSIONS
 from meshrl.training.config import CheckpointConfig
+from meshrl.wire.saved_steps import steps_in
 
 MASTER_BYTES = 4
 """Of a parameter in a checkpoint: float32."""
 
 STATE_BYTES = {"adamw": 8, "muon": 8, "sgd": 4}
 """Of a parameter's optimizer state in a checkpoint, at most."""
-
-STEP_FOLDER = re.compile(r"step_([1-9][0-9]*)")
 
 
 def check_resume_step(plan: Plan) -> Iterator[Finding]:
@@ -36,7 +34,7 @@ def check_resume_step(plan: Plan) -> Iterator[Finding]:
         )
         return
     folder = Layout(plan.config.output_dir).checkpoints
-    steps = saved_steps(folder)
+    steps = steps_in(folder, "trainer")
     if ckpt.resume_step in steps or (ckpt.resume_step == -1 and steps):
         return
     yield error(
@@ -96,12 +94,6 @@ def check_versions(plan: Plan) -> Iterator[Finding]:
         )
     else:
         yield note(f"{SHM} has {_gib(in_memory)} free, but {takes}: they are written to output_dir, which is slower")
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps that the trainer can resume, in order."""
-    found = (STEP_FOLDER.fullmatch(path.parent.name) for path in folder.glob("step_*/trainer") if path.is_dir())
-    return sorted(int(match[1]) for match in found if match is not None)
 
 
 def checkpoint_count(ckpt: CheckpointConfig, max_steps: int | None) -> int | None:

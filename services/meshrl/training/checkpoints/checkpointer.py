@@ -38,7 +38,7 @@ from meshrl.training.checkpoints.saving_group import SavingGroup, reason
 from meshrl.training.checkpoints.weights_folder import WeightsWriter
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
-from meshrl.wire.pinned_steps import pinned_steps
+from meshrl.wire.saved_steps import pinned_steps, step_folder, steps_in
 
 __all__ = ["CheckpointError", "Checkpointer", "TrainingProgress"]
 
@@ -219,8 +219,8 @@ class Checkpointer:
             doomed = surplus(saved)
             for step in doomed:
                 files.remove(self._folder(step))  # first: without it nobody resumes from the step
-                files.remove(files.step_folder(self._checkpoints, step))
-            snapshots = [step for step in files.steps_in(self._weights) if step <= self._learner.step_done]
+                files.remove(step_folder(self._checkpoints, step))
+            snapshots = [step for step in steps_in(self._weights) if step <= self._learner.step_done]
             for step in surplus(snapshots) - (set(saved) - doomed):
                 files.remove(self._weights_folder(step))
         except OSError as error:  # what is new is on disk
@@ -379,14 +379,14 @@ class Checkpointer:
             return
         for later in self._resumable():
             if later > step and self._folder(later) not in self._own:
-                aside = files.supersede(files.step_folder(self._checkpoints, later))
+                aside = files.supersede(step_folder(self._checkpoints, later))
                 logger.warning("the checkpoint of step {} is not of this run's past: kept as {}", later, aside)
 
     def _resumable(self) -> list[int]:
-        return [step for step in files.steps_in(self._checkpoints) if self._folder(step).is_dir()]
+        return steps_in(self._checkpoints, self._part)
 
     def _folder(self, step: int) -> Path:
-        return files.step_folder(self._checkpoints, step) / self._part
+        return step_folder(self._checkpoints, step) / self._part
 
     def _weights_folder(self, step: int) -> Path:
-        return files.step_folder(self._weights, step)
+        return step_folder(self._weights, step)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from meshrl.core.durable import flush, write_file
+from meshrl.wire.saved_steps import step_folder, steps_in
 
 MANIFEST = "checkpoint.json"
 CHECKSUM = "crc32"  # its key in the manifest, over all other keys
@@ -183,18 +184,6 @@ def sweep(root: Path, part: str | None) -> None:
     for suffix in (PARTIAL, DELETED):
         for leftover in root.glob(f"step_*{suffix}"):
             _remove_tree(leftover)
-
-
-def step_folder(root: Path, step: int) -> Path:
-    """The folder of a step."""
-    return root / f"step_{step}"
-
-
-def steps_in(root: Path) -> list[int]:
-    """The steps that have a folder, in order."""
-    folders = [folder for folder in root.glob("step_*") if folder.is_dir()] if root.is_dir() else []
-    numbers = [folder.name.removeprefix("step_") for folder in folders]
-    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def surplus(
