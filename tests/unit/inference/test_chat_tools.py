@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from aiohttp.test_utils import TestClient, TestServer
-from inference_kit import EngineFactory, make_model, make_tokenizer, post
+from inference_kit import EngineFactory, make_tokenizer, post
 from openai import AsyncOpenAI
 from renderers import Qwen3RendererConfig, create_renderer
 from transformers import PreTrainedModel
@@ -21,51 +20,19 @@ from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.models.load import ModelError
 from meshrl.sft.data import rendering
+from taught_model import QUESTION, TEMPLATE, TOOL, taught_model
 
 CHAT = "/v1/chat/completions"
-TOOL = {
-    "type": "function",
-    "function": {"name": "find", "strict": True, "parameters": {"type": "object", "properties": {}}},
-}
-QUESTION = {"role": "user", "content": "Where?"}
-THOUGHT = "<think>\nLook.\n</think>\n\n"
-CALLS = "".join(
-    f'<tool_call>\n{{"name": "find", "arguments": {{"word": "{word}"}}}}\n</tool_call>\n' for word in ("né", "b")
-)
-SHORT = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
 
 
 @pytest.fixture(scope="session")
 def taught() -> PreTrainedModel:
-    """Answers the question with a thought, then with two calls where it has the tool, and with a word where not."""
-    tokenizer = chatml_tokenizer(SHORT)
-    rows = []
-    for tools, said in ((None, f"{THOUGHT}Here."), ([TOOL], THOUGHT + CALLS.strip())):
-        prompt = tokenizer.apply_chat_template([QUESTION], tools=tools, add_generation_prompt=True, return_dict=False)
-        reply = tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False)
-        rows.append((torch.tensor([prompt + reply]), torch.tensor([[-100] * len(prompt) + reply])))
-    model = make_model(vocab_size=len(tokenizer), hidden_size=64, initializer_range=0.05).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    worst = 1.0
-    for _ in range(400):
-        losses = [model(input_ids=tokens, labels=labels).loss for tokens, labels in rows]
-        worst = float(torch.stack(losses).max().detach())
-        if worst < 0.02:
-            break
-        sum(losses).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert worst < 0.02
-    return model.eval()
+    return taught_model()
 
 
 @pytest.fixture
 async def client(taught: PreTrainedModel, start_engine: EngineFactory) -> AsyncIterator[TestClient]:
-    tokenizer = chatml_tokenizer(SHORT)
+    tokenizer = chatml_tokenizer(TEMPLATE)
     engine = await start_engine(taught, max_model_len=1024, eos_token_ids=())  # its renderer knows the end of a turn
     codec = TextCodec(tokenizer, replies=ChatReplies.load(tokenizer, {"name": "qwen3"}))
     server = InferenceServer(engine, model_name="tiny", codec=codec, loader=None)

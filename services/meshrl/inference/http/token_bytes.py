@@ -55,7 +55,7 @@ class TokenBytes:
         return self._known[token_id]
 
     def _read(self, token_id: int) -> bytes:
-        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         if name is None:
             return b""
         if self._byte_level and all(letter in _LETTERS for letter in name):
