@@ -202,8 +202,6 @@ class _TextBody(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only a stream has some; send stream true as well, or leave it out")
         _refuse_constraints(self.response_format, self.structured_outputs)
         return self
 
