@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
 import pytest
 
-from engine_mesh import MODEL_NAME, SLOTS, EngineClient, EngineMesh, logprobs_of
+from engine_mesh import MODEL_NAME, SLOTS, SOURCES, EngineClient, EngineKind, EngineMesh, logprobs_of
 
 PROMPT = [1, 2, 3]
 ATTEMPTS = 5
@@ -110,3 +112,28 @@ async def finished(client: EngineClient) -> float:
 async def hold(session: aiohttp.ClientSession, body: Mapping[str, Any]) -> None:
     async with session.post(GENERATE, json=body) as response:
         await response.read()
+
+
+def test_alternatives_of_joined_pieces_of_a_stream_are_those_of_each_alone(engine_kind: EngineKind) -> None:
+    if engine_kind.name != "vllm":
+        pytest.skip("vLLM joins pieces, the embedded engine does not")
+    code = """
+import json
+from vllm.logprobs import FlatLogprobs
+from meshrl.inference.vllm.requests import _from_flat
+def piece(*places):
+    flat = FlatLogprobs()
+    for ids, logprobs, rank in places:
+        flat.append_fast(ids, logprobs, iter((rank, 1, 2)), [None] * 3)
+    return flat
+places = [([7, 7, 4], [-0.1, -0.1, -2.0], 1), ([5, 6, 5], [-1.5, -0.3, -1.5], 2), ([9, 6, 5], [-4.0, -0.3, -1.5], 8)]
+joined = piece(places[0])
+for place in places[1:]:
+    joined.extend(piece(place))
+print(json.dumps([[part.tolist() for part in _from_flat(flat, 3, 2)] for flat in (piece(*places), joined)]))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)}
+    told = subprocess.check_output([str(engine_kind.python), "-c", code], env=environment, timeout=300)
+    alone, joined = json.loads(told.splitlines()[-1])
+    assert alone[1] == [[7, 4], [6, 5], [6, 5]]
+    assert joined == alone

@@ -204,6 +204,8 @@ def use(path: str, key: str) -> str:
     """What becomes of a key on a route, in the words of the page."""
     if limited(path, key) and key in SCHEMAS[path].model_fields:
         return "400, except " + ", ".join(f"`{json.dumps(value)}`" for value in LIMITED[key][0])
+    if key == "model":  # an engine serves one model, whatever a client calls it
+        return "neutral"
     if key in SCHEMAS[path].model_fields:
         return "honoured"
     entry = OTHER_KEYS.get(key) or (CHAT_KEYS.get(key) if path == TOKENS else None)

@@ -116,14 +116,22 @@ def _from_record(
 def _from_flat(
     flat: FlatLogprobs | None, count: int, alternatives: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """The same from vLLM's FlatLogprobs, as streams have them; NaN where none were asked for."""
+    """The same from vLLM's FlatLogprobs, as streams have them; NaN where none were asked for.
+
+    A place has the sampled token and then the alternatives. Where vLLM has joined pieces of a stream, a sampled token
+    that is among the alternatives is there once.
+    """
     if not flat:
         return np.full(count, np.nan, dtype=np.float32), None, None
     starts = np.asarray(flat.start_indices[:count], dtype=np.int64)
     values, ids = np.asarray(flat.logprobs, dtype=np.float32), np.asarray(flat.token_ids, dtype=np.int32)
     if not alternatives:
         return values[starts], None, None
+    ends = np.asarray(flat.end_indices[:count], dtype=np.int64)
     columns = starts[:, None] + 1 + np.arange(alternatives)
+    for place in np.flatnonzero(ends - starts != alternatives + 1):
+        found = range(starts[place], ends[place])
+        columns[place] = sorted(found, key=lambda entry: flat.ranks[entry] or 0)[:alternatives]
     return values[starts], ids[columns], values[columns]
 
 
