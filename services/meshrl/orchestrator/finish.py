@@ -195,6 +195,6 @@ class StepFinisher:
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)
         if self._samples is not None:
             await asyncio.to_thread(self._samples.write, submitted, done.logprobs)
-        await log_extras(self._monitor, self._config.log_extras, submitted)
+        await log_extras(self._monitor, self._config.log_extras, submitted, done)
         if self._config.bench:
             self.records.append(metrics)

@@ -19,6 +19,7 @@ from meshrl.core.telemetry.monitor import Monitor
 from meshrl.sft.data.batches import SFTBatch
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.feed import Feed
+from meshrl.sft.extras import Extras
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
@@ -38,6 +39,7 @@ class SFTLoop:
         max_steps: int,
         ckpt: CheckpointConfig | None,
         validation_interval: int | None,
+        extras: Extras | None = None,
     ) -> None:
         self._learner = learner
         self._feed = feed
@@ -46,6 +48,7 @@ class SFTLoop:
         self._max_steps = max_steps
         self._ckpt = ckpt
         self._validation_interval = validation_interval
+        self._extras = extras
         self._peak_flops = peak_flops(learner.device)
 
     def run(self, signals: Sequence[str]) -> Path:
@@ -85,6 +88,8 @@ class SFTLoop:
                 metrics = self._metrics(rows.batch, result, step_s)
                 metrics |= validated | {"time/load_data": data_s, "time/save_ckpt": save_s}
                 self._monitor.log(result.step, CATALOGUE.record(Source.SFT, metrics))
+                if self._extras is not None:
+                    self._extras.log(self._monitor, rows.batch, result)
             save_s = 0.0
             if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
                 began = time.perf_counter()

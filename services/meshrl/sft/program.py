@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.core.config import dump_toml
+from meshrl.core.config.shared import log_extras_of
 from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import short_socket_paths
@@ -25,6 +26,7 @@ from meshrl.sft.data.check import DataCheck, check_data
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.feed import Feed
 from meshrl.sft.data.rendering import load_sft_tokenizer
+from meshrl.sft.extras import Extras
 from meshrl.sft.loop import SFTLoop
 from meshrl.training.auto_settings import resolve_auto
 from meshrl.training.build import build_learner
@@ -101,6 +103,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         monitor = open_monitor(layout, config.log, config.wandb, config.model_dump(mode="json"))
     try:
         feed.start(DataProgress.from_json(saved) if saved else None, steps_done=learner.step_done)
+        log_extras = log_extras_of(config.wandb, config.log)
         loop = SFTLoop(
             learner,
             feed,
@@ -109,6 +112,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
             max_steps=config.max_steps,
             ckpt=config.ckpt,
             validation_interval=config.val.interval if config.val else None,
+            extras=None if log_extras is None else Extras(log_extras, tokenizer, config.data.name),
         )
         folder = loop.run(signals)
         logger.success("weights after step {} are in {}", learner.step_done, folder)

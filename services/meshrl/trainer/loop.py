@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
+from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
@@ -33,6 +34,9 @@ from meshrl.training.learner import StepError, StepResult
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
+
+MOST_ENTROPIES = 1024
+"""Of a step's tokens, sent with its DONE event for a histogram."""
 
 
 class TrainerLoop:
@@ -124,7 +128,8 @@ class TrainerLoop:
         }
         metrics = self._metrics(batch, result, timings_s, ended - started)
         logprobs = rollout_logprobs(batch, result.tokens.logprobs)
-        self._start_publication(result.step, captured, metrics, timings_s, span, logprobs)
+        entropies = result.tokens.entropies[spread(len(result.tokens.entropies), MOST_ENTROPIES)]
+        self._start_publication(result.step, captured, metrics, timings_s, span, logprobs, entropies)
         logger.info(
             "step {} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
             result.step,
@@ -146,6 +151,7 @@ class TrainerLoop:
         timings_s: Mapping[str, float],
         span: TrainSpan,
         logprobs: Mapping[str, NDArray[np.float32]],
+        entropies: NDArray[np.float32],
     ) -> None:
         """Starts the publication of a version; the step is DONE when the hub has sealed it."""
         started = time.perf_counter()
@@ -171,6 +177,7 @@ class TrainerLoop:
                 timings_s={**timings_s, **lengths_s},
                 traceparent=span.traceparent,
                 logprobs=logprobs,
+                entropies=entropies,
             )
 
         self._versions.progress.moved()

@@ -31,6 +31,8 @@ async def test_submitted_batch_becomes_a_version(mesh: Mesh) -> None:
     assert event.version == 1
     assert event.metrics["optim/grad_norm"] > 0
     assert event.timings_s["step"] > 0
+    assert event.entropies is not None
+    assert event.entropies.mean() == pytest.approx(event.metrics["entropy/all/mean"], rel=1e-5)
     (run,) = await mesh.client.list_runs()
     assert (run.step, run.version, run.revision) == (1, 1, 3)
 

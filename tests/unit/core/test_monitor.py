@@ -1,7 +1,6 @@
 import json
 import math
 import sqlite3
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from loguru import logger
-from tensorboardX.proto.event_pb2 import Event
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, WandbSink, open_monitor
 from small_disk import fill, mounted
+from tensorboard_values import tensorboard_values
 
 SAMPLE = SampleRow(environment="echo", task_key="t", prompt="say abc", completion="abc", reward=1.0, advantage=0.5)
 
@@ -160,17 +159,6 @@ def test_records_that_a_full_disk_refuses_follow_once_there_is_room(small_disk: 
     assert steps == list(range(1, 301))
 
 
-def tensorboard_events(folder: Path) -> list[Event]:
-    """The events of a folder's one file: records of a length, its checksum, the event, its checksum."""
-    (path,) = folder.iterdir()
-    data, events = path.read_bytes(), []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        events.append(Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    return events
-
-
 def test_tensorboard_takes_metrics_samples_and_distributions(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     monitor = open_monitor(layout, LogConfig(tensorboard=True), None, {})
@@ -178,9 +166,7 @@ def test_tensorboard_takes_metrics_samples_and_distributions(tmp_path: Path) -> 
     monitor.log_samples(3, [SAMPLE])
     monitor.log_distributions(3, {"reward": [0.0, 1.0, 1.0], "empty": []})
     monitor.close()
-    found = {
-        value.tag: value for event in tensorboard_events(tmp_path / "tensorboard") for value in event.summary.value
-    }
+    found = tensorboard_values(tmp_path / "tensorboard")
     assert found["reward/all/mean"].simple_value == 0.5
     assert math.isnan(found["loss/mean"].simple_value)
     assert found["reward"].histo.num == 3

@@ -12,7 +12,7 @@ import pytest
 from loguru import logger
 from pydantic import ValidationError
 
-from meshrl.core.config.shared import ModelConfig
+from meshrl.core.config.shared import LogConfig, ModelConfig
 from meshrl.environments.reverse_text.demonstrations import demonstrations
 from meshrl.environments.reverse_text.model import create_model
 from meshrl.environments.reverse_text.sentences import sentences
@@ -23,6 +23,7 @@ from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from tensorboard_values import tensorboard_values
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,22 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tm
     assert load_model(saved).num_parameters() > 0
     assert load_tokenizer(saved).chat_template
     assert (tmp_path / "weights" / "final").resolve() == tmp_path / "weights" / "step_6"
+
+
+def test_samples_and_distributions_of_a_step_are_logged(folder: Path, tmp_path: Path) -> None:
+    train(config(folder, tmp_path, max_steps=10, val=None, log=LogConfig(tensorboard=True)), (), RankGroup())
+    found = tensorboard_values(tmp_path / "tensorboard")
+    for name, mean in (("loss", "loss/mean"), ("entropy", "entropy/all/mean")):
+        histogram = found[f"distributions/{name}"].histo
+        assert histogram.num > 10
+        assert histogram.sum / histogram.num == pytest.approx(records(tmp_path)[9][mean], rel=1e-3)
+    texts = [value.tensor.string_val[0].decode() for tag, value in found.items() if tag.startswith("samples/")]
+    assert 2 <= len(texts) <= 8
+    for text in texts:
+        name, prompt, completion = text.split("\n\n    ")
+        assert name == str(folder / "train.jsonl")
+        assert "Reverse the text." in prompt
+        assert completion.removesuffix("<|im_end|>")[::-1] in prompt
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from collections.abc import Sized
 import numpy as np
 import pytest
 
-from meshrl.trainer.runs.steps import EVENTS_WITH_LOGPROBS, StepBook
+from meshrl.trainer.runs.steps import LARGE_EVENTS, StepBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepState
 
@@ -199,15 +199,16 @@ def test_what_a_long_run_holds_of_its_steps_is_bounded_without_being_asked() -> 
     assert max(held.values()) == 1000
 
 
-def test_only_the_newest_events_keep_logprobs() -> None:
+def test_only_the_newest_events_keep_logprobs_and_entropies() -> None:
     steps = book()
-    for step in range(1, EVENTS_WITH_LOGPROBS + 3):
+    for step in range(1, LARGE_EVENTS + 3):
         submit(steps, step)
         run(steps)
         logprobs = {"a": np.array([-0.5], dtype=np.float32)}
-        steps.finish(step, metrics={}, timings_s={}, logprobs=logprobs)
+        steps.finish(step, metrics={}, timings_s={}, logprobs=logprobs, entropies=np.ones(3, dtype=np.float32))
     events = [event for event in steps.events_after(0) if event.state is StepState.DONE]
-    assert [len(event.logprobs) for event in events] == [0, 0] + [1] * EVENTS_WITH_LOGPROBS
+    assert [len(event.logprobs) for event in events] == [0, 0] + [1] * LARGE_EVENTS
+    assert [event.entropies is not None for event in events] == [False] * 2 + [True] * LARGE_EVENTS
 
 
 def test_events_and_the_run_name_the_last_step_on_disk() -> None:

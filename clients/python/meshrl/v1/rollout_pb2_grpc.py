@@ -93,8 +93,11 @@ class RolloutServiceServicer(object):
         twice is played once.
         Tasks: of a finite taskset every task_index below num_tasks is a task; of an infinite one (num_tasks
         unset) every task_index is, and the same index is the same task for as long as the server runs.
-        Deadline: set both the call's deadline and deadline_s; rollouts alive at deadline_s come back
-        as failures. Cancelling the call cancels its rollouts.
+        Deadline: deadline_s counts from the arrival of the call. Rollouts that have not ended by then come
+        back as failures (DEADLINE_PASSED), whatever they wait for: their task, a place, an engine. The
+        summary follows, and the stream ends within 10 s of deadline_s, never with DEADLINE_EXCEEDED of
+        the server's own. Give the call a deadline that is 15 s longer. Cancelling the call cancels its
+        rollouts.
         Errors: NOT_FOUND for an unknown environment or task index; FAILED_PRECONDITION with RetryInfo
         while no engine holds the required version; UNAVAILABLE while draining; RESOURCE_EXHAUSTED
         when max_concurrent rollouts are running and the queue is full.

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from meshrl.v1 import tensor_pb2 as meshrl_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/trainer.proto\x12\tmeshrl.v1\x1a\x16meshrl/v1/tensor.proto\"-\n\x11GetTrainerRequest\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\"\xbb\x02\n\x12GetTrainerResponse\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x03 \x01(\r\x12\x0f\n\x07seq_len\x18\x04 \x01(\r\x12\x14\n\x0cpad_multiple\x18\x05 \x01(\r\x12\x11\n\tobjective\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x1c\n\x04runs\x18\x08 \x03(\x0b\x32\x0e.meshrl.v1.Run\x12\x1a\n\x12max_queued_batches\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x19\n\x11max_message_bytes\x18\x0b \x01(\r\x12\x1e\n\x11min_shared_prefix\x18\x0c \x01(\x01H\x00\x88\x01\x01\x42\x14\n\x12_min_shared_prefix\"k\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08revision\x18\x05 \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x06 \x01(\x04\"t\n\x12SubmitBatchRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.BatchHeaderH\x00\x12,\n\x0bmicro_batch\x18\x02 \x01(\x0b\x32\x15.meshrl.v1.MicroBatchH\x00\x42\x06\n\x04part\"\xb0\x01\n\x0b\x42\x61tchHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x19\n\x11num_micro_batches\x18\x04 \x01(\r\x12\x13\n\x0bloss_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x65nvironments\x18\x06 \x03(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x18\n\x10logprob_rollouts\x18\x08 \x03(\t\"\xd9\x05\n\nMicroBatch\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12$\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\'\n\x0cposition_ids\x18\x03 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12$\n\tloss_mask\x18\x04 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12%\n\nadvantages\x18\x05 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12-\n\x12inference_logprobs\x18\x06 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12)\n\x0esample_offsets\x18\x07 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\'\n\x0ctemperatures\x18\x08 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12$\n\tenv_index\x18\t \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\x13\n\x0brollout_ids\x18\n \x03(\t\x12\x14\n\x0ctraceparents\x18\x0b \x03(\t\x12%\n\nrl_weights\x18\x0c \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12%\n\nce_weights\x18\r \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12)\n\x0eref_kl_weights\x18\x0e \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\'\n\x0cref_logprobs\x18\x0f \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12(\n\rprefix_tokens\x18\x10 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12)\n\x0eprefix_samples\x18\x11 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12&\n\x0bref_top_ids\x18\x12 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12+\n\x10ref_top_logprobs\x18\x13 \x01(\x0b\x32\x11.meshrl.v1.Tensor\"?\n\x13SubmitBatchResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\";\n\x11WatchStepsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_revision\x18\x02 \x01(\x04\"\xd3\x03\n\x12WatchStepsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.meshrl.v1.StepState\x12\x14\n\x07version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12;\n\x07metrics\x18\x05 \x03(\x0b\x32*.meshrl.v1.WatchStepsResponse.MetricsEntry\x12>\n\ttimings_s\x18\x06 \x03(\x0b\x32+.meshrl.v1.WatchStepsResponse.TimingsSEntry\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x14\n\x0c\x64urable_step\x18\n \x01(\x04\x12,\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1a.meshrl.v1.RolloutLogprobs\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTimingsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_version\"J\n\x0fRolloutLogprobs\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12#\n\x08logprobs\x18\x02 \x01(\x0b\x32\x11.meshrl.v1.Tensor\"Q\n\x15SaveCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x14\n\x0cweights_only\x18\x03 \x01(\x08\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"6\n\x10\x43reateRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"0\n\x11\x43reateRunResponse\x12\x1b\n\x03run\x18\x01 \x01(\x0b\x32\x0e.meshrl.v1.Run\"\x11\n\x0fListRunsRequest\"0\n\x10ListRunsResponse\x12\x1c\n\x04runs\x18\x01 \x03(\x0b\x32\x0e.meshrl.v1.Run\"6\n\x10\x44\x65leteRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\x13\n\x11\x44\x65leteRunResponse\"\x0e\n\x0c\x44rainRequest\"\x1d\n\rDrainResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04*\x82\x01\n\tStepState\x12\x1a\n\x16STEP_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_STATE_QUEUED\x10\x01\x12\x16\n\x12STEP_STATE_RUNNING\x10\x02\x12\x13\n\x0fSTEP_STATE_DONE\x10\x03\x12\x15\n\x11STEP_STATE_FAILED\x10\x04\x32\xe0\x04\n\x0eTrainerService\x12I\n\nGetTrainer\x12\x1c.meshrl.v1.GetTrainerRequest\x1a\x1d.meshrl.v1.GetTrainerResponse\x12N\n\x0bSubmitBatch\x12\x1d.meshrl.v1.SubmitBatchRequest\x1a\x1e.meshrl.v1.SubmitBatchResponse(\x01\x12K\n\nWatchSteps\x12\x1c.meshrl.v1.WatchStepsRequest\x1a\x1d.meshrl.v1.WatchStepsResponse0\x01\x12U\n\x0eSaveCheckpoint\x12 .meshrl.v1.SaveCheckpointRequest\x1a!.meshrl.v1.SaveCheckpointResponse\x12\x46\n\tCreateRun\x12\x1b.meshrl.v1.CreateRunRequest\x1a\x1c.meshrl.v1.CreateRunResponse\x12\x43\n\x08ListRuns\x12\x1a.meshrl.v1.ListRunsRequest\x1a\x1b.meshrl.v1.ListRunsResponse\x12\x46\n\tDeleteRun\x12\x1b.meshrl.v1.DeleteRunRequest\x1a\x1c.meshrl.v1.DeleteRunResponse\x12:\n\x05\x44rain\x12\x17.meshrl.v1.DrainRequest\x1a\x18.meshrl.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/trainer.proto\x12\tmeshrl.v1\x1a\x16meshrl/v1/tensor.proto\"-\n\x11GetTrainerRequest\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\"\xbb\x02\n\x12GetTrainerResponse\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x03 \x01(\r\x12\x0f\n\x07seq_len\x18\x04 \x01(\r\x12\x14\n\x0cpad_multiple\x18\x05 \x01(\r\x12\x11\n\tobjective\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x1c\n\x04runs\x18\x08 \x03(\x0b\x32\x0e.meshrl.v1.Run\x12\x1a\n\x12max_queued_batches\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\x19\n\x11max_message_bytes\x18\x0b \x01(\r\x12\x1e\n\x11min_shared_prefix\x18\x0c \x01(\x01H\x00\x88\x01\x01\x42\x14\n\x12_min_shared_prefix\"k\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08revision\x18\x05 \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x06 \x01(\x04\"t\n\x12SubmitBatchRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.BatchHeaderH\x00\x12,\n\x0bmicro_batch\x18\x02 \x01(\x0b\x32\x15.meshrl.v1.MicroBatchH\x00\x42\x06\n\x04part\"\xb0\x01\n\x0b\x42\x61tchHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x19\n\x11num_micro_batches\x18\x04 \x01(\r\x12\x13\n\x0bloss_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x65nvironments\x18\x06 \x03(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x18\n\x10logprob_rollouts\x18\x08 \x03(\t\"\xd9\x05\n\nMicroBatch\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12$\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\'\n\x0cposition_ids\x18\x03 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12$\n\tloss_mask\x18\x04 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12%\n\nadvantages\x18\x05 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12-\n\x12inference_logprobs\x18\x06 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12)\n\x0esample_offsets\x18\x07 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\'\n\x0ctemperatures\x18\x08 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12$\n\tenv_index\x18\t \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\x13\n\x0brollout_ids\x18\n \x03(\t\x12\x14\n\x0ctraceparents\x18\x0b \x03(\t\x12%\n\nrl_weights\x18\x0c \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12%\n\nce_weights\x18\r \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12)\n\x0eref_kl_weights\x18\x0e \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\'\n\x0cref_logprobs\x18\x0f \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12(\n\rprefix_tokens\x18\x10 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12)\n\x0eprefix_samples\x18\x11 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12&\n\x0bref_top_ids\x18\x12 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12+\n\x10ref_top_logprobs\x18\x13 \x01(\x0b\x32\x11.meshrl.v1.Tensor\"?\n\x13SubmitBatchResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\";\n\x11WatchStepsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_revision\x18\x02 \x01(\x04\"\x8c\x04\n\x12WatchStepsResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.meshrl.v1.StepState\x12\x14\n\x07version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12;\n\x07metrics\x18\x05 \x03(\x0b\x32*.meshrl.v1.WatchStepsResponse.MetricsEntry\x12>\n\ttimings_s\x18\x06 \x03(\x0b\x32+.meshrl.v1.WatchStepsResponse.TimingsSEntry\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0f\n\x07message\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x14\n\x0c\x64urable_step\x18\n \x01(\x04\x12,\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1a.meshrl.v1.RolloutLogprobs\x12)\n\tentropies\x18\x0c \x01(\x0b\x32\x11.meshrl.v1.TensorH\x01\x88\x01\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTimingsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_versionB\x0c\n\n_entropies\"J\n\x0fRolloutLogprobs\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12#\n\x08logprobs\x18\x02 \x01(\x0b\x32\x11.meshrl.v1.Tensor\"Q\n\x15SaveCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x14\n\x0cweights_only\x18\x03 \x01(\x08\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"6\n\x10\x43reateRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"0\n\x11\x43reateRunResponse\x12\x1b\n\x03run\x18\x01 \x01(\x0b\x32\x0e.meshrl.v1.Run\"\x11\n\x0fListRunsRequest\"0\n\x10ListRunsResponse\x12\x1c\n\x04runs\x18\x01 \x03(\x0b\x32\x0e.meshrl.v1.Run\"6\n\x10\x44\x65leteRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\x13\n\x11\x44\x65leteRunResponse\"\x0e\n\x0c\x44rainRequest\"\x1d\n\rDrainResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04*\x82\x01\n\tStepState\x12\x1a\n\x16STEP_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_STATE_QUEUED\x10\x01\x12\x16\n\x12STEP_STATE_RUNNING\x10\x02\x12\x13\n\x0fSTEP_STATE_DONE\x10\x03\x12\x15\n\x11STEP_STATE_FAILED\x10\x04\x32\xe0\x04\n\x0eTrainerService\x12I\n\nGetTrainer\x12\x1c.meshrl.v1.GetTrainerRequest\x1a\x1d.meshrl.v1.GetTrainerResponse\x12N\n\x0bSubmitBatch\x12\x1d.meshrl.v1.SubmitBatchRequest\x1a\x1e.meshrl.v1.SubmitBatchResponse(\x01\x12K\n\nWatchSteps\x12\x1c.meshrl.v1.WatchStepsRequest\x1a\x1d.meshrl.v1.WatchStepsResponse0\x01\x12U\n\x0eSaveCheckpoint\x12 .meshrl.v1.SaveCheckpointRequest\x1a!.meshrl.v1.SaveCheckpointResponse\x12\x46\n\tCreateRun\x12\x1b.meshrl.v1.CreateRunRequest\x1a\x1c.meshrl.v1.CreateRunResponse\x12\x43\n\x08ListRuns\x12\x1a.meshrl.v1.ListRunsRequest\x1a\x1b.meshrl.v1.ListRunsResponse\x12\x46\n\tDeleteRun\x12\x1b.meshrl.v1.DeleteRunRequest\x1a\x1c.meshrl.v1.DeleteRunResponse\x12:\n\x05\x44rain\x12\x17.meshrl.v1.DrainRequest\x1a\x18.meshrl.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_WATCHSTEPSRESPONSE_TIMINGSSENTRY']._loaded_options = None
   _globals['_WATCHSTEPSRESPONSE_TIMINGSSENTRY']._serialized_options = b'8\001'
-  _globals['_STEPSTATE']._serialized_start=2674
-  _globals['_STEPSTATE']._serialized_end=2804
+  _globals['_STEPSTATE']._serialized_start=2731
+  _globals['_STEPSTATE']._serialized_end=2861
   _globals['_GETTRAINERREQUEST']._serialized_start=62
   _globals['_GETTRAINERREQUEST']._serialized_end=107
   _globals['_GETTRAINERRESPONSE']._serialized_start=110
@@ -55,33 +55,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTEPSREQUEST']._serialized_start=1630
   _globals['_WATCHSTEPSREQUEST']._serialized_end=1689
   _globals['_WATCHSTEPSRESPONSE']._serialized_start=1692
-  _globals['_WATCHSTEPSRESPONSE']._serialized_end=2159
-  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_start=2052
-  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_end=2098
-  _globals['_WATCHSTEPSRESPONSE_TIMINGSSENTRY']._serialized_start=2100
-  _globals['_WATCHSTEPSRESPONSE_TIMINGSSENTRY']._serialized_end=2147
-  _globals['_ROLLOUTLOGPROBS']._serialized_start=2161
-  _globals['_ROLLOUTLOGPROBS']._serialized_end=2235
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2237
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2318
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2320
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2372
-  _globals['_CREATERUNREQUEST']._serialized_start=2374
-  _globals['_CREATERUNREQUEST']._serialized_end=2428
-  _globals['_CREATERUNRESPONSE']._serialized_start=2430
-  _globals['_CREATERUNRESPONSE']._serialized_end=2478
-  _globals['_LISTRUNSREQUEST']._serialized_start=2480
-  _globals['_LISTRUNSREQUEST']._serialized_end=2497
-  _globals['_LISTRUNSRESPONSE']._serialized_start=2499
-  _globals['_LISTRUNSRESPONSE']._serialized_end=2547
-  _globals['_DELETERUNREQUEST']._serialized_start=2549
-  _globals['_DELETERUNREQUEST']._serialized_end=2603
-  _globals['_DELETERUNRESPONSE']._serialized_start=2605
-  _globals['_DELETERUNRESPONSE']._serialized_end=2624
-  _globals['_DRAINREQUEST']._serialized_start=2626
-  _globals['_DRAINREQUEST']._serialized_end=2640
-  _globals['_DRAINRESPONSE']._serialized_start=2642
-  _globals['_DRAINRESPONSE']._serialized_end=2671
-  _globals['_TRAINERSERVICE']._serialized_start=2807
-  _globals['_TRAINERSERVICE']._serialized_end=3415
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=2216
+  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_start=2095
+  _globals['_WATCHSTEPSRESPONSE_METRICSENTRY']._serialized_end=2141
+  _globals['_WATCHSTEPSRESPONSE_TIMINGSSENTRY']._serialized_start=2143
+  _globals['_WATCHSTEPSRESPONSE_TIMINGSSENTRY']._serialized_end=2190
+  _globals['_ROLLOUTLOGPROBS']._serialized_start=2218
+  _globals['_ROLLOUTLOGPROBS']._serialized_end=2292
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=2294
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2375
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2377
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2429
+  _globals['_CREATERUNREQUEST']._serialized_start=2431
+  _globals['_CREATERUNREQUEST']._serialized_end=2485
+  _globals['_CREATERUNRESPONSE']._serialized_start=2487
+  _globals['_CREATERUNRESPONSE']._serialized_end=2535
+  _globals['_LISTRUNSREQUEST']._serialized_start=2537
+  _globals['_LISTRUNSREQUEST']._serialized_end=2554
+  _globals['_LISTRUNSRESPONSE']._serialized_start=2556
+  _globals['_LISTRUNSRESPONSE']._serialized_end=2604
+  _globals['_DELETERUNREQUEST']._serialized_start=2606
+  _globals['_DELETERUNREQUEST']._serialized_end=2660
+  _globals['_DELETERUNRESPONSE']._serialized_start=2662
+  _globals['_DELETERUNRESPONSE']._serialized_end=2681
+  _globals['_DRAINREQUEST']._serialized_start=2683
+  _globals['_DRAINREQUEST']._serialized_end=2697
+  _globals['_DRAINRESPONSE']._serialized_start=2699
+  _globals['_DRAINRESPONSE']._serialized_end=2728
+  _globals['_TRAINERSERVICE']._serialized_start=2864
+  _globals['_TRAINERSERVICE']._serialized_end=3472
 # @@protoc_insertion_point(module_scope)

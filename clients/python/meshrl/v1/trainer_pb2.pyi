@@ -158,7 +158,7 @@ class WatchStepsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ...) -> None: ...
 
 class WatchStepsResponse(_message.Message):
-    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step", "logprobs")
+    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step", "logprobs", "entropies")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class WatchStepsResponse(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ENTROPIES_FIELD_NUMBER: _ClassVar[int]
     revision: int
     step: int
     state: StepState
@@ -195,7 +196,8 @@ class WatchStepsResponse(_message.Message):
     traceparent: str
     durable_step: int
     logprobs: _containers.RepeatedCompositeFieldContainer[RolloutLogprobs]
-    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RolloutLogprobs, _Mapping]]] = ...) -> None: ...
+    entropies: _tensor_pb2.Tensor
+    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RolloutLogprobs, _Mapping]]] = ..., entropies: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class RolloutLogprobs(_message.Message):
     __slots__ = ("rollout_id", "logprobs")

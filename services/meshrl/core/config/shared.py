@@ -125,20 +125,28 @@ class LogConfig(BaseConfig):
         return {**values, "level": {"warn": "warning", "fatal": "critical"}.get(level.lower(), level.lower())}
 
 
+FEW_SAMPLES = 8
+"""Samples in a table whose share is not given."""
+
+
 class LogExtrasConfig(BaseConfig):
-    """Sample tables and distributions in Weights & Biases."""
+    """Sample tables and distributions, beside the metrics."""
 
     samples: bool = True
     """Log tables of prompts and completions with rewards and advantages."""
 
     distributions: bool = True
-    """Log distributions of rewards, advantages and entropies."""
+    """Log distributions of rewards, advantages and entropies; of sft, of the losses and entropies of tokens."""
 
     interval: int = Field(default=10, ge=1)
     """Log them every so many steps."""
 
     sample_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of a step's rollouts in the table; None takes a few."""
+
+    def rows_of(self, samples: int) -> int:
+        """How many of a step's samples the table has."""
+        return FEW_SAMPLES if self.sample_ratio is None else max(1, round(self.sample_ratio * samples))
 
 
 class WandbConfig(BaseConfig):
@@ -180,6 +188,15 @@ class PrimeMonitorConfig(BaseConfig):
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
     """Samples and distributions; None means metrics only."""
+
+
+def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig) -> LogExtrasConfig | None:
+    """Which samples and distributions a run logs: what W&B or the platform asks for, else the usual for TensorBoard and
+    Trackio; None for none.
+    """
+    if shown is not None:
+        return shown.log_extras
+    return LogExtrasConfig() if log.tensorboard or log.trackio else None
 
 
 GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")

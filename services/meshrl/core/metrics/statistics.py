@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def distribution(name: str, values: Iterable[float], statistics: str) -> dict[str, float]:
@@ -14,3 +15,9 @@ def distribution(name: str, values: Iterable[float], statistics: str) -> dict[st
         return {}
     computed = {"mean": finite.mean(), "std": finite.std(), "max": finite.max(), "min": finite.min()}
     return {f"{name}/{statistic}": float(computed[statistic]) for statistic in statistics.split()}
+
+
+def spread(count: int, most: int) -> NDArray[np.intp]:
+    """The places of at most `most` of `count` values, evenly spread; (min(count, most),)."""
+    chosen = min(count, most)
+    return np.arange(chosen, dtype=np.intp) * count // max(chosen, 1)

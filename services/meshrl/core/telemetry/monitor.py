@@ -47,13 +47,13 @@ WANDB_FINISH_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """One rollout for a table of samples."""
+    """One rollout for a table of samples; a sample of fine-tuning has neither reward nor advantage."""
 
     environment: str
     task_key: str
     prompt: str
     completion: str
-    reward: float
+    reward: float | None
     advantage: float | None
 
 

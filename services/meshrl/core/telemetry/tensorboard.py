@@ -30,7 +30,9 @@ class TensorBoardSink:
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         for number, row in enumerate(rows):
-            about = f"{row.environment}, reward {row.reward:.3f}, advantage {row.advantage:.3f}"
+            scores = {"reward": row.reward, "advantage": row.advantage}
+            scored = (f"{name} {value:.3f}" for name, value in scores.items() if value is not None)
+            about = ", ".join((row.environment, *scored))
             self._writer.add_text(f"samples/{number}", f"{about}\n\n    {row.prompt}\n\n    {row.completion}", step)
 
     def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:

@@ -18,6 +18,7 @@ from meshrl.core.config.shared import (
     ServicesConfig,
     TlsConfig,
     WandbConfig,
+    log_extras_of,
 )
 from meshrl.core.private_folders import ReadableBy
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
@@ -361,10 +362,7 @@ class OrchestratorConfig(BaseConfig):
     @property
     def log_extras(self) -> LogExtrasConfig | None:
         """How often samples and distributions are shown: what the first destination says that is asked for them."""
-        shown = self.wandb or self.prime_monitor
-        if shown is not None:
-            return shown.log_extras
-        return LogExtrasConfig() if self.log.tensorboard or self.log.trackio else None
+        return log_extras_of(self.wandb or self.prime_monitor, self.log)
 
     @property
     def group_sizes(self) -> dict[str, int]:

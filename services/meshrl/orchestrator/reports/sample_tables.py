@@ -7,35 +7,37 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from meshrl.core.config.shared import LogExtrasConfig
+from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.monitor import Monitor, SampleRow
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
 from meshrl.orchestrator.work.screening import ReadyGroup
-from meshrl.wire.types import Rollout
-
-FEW_SAMPLES = 8
-"""Rollouts in a table of samples whose share is not given."""
+from meshrl.wire.types import Rollout, StepEvent
 
 
-async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep) -> None:
-    """Gives the monitor a step's samples and distributions, every `config.interval` steps; None asks for neither."""
+async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep, done: StepEvent) -> None:
+    """Gives the monitor a step's samples and distributions, every `config.interval` steps; None asks for neither.
+
+    `done` has the entropies of the trainer.
+    """
     if config is None or step.step % config.interval != 0:
         return
     if config.samples:
-        rows = sample_rows(step.groups, step.assembled, ratio=config.sample_ratio)
+        rows = sample_rows(step.groups, step.assembled, config)
         await asyncio.to_thread(monitor.log_samples, step.step, rows)
     if config.distributions:
         values = {
             "distributions/reward": [rollout.reward for ready in step.groups for rollout in ready.kept],
             "distributions/advantage": list(step.assembled.advantages.values()),
         }
+        if done.entropies is not None:
+            values["distributions/entropy"] = done.entropies.tolist()
         await asyncio.to_thread(monitor.log_distributions, step.step, values)
 
 
-def sample_rows(groups: Sequence[ReadyGroup], assembled: AssembledBatch, *, ratio: float | None) -> list[SampleRow]:
-    """Rows for a table of samples: every 1/ratio-th rollout of the batch, or a few when no ratio is given."""
+def sample_rows(groups: Sequence[ReadyGroup], assembled: AssembledBatch, config: LogExtrasConfig) -> list[SampleRow]:
+    """Rows for a table of samples: as many of the batch's rollouts as `config` asks for, evenly spread."""
     rollouts = [rollout for ready in groups for rollout in ready.kept]
-    count = min(FEW_SAMPLES, len(rollouts)) if ratio is None else max(1, round(ratio * len(rollouts)))
-    chosen = [rollouts[index * len(rollouts) // count] for index in range(count)]
+    chosen = [rollouts[place] for place in spread(len(rollouts), config.rows_of(len(rollouts)))]
     return [
         SampleRow(
             environment=rollout.environment,

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent, StepState
 
-EVENTS_WITH_LOGPROBS = 8
+LARGE_EVENTS = 8
+"""Events that keep what is large: logprobs and entropies."""
 RETRY_AFTER_S = 0.5  # a queue moves at the pace of steps, which take about this long at least
 
 
@@ -37,6 +38,7 @@ class _Filled(TypedDict, total=False):
     metrics: Mapping[str, float]
     timings_s: Mapping[str, float]
     logprobs: Mapping[str, NDArray[np.float32]]
+    entropies: NDArray[np.float32] | None
     reason: str
     message: str
     traceparent: str
@@ -185,8 +187,11 @@ class StepBook:
         timings_s: Mapping[str, float],
         traceparent: str = "",
         logprobs: Mapping[str, NDArray[np.float32]] | None = None,
+        entropies: NDArray[np.float32] | None = None,
     ) -> None:
-        """The step is trained and its version sealed. Only the newest events keep `logprobs`: they are large."""
+        """The step is trained and its version sealed. Only the newest events keep `logprobs` and `entropies`: they are
+        large.
+        """
         assert step in self._unfinished, f"step {step} is not running"
         self._unfinished.remove(step)
         self.step = step
@@ -198,10 +203,11 @@ class StepBook:
             timings_s=dict(timings_s),
             traceparent=traceparent,
             logprobs=dict(logprobs or {}),
+            entropies=entropies,
         )
-        with_logprobs = [place for place, event in enumerate(self._events) if event.logprobs]
-        for place in with_logprobs[:-EVENTS_WITH_LOGPROBS]:
-            self._events[place] = replace(self._events[place], logprobs={})
+        large = [place for place, event in enumerate(self._events) if event.logprobs or event.entropies is not None]
+        for place in large[:-LARGE_EVENTS]:
+            self._events[place] = replace(self._events[place], logprobs={}, entropies=None)
 
     def fail(self, step: int, reason: Reason, message: str, *, traceparent: str = "") -> None:
         """The step left the weights as they were; every step queued behind it fails with it."""

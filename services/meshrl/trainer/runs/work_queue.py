@@ -122,11 +122,17 @@ class TrainingQueue:
         timings_s: Mapping[str, float],
         traceparent: str,
         logprobs: Mapping[str, NDArray[np.float32]],
+        entropies: NDArray[np.float32],
     ) -> None:
         """Reports a step as DONE; `logprobs` are those of rollouts that its batch asked for."""
         self._report(
             lambda: self.book.finish(
-                step, metrics=metrics, timings_s=timings_s, traceparent=traceparent, logprobs=logprobs
+                step,
+                metrics=metrics,
+                timings_s=timings_s,
+                traceparent=traceparent,
+                logprobs=logprobs,
+                entropies=entropies,
             )
         )
 

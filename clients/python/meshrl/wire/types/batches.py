@@ -138,7 +138,7 @@ class StepEvent:
     """One event of a run; `version`, `metrics` and `timings_s` are filled when DONE, `reason` when FAILED.
 
     `logprobs` are the trainer's of rollouts that were asked for (Batch.logprob_rollouts): one a token of loss_mask, in
-    the order of the batch.
+    the order of the batch. `entropies` (N,), in nats, are of some of the step's tokens.
     """
 
     revision: int
@@ -152,3 +152,4 @@ class StepEvent:
     traceparent: str = ""
     durable_step: int = 0  # of the run, when this event was made
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by rollout id, (N,) each
+    entropies: NDArray[np.float32] | None = None

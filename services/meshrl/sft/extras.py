@@ -1,0 +1,55 @@
+"""Samples and distributions of a fine-tuning step for the monitor, every so many steps; used by the loop on rank 0."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from meshrl.core.config.shared import LogExtrasConfig
+from meshrl.core.metrics.statistics import spread
+from meshrl.core.telemetry.monitor import Monitor, SampleRow
+from meshrl.sft.data.batches import SFTBatch
+from meshrl.training.learner import StepResult
+from meshrl.wire.types import MicroBatch
+
+MOST_TOKENS = 1024
+"""Of a step, in a distribution."""
+
+
+class Extras:
+    """What `config` asks for of steps that train the data called `data_name`."""
+
+    def __init__(self, config: LogExtrasConfig, tokenizer: PreTrainedTokenizerBase, data_name: str) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._data_name = data_name
+
+    def log(self, monitor: Monitor, batch: SFTBatch, result: StepResult) -> None:
+        if result.step % self._config.interval != 0:
+            return
+        if self._config.samples:
+            monitor.log_samples(result.step, self._rows(batch))
+        if self._config.distributions:
+            tokens = result.tokens
+            places = spread(len(tokens.logprobs), MOST_TOKENS)
+            values = {"loss": -tokens.logprobs[places], "entropy": tokens.entropies[places]}
+            monitor.log_distributions(
+                result.step, {f"distributions/{name}": numbers.tolist() for name, numbers in values.items()}
+            )
+
+    def _rows(self, batch: SFTBatch) -> list[SampleRow]:
+        samples = [(row, place) for row in batch.packing.micro_batches for place in range(len(row.sample_offsets) - 1)]
+        return [self._row(*samples[place]) for place in spread(len(samples), self._config.rows_of(len(samples)))]
+
+    def _row(self, row: MicroBatch, place: int) -> SampleRow:
+        """The prompt is what stands before the first token that is trained; the completion is all of those."""
+        part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
+        token_ids, trained = row.token_ids[part], row.loss_mask[part]
+        prompt, completion = token_ids[: trained.argmax()], token_ids[trained]
+        return SampleRow(
+            environment=self._data_name,
+            task_key="",
+            prompt=str(self._tokenizer.decode(prompt.tolist())),
+            completion=str(self._tokenizer.decode(completion.tolist())),
+            reward=None,
+            advantage=None,
+        )
