@@ -1,4 +1,4 @@
-"""A scripted engine behind real HTTP, a small tokenizer, and a rollout server on a real channel."""
+"""A scripted engine behind real HTTP, a hub that lists engines, a small tokenizer, and a rollout server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
@@ -22,6 +23,8 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.main import build
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.v1 import weights_pb2_grpc as pb_grpc
 from meshrl.wire.types import RolloutRequest
 
 sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
@@ -165,6 +168,51 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
     scripted = await ScriptedEngine().start()
     yield scripted
     await scripted.stop()
+
+
+@dataclass
+class Hub(pb_grpc.WeightSyncServicer):
+    """Answers ListEngines on a real port; `engines` are (url, pool, routable)."""
+
+    engines: list[tuple[str, str, bool]] = field(default_factory=list)
+    asked: int = 0
+    port: int = 0
+    server: grpc.aio.Server | None = None
+
+    async def ListEngines(self, request, context):  # noqa: N802  # the name of the RPC
+        self.asked += 1
+        return pb.ListEnginesResponse(
+            engines=[
+                pb.EngineInfo(engine_id=url, url=url, engine_pool=pool, routable=routable)
+                for url, pool, routable in self.engines
+            ]
+        )
+
+    async def start(self) -> None:
+        self.server = grpc.aio.server()
+        pb_grpc.add_WeightSyncServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+            self.server = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def name(self, *engines, pool: str = "") -> None:
+        self.engines = [(f"{engine.url}/", pool, True) for engine in engines]
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[Hub]:
+    made = Hub()
+    await made.start()
+    yield made
+    await made.stop()
 
 
 @dataclass

@@ -4,65 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
-import grpc.aio
 import pytest
 from aiohttp import web
 
 from meshrl.rollout.config import RolloutConfig
-from meshrl.v1 import weights_pb2 as pb
-from meshrl.v1 import weights_pb2_grpc as pb_grpc
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout
 
 PATIENCE_S = 5.0
-
-
-@dataclass
-class Hub(pb_grpc.WeightSyncServicer):
-    """Answers ListEngines on a real port; `engines` are (url, pool, routable)."""
-
-    engines: list[tuple[str, str, bool]] = field(default_factory=list)
-    asked: int = 0
-    port: int = 0
-    server: grpc.aio.Server | None = None
-
-    async def ListEngines(self, request, context):  # noqa: N802  # the name of the RPC
-        self.asked += 1
-        return pb.ListEnginesResponse(
-            engines=[
-                pb.EngineInfo(engine_id=url, url=url, engine_pool=pool, routable=routable)
-                for url, pool, routable in self.engines
-            ]
-        )
-
-    async def start(self) -> None:
-        self.server = grpc.aio.server()
-        pb_grpc.add_WeightSyncServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self.server.start()
-
-    async def stop(self) -> None:
-        if self.server is not None:
-            await self.server.stop(0)
-            self.server = None
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def name(self, *engines, pool: str = "") -> None:
-        self.engines = [(f"{engine.url}/", pool, True) for engine in engines]
-
-
-@pytest.fixture
-async def hub() -> AsyncIterator[Hub]:
-    made = Hub()
-    await made.start()
-    yield made
-    await made.stop()
 
 
 @pytest.fixture
@@ -88,7 +38,7 @@ async def engines_are(mesh, *urls: str) -> None:
     raise AssertionError(f"the healthy engines are {known}, not {urls}")
 
 
-def discovering(hub: Hub, **client) -> dict:
+def discovering(hub, **client) -> dict:
     return {"weights": hub.address, "client": {"base_url": [], "failover_s": 5.0, **client}}
 
 

@@ -45,6 +45,15 @@ async def test_a_service_without_the_key_of_its_engines_does_not_start(start_mes
         await start_mesh([engine], workers=workers, **keyed())
 
 
+async def test_a_service_without_the_key_of_the_hubs_engines_does_not_start_also_while_they_have_no_version(
+    start_mesh, engine, hub
+):
+    engine.key = KEY
+    hub.engines = [(engine.url, "", False)]
+    with pytest.raises(ConfigError, match=REFUSED.format("without a key")):
+        await start_mesh([], weights=hub.address, **keyed(base_url=[]))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_it_plays_with_the_key_from_a_variable_or_a_file(
     start_mesh, make_group, engine, monkeypatch, tmp_path, workers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Tracer
@@ -12,9 +13,10 @@ from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import ConfigError
 from meshrl.core.credentials.secret import read_secret
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.engines.engine_table import EngineTable, Requirement
+from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.router import Discovery, EngineRouter
 from meshrl.rollout.engines.sessions import SessionBook
+from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:
     from meshrl.rollout.engines.chat_servers import ChatServers
@@ -41,20 +43,25 @@ async def connect_servers(
     urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
     turned = first % len(urls) if urls else 0
     engines = EngineTable([*urls[turned:], *urls[:turned]], config.client.pool)
-    discovery = await _discovery(config, stack)
-    router = EngineRouter(engines, config.client, api_key=api_key, discovery=discovery)
+    hub = None if config.weights is None else await _hub(config, config.weights, stack)
+    router = EngineRouter(engines, config.client, api_key=api_key, discovery=None if hub is None else _routable(hub))
     await stack.enter_async_context(router)
-    if refused := engines.locked_out(Requirement()):
-        raise ConfigError(refused)
+    if hub is not None:
+        with suppress(MeshError):  # a hub that is away has told the router so
+            urls += [engine.url.rstrip("/") for engine in await hub.list_engines()]  # also those without a version yet
+    refusals = await asyncio.gather(*map(router.why_locked_out, urls))
+    if refusals and all(refusals):
+        raise ConfigError(refusals[0])
     return router
 
 
-async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:
-    """Asks the weight hub for the engines it routes to, where one is configured."""
-    if config.weights is None:
-        return None
+async def _hub(config: RolloutConfig, address: str, stack: AsyncExitStack) -> WeightSyncClient:
     options = ChannelOptions(unary_deadline_s=config.client.probe_deadline_s)
-    hub = await stack.enter_async_context(WeightSyncClient(config.weights, options))
+    return await stack.enter_async_context(WeightSyncClient(address, options))
+
+
+def _routable(hub: WeightSyncClient) -> Discovery:
+    """Asks the weight hub for the engines that it routes to."""
 
     async def engines() -> list[tuple[str, str]]:
         return [(engine.url.rstrip("/"), engine.engine_pool) for engine in await hub.list_engines() if engine.routable]

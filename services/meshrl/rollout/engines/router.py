@@ -264,7 +264,7 @@ class EngineRouter:
                     detail = f"{engine.url} answered {reply.status}: {_short(raw)}"
                     raise _BusyError(detail, float(wait) if wait.isdecimal() else 0.0)
                 if reply.status in LOCKED:
-                    raise _LockedOutError(self._key_refused(engine, reply.status))
+                    raise _LockedOutError(self._refusal_of_key(engine.url, reply.status))
                 if reply.status != 200:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
@@ -344,8 +344,8 @@ class EngineRouter:
                         engine.url, f"{engine.url} answers {health.status}: {_short(await health.read())}"
                     )
                     return
-            if not engine.healthy and (refused := await self._refused_status(engine)):
-                self._lock_out(engine, self._key_refused(engine, refused))
+            if not engine.healthy and (refused := await self._key_refused(engine.url)):
+                self._lock_out(engine, refused)
                 return
             async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
                 if reply.status == 200:
@@ -366,22 +366,29 @@ class EngineRouter:
             self._note_answer(engine, answers=False)
             self.engines.lose(engine.url, f"{engine.url} does not answer: {error or type(error).__name__}")
 
-    async def _refused_status(self, engine: KnownEngine) -> int:
-        """The status by which an engine refuses the key, asked each time that it comes up; 0 where it takes it."""
+    async def why_locked_out(self, url: str) -> str:
+        """Why an engine refuses this program's key; empty where it takes it, or does not answer."""
+        try:
+            return await self._key_refused(url)
+        except (aiohttp.ClientError, TimeoutError):
+            return ""
+
+    async def _key_refused(self, url: str) -> str:
+        """The same, asked each time that an engine comes up. Raises what aiohttp does where it does not answer."""
         assert self._http is not None  # entered
         timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
-        async with self._http.get(engine.url + MODELS_PATH, timeout=timeout) as reply:
-            return reply.status if reply.status in LOCKED else 0
+        async with self._http.get(url + MODELS_PATH, timeout=timeout) as reply:
+            return self._refusal_of_key(url, reply.status) if reply.status in LOCKED else ""
 
     def _lock_out(self, engine: KnownEngine, why: str) -> None:
         if engine.trouble != why:
             logger.error("{}", why)
         self.engines.lock_out(engine.url, why)
 
-    def _key_refused(self, engine: KnownEngine, status: int) -> str:
+    def _refusal_of_key(self, url: str, status: int) -> str:
         carried = "with the key of this program" if self._headers else "without a key"
         return (
-            f"{engine.url} answers {status} to calls {carried}; put the engines' key into the variable"
+            f"{url} answers {status} to calls {carried}; put the engines' key into the variable"
             f" {self._config.api_key_var}, or into a file and its path into client.api_key_file"
             " (the key of a run's engines is in OUTPUT_DIR/credentials/engine.key)"
         )
