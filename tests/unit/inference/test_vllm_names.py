@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.build import describe
 from meshrl.inference.vllm.installed import VllmError
+from meshrl.models.load import ModelError
 from tiny_families import tiny_model
 
 
@@ -34,6 +36,15 @@ def test_what_reads_no_whole_versions_is_served(tmp_path: Path) -> None:
     layout, _ = describe(config(tmp_path, "mixtral"), torch.bfloat16)
     assert any("mlp.experts" in entry[0] for entry in layout)
     describe(config(tmp_path, "mixtral", lora_rank=8, **VERSIONS), torch.bfloat16)
+
+
+def test_a_folder_that_the_trainers_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+    served = config(tmp_path, "llama", **VERSIONS)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"config\.json ties lm_head\.weight to model\.embed_tokens\.weight"):
+        describe(served, torch.bfloat16)
+    describe(served.model_copy(update={"weight_broadcast": None}), torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_5_text"])

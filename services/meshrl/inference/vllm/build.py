@@ -15,7 +15,7 @@ from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config, takes_whole_versions
 from meshrl.inference.vllm.installed import VllmError
-from meshrl.models.folder import renamed_in_layers
+from meshrl.models.folder import ModelFolder, WeightReader, renamed_in_layers
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
@@ -30,7 +30,7 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
-    """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses."""
+    """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses, and ModelError."""
     _prepare_environment(config)
     with loading():
         vllm_config = await asyncio.to_thread(_vllm_config, config)
@@ -137,11 +137,14 @@ def _forget_signals() -> None:
 def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
     """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion.
 
-    Raises VllmError for a model whose versions vLLM would not take.
+    Where versions of the whole model come, its folder is held to what the trainers take. Raises VllmError for a model
+    whose versions vLLM would not take, and ModelError.
     """
     skeleton = empty_model(config.model, dtype=dtype)
-    renamed = renamed_in_layers(skeleton) if takes_whole_versions(config) else None
-    if renamed is not None:
+    versions = takes_whole_versions(config)
+    if versions and config.vllm_argument("load_format") in (None, "auto"):
+        WeightReader(ModelFolder.find(config.model), skeleton)
+    if versions and (renamed := renamed_in_layers(skeleton)) is not None:
         raise VllmError(
             f"vLLM does not take weight versions of model.name {config.model.name!r} (of type "
             f"{skeleton.config.model_type!r}): they carry {renamed[0]}, which it knows as {renamed[1]}; set "
