@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from loguru import logger
 
+from meshrl.client.machine_fitness import open_files
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.durable import disk_trouble
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # takes long to import, and not every process traces
 BAD_CONFIGURATION = 2
 FAILED = 1
 OPEN_FILES = 65536
-MIN_OPEN_FILES = 256  # with fewer no program works
 STATELESS = frozenset({"inference", "rollout"})
 """Programs whose output folder holds nothing but logs and traces: they go on without it."""
 BLOCKING_THREADS = 8
@@ -249,8 +249,6 @@ def raise_open_file_limit() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
-        raise ConfigError(
-            f"this process may have {hard} open files, and a program of the mesh needs at least {MIN_OPEN_FILES}, "
-            "thousands with many rollouts; raise the hard limit before it starts (ulimit -Hn 65536, as root)"
-        )
+    looked = open_files()
+    if looked.state == "fail":
+        raise ConfigError(f"{looked.found}; {looked.remedy}")

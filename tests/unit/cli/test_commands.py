@@ -361,6 +361,15 @@ def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:
     assert result.exit_code == (1 if "fail" in looked_at.values() else 0)
 
 
+@pytest.mark.parametrize(("hard", "state"), [(64, "fail"), (1024, "warn"), (4096, "ok")])
+def test_the_doctor_judges_open_files_as_preflight_and_programs_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard: int, state: str
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda what: (64, hard))
+    findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
+    assert [finding["state"] for finding in findings if finding["what"] == "open files"] == [state]
+
+
 def test_the_doctor_names_congestion_control_and_packet_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrl.cli.doctor.CONGESTION_CONTROL", tmp_path / "control")
     monkeypatch.setattr("meshrl.cli.doctor.INTERFACES", tmp_path / "net")

@@ -159,7 +159,7 @@ def test_a_program_that_may_open_too_few_files_says_so_in_one_line_and_does_not_
     done = subprocess.run([sys.executable, "-c", TOO_FEW], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert "this process may have 64 open files, and a program of the mesh needs at least 256" in line
+    assert "a process may have 64 open files, and a program needs at least 256" in line
     assert "ulimit -Hn" in line
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import click
 
 from meshrl.cli.command import folder_option, json_option, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
+from meshrl.client.machine_fitness import Diagnosis, open_files, room_of
 from meshrl.client.machine_memory import machine_memory
 
-WANTED_FILES = 32_000
 LOW_MTU = 1280
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 INTERFACES = Path("/sys/class/net")
@@ -27,20 +26,10 @@ LOW_DISK_BYTES = 10 * 2**30
 PACKAGES = ("meshrl-client", "meshrl", "grpcio", "protobuf", "torch", "transformers", "verifiers", "vllm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """What one look found: `ok`, `warn` (works, but may not for long) or `fail`, and what to do about it."""
-
-    what: str
-    state: str
-    found: str
-    remedy: str = ""
-
-
 def examine(folder: RunFolder) -> Iterator[Diagnosis]:
     """Yields what each look finds."""
     looks: tuple[Callable[[], Diagnosis], ...] = (
-        _python, _open_files, _memory, _shared_memory, lambda: _disk(folder), _gpus, _network,
+        _python, open_files, _memory, _shared_memory, lambda: _disk(folder), _gpus, _network,
     )  # fmt: skip
     for look in looks:
         yield look()
@@ -53,15 +42,6 @@ def _python() -> Diagnosis:
     if (3, 11) <= sys.version_info < (3, 13):
         return Diagnosis(what="python", state="ok", found=found)
     return Diagnosis(what="python", state="fail", found=found, remedy="meshrl runs on Python 3.11 and 3.12")
-
-
-def _open_files() -> Diagnosis:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} now, {hard} at most"
-    if hard != resource.RLIM_INFINITY and hard < WANTED_FILES:
-        remedy = f"the programs raise their own limit to what is allowed; allow more: ulimit -Hn {WANTED_FILES}"
-        return Diagnosis(what="open files", state="warn", found=found, remedy=remedy)
-    return Diagnosis(what="open files", state="ok", found=found)
 
 
 def _memory() -> Diagnosis:
@@ -88,8 +68,7 @@ def _shared_memory() -> Diagnosis:
 
 
 def _disk(folder: RunFolder) -> Diagnosis:
-    place = next(path for path in (folder.path.resolve(), *folder.path.resolve().parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    place, free = room_of(folder.path)
     found = f"{free / 2**30:.1f} GiB free at {place}"
     if free < LOW_DISK_BYTES:
         remedy = "checkpoints need room: set ckpt.keep-last, or another output_dir"

@@ -5,19 +5,16 @@ from __future__ import annotations
 import errno
 import netrc
 import os
-import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from meshrl.core.program import MIN_OPEN_FILES
+from meshrl.client.machine_fitness import open_files
 from meshrl.launch.gpus import VARIABLE
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 
 WANDB_URL = "https://api.wandb.ai"
-USUAL_OPEN_FILES = 4096
-"""With fewer a run of the usual size, with hundreds of rollouts in flight, fails calls."""
 
 
 def check_ports(plan: Plan) -> Iterator[Finding]:
@@ -57,15 +54,10 @@ def check_gpus(plan: Plan) -> Iterator[Finding]:
 
 
 def check_open_files(plan: Plan) -> Iterator[Finding]:
-    """The hard limit of open files: programs raise their own limit up to it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= USUAL_OPEN_FILES:
-        return
-    text = f"only {hard} files may be open at once (ulimit -Hn)"
-    if hard < MIN_OPEN_FILES:
-        yield error(f"{text}, with which no run works; raise it to {USUAL_OPEN_FILES} or more")
-    else:
-        yield warning(f"{text}, and each rollout and stream takes one; raise it to {USUAL_OPEN_FILES} or more")
+    """The hard limit of open files."""
+    looked = open_files()
+    if looked.state != "ok":
+        yield (error if looked.state == "fail" else warning)(f"{looked.found}; {looked.remedy}")
 
 
 def check_wandb(plan: Plan) -> Iterator[Finding]:

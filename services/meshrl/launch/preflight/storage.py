@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshrl.client.machine_fitness import room_of
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import SHM
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
@@ -52,7 +53,7 @@ def check_disk(plan: Plan) -> Iterator[Finding]:
     state = 0 if lora else size.num_params * (MASTER_BYTES + STATE_BYTES.get(config.trainer.optim.type, 8))
     one = version_bytes(plan, size) + (0 if config.trainer.ckpt.weights_only else state)
     count = checkpoint_count(config.trainer.ckpt, config.trainer.max_steps)
-    free = free_bytes(config.output_dir)
+    free = room_of(config.output_dir)[1]
     where = f"output_dir {str(config.output_dir)!r} has {_gib(free)} free"
     if free < one:
         yield error(
@@ -76,7 +77,7 @@ def check_versions(plan: Plan) -> Iterator[Finding]:
     needed = SHM_VERSIONS * version_bytes(plan, size)
     takes = f"{SHM_VERSIONS} versions of the weights take {_gib(needed)}"
     if broadcast.broadcast_dir is not None:
-        free = free_bytes(Path(broadcast.broadcast_dir))
+        free = room_of(Path(broadcast.broadcast_dir))[1]
         if free < needed:
             yield error(
                 f"weight_broadcast.broadcast_dir {broadcast.broadcast_dir!r} has {_gib(free)} free, but {takes}; choose"
@@ -86,7 +87,7 @@ def check_versions(plan: Plan) -> Iterator[Finding]:
     in_memory = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     if in_memory >= needed:
         return
-    free = free_bytes(config.output_dir)
+    free = room_of(config.output_dir)[1]
     if free < needed:
         yield error(
             f"weight_broadcast.type is {broadcast.type!r}, but {takes}, and {SHM} has {_gib(in_memory)} free,"
@@ -112,14 +113,6 @@ def version_bytes(plan: Plan, size: ModelSize) -> int:
     if dtype == "float32" or (dtype == "auto" and not plan.gpus):  # auto is float32 on a CPU
         return 4 * size.num_params
     return 2 * size.num_params if dtype == "bfloat16" else size.num_bytes
-
-
-def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that a folder, which need not exist yet, is or will be on."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _size(plan: Plan) -> ModelSize | None:

@@ -178,7 +178,7 @@ def test_checkpoints_must_fit_on_the_disk(
     model: Path, monkeypatch: pytest.MonkeyPatch, free: int, flags: tuple[str, ...], expected: str
 ) -> None:
     """1000 parameters: 4 bytes each in the weights of a CPU, 4 as float32 master, 8 in AdamW's state."""
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: free)
+    monkeypatch.setattr(storage, "room_of", lambda folder: (folder, free))
     findings = found(storage.check_disk, plan(*flags, model=model))
     assert [finding.startswith(expected) for finding in findings] == ([True] if expected else [])
 
@@ -191,7 +191,7 @@ def test_versions_need_room_in_memory_or_on_the_disk(
     monkeypatch.setattr(storage, "SHM", tmp_path / "no-such")
     [finding] = found(storage.check_versions, examined)
     assert finding.startswith("note: ")
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: 11_999)
+    monkeypatch.setattr(storage, "room_of", lambda folder: (folder, 11_999))
     [finding] = found(storage.check_versions, examined)
     assert finding.startswith("error: weight_broadcast.type is 'auto', but 3 versions of the weights take 0.00 GiB")
     assert found(storage.check_versions, plan("--weights.transport", "stream", model=model)) == []
