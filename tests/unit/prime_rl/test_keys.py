@@ -188,6 +188,15 @@ def test_what_is_not_there_is_said_together_with_all_that_is_wrong(refused: Call
     assert keys[0].startswith("unknown option --fooo")
 
 
+def test_an_unknown_key_of_a_large_section_does_not_list_all_of_them(refused: Callable[..., str]) -> None:
+    said = refused(ENVIRONMENT + "[trainer]\nenable_zzz = true\n[trainer.ckpt]\nzzz = 1\n").splitlines()
+    assert [line.strip().partition(" (from ")[0] for line in said[1:3]] == [
+        "trainer.enable_zzz: no such key", "trainer.ckpt.zzz: no such key"
+    ]  # fmt: skip
+    assert said[1].endswith("a.toml:4)")
+    assert "; keys of trainer.ckpt are interval, " in said[2]
+
+
 def test_values_that_change_nothing_are_taken(load: Callable[..., Any]) -> None:
     config = load(
         ENVIRONMENT + "[orchestrator]\nneed_sft_loss = false\nmask_truncated_completions = false\n"

@@ -21,6 +21,10 @@ ReadTable = Mapping[str, Any]
 """A table that is only read."""
 
 
+LISTED_KEYS = 16
+"""A section of more keys is not listed in a message: --help lists them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """What one key accepts: a section, a list of `item`, a table of `value`, or else a plain value."""
@@ -99,10 +103,15 @@ def nearest(section: Section, key: str, prefix: Path = ()) -> Path | None:
 
 
 def suggestion(section: Section, path: Path, part: str, write: Callable[[Path], str]) -> str:
-    """What an unknown key `part` of the section at `path` may have been meant to be; `write` spells a key."""
+    """What an unknown key `part` of the section at `path` may have been meant to be; `write` spells a key.
+
+    Where no key is like it, all keys of a section that has few.
+    """
     close = nearest(section, part, path)
     if close is not None:
         return f"; did you mean {write(close)}?"
+    if len(section.model_fields) > LISTED_KEYS:
+        return ""
     keys_of = f"keys of {'.'.join(path)}" if path else "top-level keys"
     return f"; {keys_of} are {', '.join(section.model_fields)}"
 
