@@ -27,6 +27,9 @@ from meshrl.core.paths import Layout
 SHM = Path("/dev/shm")
 """A file system in memory."""
 
+SHM_VERSIONS = 3
+"""Versions that a run keeps there: one that is served, one that engines fetch, one that is written."""
+
 SOCKET_PATH_BYTES = 107
 """The longest path of a Unix socket."""
 

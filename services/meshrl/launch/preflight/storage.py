@@ -9,10 +9,9 @@ from pathlib import Path
 
 from meshrl.client.machine_fitness import room_of
 from meshrl.core.paths import Layout
-from meshrl.core.private_folders import SHM
+from meshrl.core.private_folders import SHM, SHM_VERSIONS
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.launch.preflight.models import ModelSize, local_folder, stored_size
-from meshrl.trainer.publishing.transport_choice import SHM_VERSIONS
 from meshrl.training.config import CheckpointConfig
 from meshrl.wire.saved_steps import steps_in
 

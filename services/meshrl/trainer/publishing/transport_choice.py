@@ -13,11 +13,10 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.private import private_folder
-from meshrl.core.private_folders import SHM, versions_folder
+from meshrl.core.private_folders import SHM, SHM_VERSIONS, versions_folder
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import EngineInfo, Transport
 
-SHM_VERSIONS = 3  # one that is served, one that engines fetch, one that is written
 LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
 LOOK_S = 0.1  # the run begins only after a look that finds an engine
 
