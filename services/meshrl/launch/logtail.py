@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 from collections.abc import Callable
 from pathlib import Path
+
+from meshrl.wire.growing_file import GrowingFile
 
 LAST_LINES = 20
 _LAST_BYTES = 64 * 1024
@@ -17,10 +18,8 @@ class LogTail:
     """Hands what is appended to a file to `show`, whole lines at a time, from the file's present end on."""
 
     def __init__(self, path: Path, show: Callable[[str], object]) -> None:
-        self._path = path
+        self._file = GrowingFile(path, path.stat().st_size if path.exists() else 0)
         self._show = show
-        self._position = path.stat().st_size if path.exists() else 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     async def follow(self, poll_s: float) -> None:
         """Reads every `poll_s` until it is cancelled."""
@@ -30,16 +29,8 @@ class LogTail:
 
     def read(self) -> None:
         """Shows what has been appended since the last time."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                data = file.read()
-        except FileNotFoundError:  # the program has not been started yet
-            return
-        self._position += len(data)
-        text = self._decoder.decode(data)
-        if text:
-            self._show(text)
+        for line in self._file.read_on():
+            self._show(line.decode(errors="replace") + "\n")
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:
