@@ -11,6 +11,7 @@ import torch
 from aiohttp import web
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from meshrl.core.config import ConfigError
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
@@ -51,7 +52,12 @@ class ChatServer:
         self.statuses: list[int] = []
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.silent = False
+        self.key = ""
         self.url = ""
+
+    async def models(self, request: web.Request) -> web.Response:
+        locked = self.key and request.headers.get("Authorization") != f"Bearer {self.key}"
+        return web.json_response({"object": "list", "data": []}, status=401 if locked else 200)
 
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -69,6 +75,7 @@ class ChatServer:
 async def chat() -> AsyncIterator[ChatServer]:
     server, app = ChatServer(), web.Application()
     app.router.add_post("/v1/chat/completions", server.complete)
+    app.router.add_get("/v1/models", server.models)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -115,6 +122,15 @@ async def test_the_server_gets_key_model_messages_and_sampling(start_mesh, make_
     assert key == "Bearer sesame"
     assert [message["role"] for message in body.pop("messages")] == ["system", "user"]
     assert body == {"model": "policy", "max_tokens": 7, "temperature": 0.5, "top_p": 0.9}
+
+
+async def test_a_service_without_the_key_of_its_server_does_not_start(start_mesh, chat, monkeypatch):
+    chat.key = "sesame"
+    monkeypatch.setenv("MESH_CHAT_KEY", "another")
+    with pytest.raises(ConfigError, match="/v1 answers 401 to calls with the key of this program; put"):
+        await start_mesh([], **evaluated(chat.url, api_key_var="MESH_CHAT_KEY"))
+    monkeypatch.setenv("MESH_CHAT_KEY", "sesame")
+    await start_mesh([], **evaluated(chat.url, api_key_var="MESH_CHAT_KEY"))
 
 
 async def test_a_call_is_made_again_where_the_server_says_not_now_and_fails_where_it_says_no(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
+import aiohttp
 from opentelemetry.trace import Tracer
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import ConfigError
+from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.secret import read_secret
-from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.rollout.engines.engine_table import EngineTable
+from meshrl.rollout.engines.keys import why_all_locked_out
 from meshrl.rollout.engines.router import Discovery, EngineRouter
 from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.wire.errors import MeshError
@@ -37,8 +40,9 @@ async def connect_servers(
         environ=os.environ,
     )  # fmt: skip
     if config.client.api == "chat_completions":
-        from meshrl.rollout.engines.chat_servers import ChatServers  # imports verifiers, which takes seconds
+        from meshrl.rollout.engines.chat_servers import ChatServers, api_url  # imports verifiers, which takes seconds
 
+        await _refuse_without_key(config.client, list(map(api_url, config.client.base_url)), api_key)
         return await stack.enter_async_context(ChatServers(config.client, book, tracer, api_key=api_key))
     urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
     turned = first % len(urls) if urls else 0
@@ -49,10 +53,17 @@ async def connect_servers(
     if hub is not None:
         with suppress(MeshError):  # a hub that is away has told the router so
             urls += [engine.url.rstrip("/") for engine in await hub.list_engines()]  # also those without a version yet
-    refusals = await asyncio.gather(*map(router.why_locked_out, urls))
-    if refusals and all(refusals):
-        raise ConfigError(refusals[0])
+    await _refuse_without_key(config.client, [f"{url}/v1" for url in urls], api_key)
     return router
+
+
+async def _refuse_without_key(config: ClientConfig, apis: Sequence[str], api_key: str | None) -> None:
+    """Raises ConfigError where every server refuses the key."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    connector = aiohttp.TCPConnector(ssl=client_context() or True)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
+        if refusal := await why_all_locked_out(http, apis, config, has_key=api_key is not None):
+            raise ConfigError(refusal)
 
 
 async def _hub(config: RolloutConfig, address: str, stack: AsyncExitStack) -> WeightSyncClient:

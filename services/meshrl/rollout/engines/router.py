@@ -22,6 +22,7 @@ from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity, capacity_in_metrics, capacity_of
 from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.rollout.engines.engine_table import EngineTable, KnownEngine, Requirement
+from meshrl.rollout.engines.keys import LOCKED, key_refusal, why_locked_out
 from meshrl.rollout.engines.logprobs_mode import logprobs_mode_of
 from meshrl.rollout.engines.sessions import Session
 from meshrl.wire.errors import MeshError, Reason
@@ -29,9 +30,6 @@ from meshrl.wire.trace import TRACEPARENT, current_traceparent
 
 GENERATE_PATH = "/inference/v1/generate"
 BUSY = frozenset({429, 503})
-LOCKED = frozenset({401, 403})
-MODELS_PATH = "/v1/models"
-"""Asked with the key by every server of the API, and cheap to answer."""
 BUSY_PAUSE_S = 0.2
 SESSION_HEADER = "X-Session-ID"
 VERSION_HEADER = "X-Policy-Version"
@@ -264,7 +262,9 @@ class EngineRouter:
                     detail = f"{engine.url} answered {reply.status}: {_short(raw)}"
                     raise _BusyError(detail, float(wait) if wait.isdecimal() else 0.0)
                 if reply.status in LOCKED:
-                    raise _LockedOutError(self._refusal_of_key(engine.url, reply.status))
+                    raise _LockedOutError(
+                        key_refusal(engine.url, reply.status, self._config, has_key=bool(self._headers))
+                    )
                 if reply.status != 200:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
@@ -344,7 +344,11 @@ class EngineRouter:
                         engine.url, f"{engine.url} answers {health.status}: {_short(await health.read())}"
                     )
                     return
-            if not engine.healthy and (refused := await self._key_refused(engine.url)):
+            if not engine.healthy and (
+                refused := await why_locked_out(
+                    self._http, f"{engine.url}/v1", self._config, has_key=bool(self._headers)
+                )
+            ):
                 self._lock_out(engine, refused)
                 return
             async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
@@ -366,32 +370,10 @@ class EngineRouter:
             self._note_answer(engine, answers=False)
             self.engines.lose(engine.url, f"{engine.url} does not answer: {error or type(error).__name__}")
 
-    async def why_locked_out(self, url: str) -> str:
-        """Why an engine refuses this program's key; empty where it takes it, or does not answer."""
-        try:
-            return await self._key_refused(url)
-        except (aiohttp.ClientError, TimeoutError):
-            return ""
-
-    async def _key_refused(self, url: str) -> str:
-        """The same, asked each time that an engine comes up. Raises what aiohttp does where it does not answer."""
-        assert self._http is not None  # entered
-        timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
-        async with self._http.get(url + MODELS_PATH, timeout=timeout) as reply:
-            return self._refusal_of_key(url, reply.status) if reply.status in LOCKED else ""
-
     def _lock_out(self, engine: KnownEngine, why: str) -> None:
         if engine.trouble != why:
             logger.error("{}", why)
         self.engines.lock_out(engine.url, why)
-
-    def _refusal_of_key(self, url: str, status: int) -> str:
-        carried = "with the key of this program" if self._headers else "without a key"
-        return (
-            f"{url} answers {status} to calls {carried}; put the engines' key into the variable"
-            f" {self._config.api_key_var}, or into a file and its path into client.api_key_file"
-            " (the key of a run's engines is in OUTPUT_DIR/credentials/engine.key)"
-        )
 
     async def _capacity_in_metrics(self, engine: KnownEngine) -> EngineCapacity:
         """What a server that is not ours says in its metrics, asked once each time that it comes up."""

@@ -1,0 +1,47 @@
+"""Asks servers whether they take this program's key, before a rollout needs it; used by the router and at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import aiohttp
+
+from meshrl.rollout.config import ClientConfig
+
+LOCKED = frozenset({401, 403})
+
+
+def key_refusal(url: str, status: int, config: ClientConfig, *, has_key: bool) -> str:
+    """The sentence for a server that answered `status`."""
+    carried = "with the key of this program" if has_key else "without a key"
+    return (
+        f"{url} answers {status} to calls {carried}; put the engines' key into the variable {config.api_key_var}, or"
+        " into a file and its path into client.api_key_file (the key of a run's engines is in"
+        " OUTPUT_DIR/credentials/engine.key)"
+    )
+
+
+async def why_locked_out(http: aiohttp.ClientSession, api: str, config: ClientConfig, *, has_key: bool) -> str:
+    """Why a server refuses the key that `http` sends; empty where it takes it. `api`: its URL up to /v1.
+
+    Lists its models, which is cheap and needs the key on every server. Raises what aiohttp does for one that does not
+    answer within `probe_deadline_s`.
+    """
+    timeout = aiohttp.ClientTimeout(total=config.probe_deadline_s)
+    async with http.get(f"{api}/models", timeout=timeout) as reply:
+        return key_refusal(api, reply.status, config, has_key=has_key) if reply.status in LOCKED else ""
+
+
+async def why_all_locked_out(
+    http: aiohttp.ClientSession, apis: Sequence[str], config: ClientConfig, *, has_key: bool
+) -> str:
+    """Why no server takes a call; empty where one takes the key, where one does not answer, and where there is none."""
+    refusal = ""
+    for api in apis:
+        try:
+            refusal = await why_locked_out(http, api, config, has_key=has_key)
+        except (aiohttp.ClientError, TimeoutError):
+            return ""
+        if not refusal:
+            return ""
+    return refusal
