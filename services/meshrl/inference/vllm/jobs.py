@@ -28,9 +28,10 @@ class JobOutcome(TypedDict, total=False):
 
 
 class Job:
-    """Work on a thread, on the worker's device and a stream of its own, whose outcome the engine asks for.
+    """Work on a thread, on the worker's device and a stream beside the model's, whose outcome the engine asks for.
 
-    It begins once the job before it (`after`) has ended, since both write into one shadow.
+    It begins once the job before it (`after`) has ended, since both write into one shadow, and is on that one's stream:
+    torch keeps memory for each stream that was freed on it, so a stream for each version would take ever more.
     """
 
     def __init__(
@@ -42,6 +43,9 @@ class Job:
         self._before: Job | None = after
         self._doing = doing
         self._before_deadline_s = before_deadline_s
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device) if after is None else after._stream  # type: ignore[no-untyped-call]  # torch has none
         self.outcome: JobOutcome | None = None
         self._thread = threading.Thread(target=self._run, name="meshrl-weights", daemon=True)
         self._thread.start()
@@ -53,15 +57,12 @@ class Job:
             if before is not None and not before.join(self._before_deadline_s):
                 text = f"the weight job before this one did not end within {self._before_deadline_s:g} s"
                 raise MeshError(Reason.DEADLINE_PASSED, text)
-            if self._device.type == "cuda":
+            if self._stream is not None:
                 torch.cuda.set_device(self._device)
-                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has none
-                with torch.no_grad(), torch.cuda.stream(stream):
-                    self._work()
-                stream.synchronize()
-            else:
-                with torch.no_grad():
-                    self._work()
+            with torch.no_grad(), torch.cuda.stream(self._stream):  # None: no stream
+                self._work()
+            if self._stream is not None:
+                self._stream.synchronize()
         except MeshError as error:
             self.outcome = {"reason": error.reason.name, "message": error.message}
         except Exception as error:  # noqa: BLE001 - a thread has no caller: the engine gets it as the outcome
