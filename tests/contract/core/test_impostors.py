@@ -22,10 +22,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from access_matrix import DEADLINE_S, serving
+from impostor import NAMES_OF_NOBODY, OTHERS_HOSTS, SPELLINGS_OF_THE_HUB, enroll
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.authority import Authority, names_lack, request_for, save_certificate
 from meshrl.client.credentials import CredentialError, CredentialFiles, Credentials, credentials_of
-from meshrl.client.enrollment import join, pinned_authority, renew
+from meshrl.client.enrollment import join, renew
 from meshrl.client.names import server_name
 from meshrl.client.trust import Role, Trust, TrustFile
 from meshrl.core.config.shared import TlsConfig
@@ -33,35 +34,10 @@ from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.identity import identify, kept_valid
 from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer
-from meshrl.v1 import identity_pb2, identity_pb2_grpc, weights_pb2, weights_pb2_grpc
+from meshrl.v1 import identity_pb2_grpc, weights_pb2, weights_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 
 pytestmark = pytest.mark.timeout(240)
-
-WIDE = str.maketrans({chr(code): chr(code + 0xFEE0) for code in range(0x21, 0x7F)})
-"""Characters that Unicode takes for those of ASCII."""
-
-SPELLINGS_OF_THE_HUB = (
-    "hub.meshrl", "HUB.MESHRL", "Hub.MeshRL", "hub.meshrl.", "HUB.meshrl.", "hub.meshrl..", ".hub.meshrl", "*.meshrl",
-    "*", "h*b.meshrl", "hub.*", "meshrl", "MESHRL.", "x.hub.meshrl", "hub-1.meshrl", "relay.meshrl", "Relay.Meshrl.",
-    "hub.meshrl ", " hub.meshrl", "hub .meshrl", "hub.meshrl\t", "hub.meshrl\n", "hub.meshrl\r\n", "hub\u00a0.meshrl",
-    "hub.meshrl\0", "hub.meshrl\0.example.org", "example.org\0hub.meshrl", "hub\u3002meshrl", "hub\uff0emeshrl",
-    "hub\uff61meshrl", "hub.meshrl".translate(WIDE), "hub.".translate(WIDE) + "meshrl", "hub.meshr\u2113",
-    "hub.mesh\u00adrl", "hub.meshrl\u200b", "hub.\u2060meshrl", "xn--hub-.meshrl", "hub.xn--meshrl-",
-    "hub.meshrl:50053", "https://hub.meshrl", "hub.meshrl/", "user@hub.meshrl", "hub,hub.meshrl", "DNS:hub.meshrl",
-    "hub%2emeshrl",
-)  # fmt: skip
-OTHERS_HOSTS = (
-    "hub.example.org", "HUB.example.org.", "*.example.org", "hub".translate(WIDE) + ".example.org", "localhost",
-    "LOCALHOST.", "127.0.0.1", "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "::1", "[::1]", "0:0:0:0:0:0:0:1",
-    "::ffff:127.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "10.0.0.1", "010.0.0.1", "10.0.0.1/32", "0.0.0.0/0",
-    "0.0.0.0", "", ".", "e2.example.org", "e1.example.org.evil.org", "e1.example.org,hub.example.org",
-    "e1.example.org\0.hub.example.org", "10.2.0.300",
-)  # fmt: skip
-NAMES_OF_NOBODY = (
-    "hub.meshrl", "HUB.MESHRL", "hub.meshrl.", "../hub", "hub/x", "hub\0", "a b", "*", "hub".translate(WIDE), "",
-    "x" * 64,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -103,24 +79,12 @@ async def entry(authority: Authority, hub_files: None) -> AsyncIterator[str]:
     await main.drain(0.0)
 
 
-async def enroll(
-    authority: Authority, address: str, token: str, name: str, request: bytes, hosts: Sequence[str] = ()
-) -> bytes:
-    """Enrols as an attacker would, with a message of its own; returns the certificate. Raises AioRpcError."""
-    pinned = pinned_authority(address, authority.fingerprint).public_bytes(serialization.Encoding.PEM)
-    options = [("grpc.ssl_target_name_override", server_name(Role.HUB))]
-    async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(pinned), options=options) as channel:
-        stub = identity_pb2_grpc.EnrollmentServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
-        message = identity_pb2.EnrollRequest(token=token, name=name, request=request, hosts=hosts)
-        return bytes((await stub.Enroll(message, timeout=DEADLINE_S)).certificates)
-
-
 async def refusal(
     authority: Authority, address: str, token: str, name: str, request: bytes, hosts: Sequence[str] = ()
 ) -> grpc.aio.AioRpcError:
     """The error of an enrolment that must be refused."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await enroll(authority, address, token, name, request, hosts)
+        await enroll(authority.fingerprint, address, token, name, request, hosts)
     return refused.value
 
 
@@ -134,11 +98,11 @@ async def test_no_role_gets_the_hubs_name_or_a_host_that_was_not_bound_to_its_to
     for number, host in enumerate([*SPELLINGS_OF_THE_HUB, *OTHERS_HOSTS]):
         refused = await refusal(authority, entry, token, f"{role}-try-{number}", request, [host])
         assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT, host
-    granted = names_in(await enroll(authority, entry, token, f"{role}-plain", request))
+    granted = names_in(await enroll(authority.fingerprint, entry, token, f"{role}-plain", request))
     assert granted == {server_name(role), *(host for host in bound if "/" not in host)}
     if bound:
         asked = ["E1.Example.ORG.", "10.2.0.7"]
-        granted = names_in(await enroll(authority, entry, token, f"{role}-asked", request, asked))
+        granted = names_in(await enroll(authority.fingerprint, entry, token, f"{role}-asked", request, asked))
         assert granted == {server_name(role), "e1.example.org", "10.2.0.7"}
 
 
@@ -154,7 +118,7 @@ async def test_names_in_the_request_itself_do_not_count(authority: Authority, en
         .public_bytes(serialization.Encoding.PEM)
     )
     token = authority.trust.add_token(Role.ROLLOUT)
-    made = x509.load_pem_x509_certificate(await enroll(authority, entry, token, "quiet", request))
+    made = x509.load_pem_x509_certificate(await enroll(authority.fingerprint, entry, token, "quiet", request))
     assert names_in(made.public_bytes(serialization.Encoding.PEM)) == {"rollout.meshrl"}
     assert made.subject.rfc4514_string() == "CN=quiet"
     assert not made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
@@ -251,8 +215,8 @@ async def test_the_same_token_and_name_with_another_key_is_refused(
 ) -> None:
     token = authority.trust.add_token(Role.AGENT)
     mine, theirs = request_for(tmp_path / "mine", "e"), request_for(tmp_path / "theirs", "e")
-    await enroll(authority, entry, token, "Twice", mine)
-    await enroll(authority, entry, token, "twice", mine)  # a host that asks again
+    await enroll(authority.fingerprint, entry, token, "Twice", mine)
+    await enroll(authority.fingerprint, entry, token, "twice", mine)  # a host that asks again
     for name in ("twice", "TWICE", "Twice"):
         assert "is enrolled with another key" in str((await refusal(authority, entry, token, name, theirs)).details())
     other = authority.trust.add_token(Role.AGENT)
@@ -265,8 +229,8 @@ async def test_a_revoked_token_lets_nobody_in_and_takes_back_all_that_it_enrolle
     token, another = authority.trust.add_token(Role.AGENT), authority.trust.add_token(Role.ROLLOUT)
     folder = tmp_path / "e7"
     await join(folder, entry, token=token, ca_hash=authority.fingerprint, name="box-7")
-    await enroll(authority, entry, another, "box-7", request_for(tmp_path / "w7", "box-7"))
-    await enroll(authority, entry, another, "box-8", request_for(tmp_path / "w8", "box-8"))
+    await enroll(authority.fingerprint, entry, another, "box-7", request_for(tmp_path / "w7", "box-7"))
+    await enroll(authority.fingerprint, entry, another, "box-8", request_for(tmp_path / "w8", "box-8"))
     assert authority.trust.revoke(token) == [f"token {token.partition('.')[0]}", "agent/box-7", "rollout/box-7"]
     request = request_for(tmp_path / "late", "late")
     for name in ("late", "box-7"):
