@@ -75,7 +75,7 @@ def _have_home() -> None:
     except RuntimeError:
         import tempfile  # these take long to import, and most machines have a home
 
-        from meshrl.core.private_folders import private_folder
+        from meshrl.client.private import private_folder
 
         home = Path(tempfile.gettempdir()) / f"meshrl-home-{os.getuid()}"
         try:
