@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from chatml_tokenizer import chatml_tokenizer
 from engine_mesh import API_KEY, EngineKind, Program
+from request_rows import CHAT, PLAIN, TOKENS, openai_rows, other_rows, request
 from taught_model import GREETING, HEY, QUESTION, TEMPLATE, TOOL, taught_model
 
 NAME = "org/tiny"
@@ -140,6 +141,21 @@ async def test_what_an_engine_cannot_do_is_refused_by_its_key(sdk: AsyncOpenAI) 
     with pytest.raises(NotFoundError):
         await sdk.models.retrieve("gpt")
     assert (await sdk.models.retrieve(NAME)).id == NAME
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN, TOKENS])
+async def test_every_request_key_is_answered_as_the_table_has_it(sdk: AsyncOpenAI, path: str) -> None:
+    rows = [*([] if path == TOKENS else openai_rows(path)), *other_rows(path)]
+    assert len(rows) > 100
+    for key, value, expected in rows:
+        try:
+            await sdk.post(
+                f"{sdk.base_url}".removesuffix("/v1/") + path, cast_to=object, body=request(path, key, value)
+            )
+            found, text = 200, ""
+        except APIStatusError as error:
+            found, text = error.status_code, error.message
+        assert (found, expected == 200 or key in text) == (expected, True), (key, value, text)
 
 
 async def test_requests_at_once_do_not_mix(sdk: AsyncOpenAI) -> None:

@@ -5,118 +5,61 @@ from __future__ import annotations
 import ast
 import json
 import os
-import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from inference_kit import Start, post
 from loguru import logger
-from openai.types import completion_create_params as plain_params
-from openai.types.chat import completion_create_params as chat_params
 
-from meshrl.inference.http.request_keys import CHAT_KEYS, OTHER_KEYS, OtherKey, UnknownKeys
-from meshrl.inference.http.schemas import ChatBody, CompletionBody, TokenSampling
+from meshrl.inference.http.request_keys import CHAT_KEYS, OTHER_KEYS, UnknownKeys
+from request_rows import (
+    BODIES,
+    CHAT,
+    LIMITED,
+    OPENAI,
+    PLAIN,
+    SCHEMAS,
+    TOKENS,
+    accepted_and_refused,
+    limited,
+    openai_rows,
+    other_rows,
+    request,
+)
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "requests.md"
 VLLM = ROOT / ".tools" / "vllm" / "lib" / "python3.11" / "site-packages" / "vllm"
 
-CHAT, PLAIN, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-BODIES: dict[str, Any] = {
-    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    PLAIN: {"prompt": "a", "max_tokens": 1},
-}
-SCHEMAS = {CHAT: ChatBody, PLAIN: CompletionBody, TOKENS: TokenSampling}
-OPENAI = {
-    CHAT: set(typing.get_type_hints(chat_params.CompletionCreateParamsNonStreaming)),
-    PLAIN: set(typing.get_type_hints(plain_params.CompletionCreateParamsNonStreaming)),
-}
-
-LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
-    "tool_choice": (["auto", "none"], ["required", {"type": "function", "function": {"name": "f"}}]),
-    "response_format": ([{"type": "text"}], [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}]),
-    "structured_outputs": ([None], [{"regex": "a"}, {"json": {}}]),
-    "functions": ([[]], [[{"name": "f"}]]),
-    "function_call": (["auto", "none"], [{"name": "f"}]),
-    "echo": ([False], [True]),
-    "suffix": ([None], ["a"]),
-    "add_special_tokens": ([False], [True]),
-    "prompt_logprobs": ([None], [1]),
-}
-"""Keys that are read of which some values are refused: accepted and refused ones."""
-
-HONOURED: dict[str, Any] = {
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "b"}]}], "prompt": [[1, 2], [3]], "model": "any",
-    "n": 2, "temperature": 0.5, "top_p": 0.5, "max_tokens": 2, "max_completion_tokens": 2, "seed": 1, "stop": ["b"],
-    "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {"3": 5}, "logprobs": 1, "top_logprobs": 1,
-    "stream": False, "stream_options": {"include_usage": True, "include_obfuscation": False}, "tools": [],
-    "parallel_tool_calls": True, "reasoning_effort": "low",
-}  # fmt: skip
-"""A value of each key of OpenAI's that is honoured whatever it is."""
-
-BESIDE: dict[str, Any] = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
-SOME: dict[str, Any] = {"modalities": ["text", "audio"], "best_of": 3, "typical_p": 0.5, "bad_words": ["b"]}
-
-
-def limited(path: str, key: str) -> bool:
-    return (
-        key in LIMITED and not (path == PLAIN and key == "add_special_tokens") and not (path == TOKENS and "log" in key)
-    )
-
 
 async def status(client: Any, path: str, key: str, value: Any) -> tuple[int, str]:
-    fields = {key: value, **BESIDE.get(key, {})}
-    body = {**BODIES[path], **fields} if path in BODIES else {"token_ids": [1], "sampling_params": {**fields}}
-    if key == "max_completion_tokens":
-        del body["max_tokens"]
-    if key == "logprobs" and path == CHAT:
-        body["logprobs"] = True
-    async with client.post(path, json=body) as response:
+    async with client.post(path, json=request(path, key, value)) as response:
         text = await response.text()
         return response.status, "" if response.status == 200 else json.loads(text)["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
+def test_every_key_of_the_openai_package_is_in_the_table(path: str) -> None:
+    assert not OPENAI[path] - SCHEMAS[path].model_fields.keys() - OTHER_KEYS.keys()
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
 async def test_each_key_of_the_openai_package_is_answered_as_the_table_has_it(serve: Start, path: str) -> None:
-    client, fields = await serve(), SCHEMAS[path].model_fields
-    assert not OPENAI[path] - fields.keys() - OTHER_KEYS.keys()
-    for key in sorted(OPENAI[path]):
-        if limited(path, key):
-            good, bad = LIMITED[key]
-        elif key in fields:
-            good, bad = [HONOURED[key]], []
-        else:
-            good, bad = accepted_and_refused(key, OTHER_KEYS[key])
-        for value in good:
-            assert await status(client, path, key, value) == (200, ""), (key, value)
-        for value in bad:
-            code, message = await status(client, path, key, value)
-            assert (code, key in message) == (400, True), (key, value, message)
-
-
-def accepted_and_refused(key: str, entry: OtherKey) -> tuple[list[Any], list[Any]]:
-    some = SOME.get(key, "odd")
-    if entry.neutral is None:
-        return [None, some], []
-    return [None, *entry.neutral], [some]
+    client = await serve()
+    for key, value, expected in openai_rows(path):
+        code, message = await status(client, path, key, value)
+        assert (code, expected == 200 or key in message) == (expected, True), (key, value, message)
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN, TOKENS])
 async def test_each_other_key_is_neutral_or_refused_by_its_name(serve: Start, path: str) -> None:
     client = await serve()
-    for key, entry in OTHER_KEYS.items():
-        if key in SCHEMAS[path].model_fields:
-            continue
-        good, bad = accepted_and_refused(key, entry)
-        for value in good:
-            assert await status(client, path, key, value) == (200, ""), (key, value)
-        for value in bad:
-            code, message = await status(client, path, key, value)
-            assert (code, message.startswith(("sampling_params: " if path == TOKENS else "body: ") + key)) == (
-                400,
-                True,
-            )
+    for key, value, expected in other_rows(path):
+        code, message = await status(client, path, key, value)
+        assert code == expected, (key, value, message)
+        if expected == 400:
+            assert message.startswith(("sampling_params: " if path == TOKENS else "body: ") + key)
             assert ";" in message  # what to do instead
 
 

@@ -43,7 +43,9 @@ class TokenBytes:
         kinds = {str(step["type"]) for step in steps}
         self._byte_level = kinds == {"ByteLevel"}
         self._fallback = "ByteFallback" in kinds and kinds - {"ByteFallback"} <= _PLAIN_STEPS
-        self.joins = (self._byte_level or self._fallback) and not tokenizer.clean_up_tokenization_spaces
+        self.joins = (self._byte_level or self._fallback) and not getattr(
+            tokenizer, "clean_up_tokenization_spaces", False
+        )
         self.strips_first_space = bool(kinds & {"Strip", "Metaspace"})
         """Whether a text does not begin with the space that its first word carries."""
         self.special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
