@@ -13,7 +13,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
-    "bench", "broadcasts", "checkpoints", "configs", "credentials", "hub", "ledger.sqlite", "ledger.sqlite-journal",
+    "bench", "broadcasts", "checkpoints", "configs", "credentials", "ledger.sqlite", "ledger.sqlite-journal",
     "ledger.sqlite-shm", "ledger.sqlite-wal", "logs", "metrics.jsonl", "metrics_targets", "rl.lock", "rollouts",
     "slurm", "state", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
 )  # fmt: skip
