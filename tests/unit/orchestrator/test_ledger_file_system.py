@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from meshrl.orchestrator.ledger import file_system
+from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.store import LedgerStore
+from meshrl.wire.ledger_file import open_to_read
 
 WRITER = """
 import sys
@@ -68,6 +70,37 @@ def test_the_number_of_a_file_system_is_that_of_statfs() -> None:
         file_system.file_system(Path("/nowhere"))
 
 
+HALF_WRITTEN = """
+import os, sqlite3, sys
+from pathlib import Path
+from meshrl.orchestrator.ledger import file_system
+file_system.file_system = lambda folder: 0x6969
+with sqlite3.connect(sys.argv[1]) as connection:
+    file_system.prepare(connection, Path(sys.argv[1]))
+    connection.execute("PRAGMA cache_size = 5")  # what does not fit is written before the transaction ends
+    for number in range(100):
+        connection.execute("INSERT INTO payloads VALUES (?, randomblob(20000), x'')", (str(number),))
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_transaction_that_a_kill_cut_off_does_not_keep_the_ledger_from_being_read(path: Path) -> None:
+    store = LedgerStore(path)
+    store.open()
+    store.begin(RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0))
+    store.close()
+    assert subprocess.run([sys.executable, "-c", HALF_WRITTEN, path], check=False).returncode == -signal.SIGKILL
+    assert path.with_name("ledger.sqlite-journal").stat().st_size > 0
+    with (
+        closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection,
+        pytest.raises(sqlite3.OperationalError, match="readonly"),
+    ):
+        connection.execute("SELECT COUNT(*) FROM payloads")
+    assert audit(path.parent).ok
+    with closing(open_to_read(path)) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM payloads").fetchone() == (0,)
+
+
 @pytest.mark.parametrize("kind", [0xEF53, 0x6969], ids=["disk", "nfs"])
 def test_what_was_reported_as_written_is_there_after_a_kill(path: Path, kind: int) -> None:
     chance, reported = random.Random(kind), 0
@@ -84,7 +117,7 @@ def test_what_was_reported_as_written_is_there_after_a_kill(path: Path, kind: in
                 reported = int(writer.stdout.readline())
             writer.send_signal(signal.SIGKILL)
             reported = int([str(reported), *writer.stdout.read().split()][-1])
-        with closing(sqlite3.connect(path)) as connection:
+        with closing(open_to_read(path)) as connection:  # as `meshrl rollouts` does
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             last = connection.execute("SELECT MAX(rollout_id) FROM payloads").fetchone()[0]
             assert int(last) >= reported

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from meshrl.wire.growing_file import json_records, lines_from_the_end
+from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
 from meshrl.wire.saved_steps import steps_in
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
@@ -146,7 +147,7 @@ class RunFolder:
         """A read-only connection to the run's ledger, None when there is none; the caller closes it."""
         path = self.path / "ledger.sqlite"
         try:
-            connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+            connection = open_to_read(path)
         except sqlite3.OperationalError:
             if path.exists():  # and cannot be opened
                 raise

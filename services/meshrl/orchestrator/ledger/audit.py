@@ -32,6 +32,7 @@ from meshrl.orchestrator.ledger.writer import LedgerFileError, check_layout, unu
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.wire.growing_file import GrowingFile
+from meshrl.wire.ledger_file import open_to_read
 
 _LOST = (RolloutState.DROPPED, RolloutState.FAILED, RolloutState.CANCELLED)
 _STATES = frozenset(state.value for state in RolloutState)
@@ -104,7 +105,7 @@ def audit(output_dir: Path) -> AuditReport:
     if not layout.ledger.exists():
         raise FileNotFoundError(f"{layout.ledger} does not exist; give the output_dir of a run")
     try:
-        with closing(sqlite3.connect(f"file:{layout.ledger}?mode=ro", uri=True)) as connection:
+        with closing(open_to_read(layout.ledger)) as connection:
             check_layout(connection, layout.ledger)
             return _audit(layout, connection)
     except (sqlite3.Error, ValueError, KeyError, TypeError) as error:  # a row says what no row can say

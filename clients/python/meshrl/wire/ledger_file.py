@@ -1,0 +1,19 @@
+"""Opens the ledger of a run to read it: by the commands that show a run, and by the audit."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, except that it takes back what a killed orchestrator left half written.
+
+    That is needed where the ledger has a rollback journal, on a network file system: until then nothing can be read.
+    Raises sqlite3.OperationalError when there is no such file, or it cannot be opened.
+    """
+    journal = path.with_name(f"{path.name}-journal")
+    half_written = journal.exists() and journal.stat().st_size > 0 and os.access(path, os.W_OK)
+    mode = "rw" if half_written else "ro"
+    return sqlite3.connect(f"{path.resolve().as_uri()}?mode={mode}", uri=True, timeout=5.0)
