@@ -33,7 +33,6 @@ from meshrl.models.state import stored_tensors
 SAFE_FILES = ("model.safetensors", "model.safetensors.index.json")
 TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 GENERATION_CONFIG = "generation_config.json"
-ADAPTER_CONFIG = "adapter_config.json"
 ROWS_AT_ONCE = 16384  # of a matrix, while two are compared
 
 
@@ -135,7 +134,7 @@ class WeightReader:
         self._folder, self._model = folder, model
         self._own = stored_tensors(model)
         self._same = _tied_names(model)
-        self._refuse_other_formats()
+        self._refuse_quantised()
         self._conversions, unused = self._match()
         self._check(unused)
 
@@ -159,7 +158,7 @@ class WeightReader:
                 for name, asked in wanted.items():
                     yield self._same.get(name, name), made[name][asked]
 
-    def _refuse_other_formats(self) -> None:
+    def _refuse_quantised(self) -> None:
         quantised = getattr(self._model.config.get_text_config(), "quantization_config", None) or getattr(
             self._model.config, "quantization_config", None
         )
@@ -170,12 +169,6 @@ class WeightReader:
                 "trained nor served by the embedded engine; write a folder without quantization_config, in bfloat16, "
                 "with transformers (from_pretrained with dequantize=True in its quantisation's configuration, then "
                 "save_pretrained) and take that"
-            )
-        adapter = self._folder.read_bytes(ADAPTER_CONFIG)
-        if adapter is not None:
-            raise ModelError(
-                f"model.name {self._folder.name!r} holds {ADAPTER_CONFIG}, so it is an adapter beside another model; "
-                "merge the two (PEFT's merge_and_unload, then save_pretrained) and take that folder"
             )
 
     def _match(self) -> tuple[list[_Conversion], list[str]]:
@@ -196,6 +189,11 @@ class WeightReader:
                 unused.append(key)
                 continue
             conversion = found.setdefault(name, _Conversion(target=name))
+            if pattern is None and conversion.keys:
+                raise ModelError(
+                    f"model.name {self._folder.name!r}: the files hold both {conversion.keys[0][1]} and {key}, and "
+                    f"each would be {name} of the model; delete one of them"
+                )
             conversion.keys.append((pattern or key, key))
             if pattern is not None:
                 conversion.converter = by_pattern[pattern]
@@ -237,22 +235,24 @@ class WeightReader:
     def _check(self, unused: list[str]) -> None:
         """Holds the names and shapes of the files against the model's, both ways."""
         name = self._folder.name
-        given = {made: shape for conversion in self._conversions for made, shape in conversion.gives.items()}
-        there = {self._same.get(made, made) for made in given}
+        there = {self._same.get(made, made) for conversion in self._conversions for made in conversion.gives}
         if missing := sorted(self._own.keys() - there):
             raise ModelError(
                 f"model.name {name!r} has no weights for {', '.join(missing[:3])} ({len(missing)} of {len(self._own)}"
                 f" tensors of {type(self._model).__name__})"
                 + (f"; its files hold {', '.join(unused[:3])}, which that model does not have" if unused else "")
             )
-        for made, shape in given.items():
-            expected = self._own[self._same.get(made, made)].shape
-            if shape != expected:
-                raise ModelError(
-                    f"model.name {name!r}: {made} is of shape {tuple(shape)} in the files and of {tuple(expected)} by "
-                    "config.json; the two belong to different models"
-                )
-        self._check_tied(given)
+        for conversion in self._conversions:
+            for made, shape in conversion.gives.items():
+                expected = self._own[self._same.get(made, made)].shape
+                if shape != expected:
+                    count, key = len(conversion.keys), conversion.keys[0][1]
+                    joined = f" (made of {count} tensors, first {key}; are some missing?)" if count > 1 else ""
+                    raise ModelError(
+                        f"model.name {name!r}: {made} is of shape {tuple(shape)} in the files{joined} and of "
+                        f"{tuple(expected)} by config.json; the two belong to different models"
+                    )
+        self._check_tied()
         ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
         strange = [key for key in unused if not any(re.search(pattern, key) for pattern in ignored)]
         if strange:
@@ -261,18 +261,18 @@ class WeightReader:
                 name, len(strange), strange[0], type(self._model).__name__,
             )  # fmt: skip
 
-    def _check_tied(self, given: Mapping[str, torch.Size]) -> None:
+    def _check_tied(self) -> None:
         """Refuses a tensor that the model shares with another while the files hold two that differ.
 
         transformers would train two and engines serve one.
         """
         by_name = {conversion.target: conversion for conversion in self._conversions if conversion.converter is None}
         for alias, owner in self._same.items():
-            if alias not in given or owner not in given:
+            if alias not in by_name or owner not in by_name:
                 continue
             first, second = (self._folder.tensors[by_name[name].keys[0][1]] for name in (owner, alias))
-            rows = range(0, len(first) if isinstance(first, torch.Tensor) else first.get_shape()[0], ROWS_AT_ONCE)
-            if any(not torch.equal(first[row : row + ROWS_AT_ONCE], second[row : row + ROWS_AT_ONCE]) for row in rows):
+            pieces = (slice(row, row + ROWS_AT_ONCE) for row in range(0, by_name[owner].gives[owner][0], ROWS_AT_ONCE))
+            if not all(torch.equal(first[piece].float(), second[piece].float()) for piece in pieces):
                 raise ModelError(
                     f"model.name {self._folder.name!r}: config.json ties {alias} to {owner} (tie_word_embeddings), but "
                     "the files hold the two with different values; set tie_word_embeddings to false to use both, or "

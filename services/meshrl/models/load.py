@@ -33,6 +33,8 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 HUB_NAME = "hub name (no such folder here)"
 
 
@@ -155,6 +157,11 @@ def embedding_rows(config: ModelConfig) -> int | None:
 
 
 def _model_config(config: ModelConfig) -> PreTrainedConfig:
+    if (Path(config.name) / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"model.name {config.name!r} holds {ADAPTER_CONFIG}, so it is an adapter beside another model; merge the "
+            "two (PEFT's merge_and_unload, then save_pretrained) and take that folder"
+        )
     loaded: PreTrainedConfig = _from_pretrained(AutoConfig, config)
     return loaded
 

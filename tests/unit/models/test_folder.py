@@ -214,6 +214,15 @@ def experts(folder: Path) -> None:
     kit.assert_same(written, load_file(folder / "model.safetensors"))
 
 
+def a_missing_expert(folder: Path) -> None:
+    tiny_model("mixtral", None).save_pretrained(folder)
+    change = without("model.layers.1.block_sparse_moe.experts.2.w2.")
+    message = (
+        r"experts\.down_proj is of shape \(3, .* \(made of 3 tensors, first model\.layers\.1\.block_sparse_moe\.exp"
+    )
+    refused(change, message)(folder)
+
+
 CODE = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
 class OwnConfig(Qwen3Config):
@@ -260,6 +269,7 @@ CHECKS: dict[str, Check] = {
     ),
     "a torn file": refused(put("model.safetensors", b"\x10" * 100), r"model\.safetensors cannot be read"),
     "experts one by one": experts,
+    "a missing expert": a_missing_expert,
     "names without the prefix of the base model": used(
         rewrite(lambda found: {name.removeprefix("model."): tensor for name, tensor in found.items()})
     ),
@@ -267,6 +277,10 @@ CHECKS: dict[str, Check] = {
     "tensors that the model does not have": logged(
         used(rewrite(lambda found: {**found, "visual.patch.weight": torch.zeros(3)})),
         "1 tensors of the files are not used, first visual.patch.weight",
+    ),
+    "the same tensor under two names": refused(
+        rewrite(lambda found: {**found, "norm.weight": torch.zeros(32)}),
+        r"the files hold both model\.norm\.weight and norm\.weight, and each would be model\.norm\.weight",
     ),
     "missing tensors": refused(
         without("lm_head", "model.layers.1."),
@@ -299,7 +313,7 @@ CHECKS: dict[str, Check] = {
         r"weights that are quantised \(fp8\), .* dequantize=True",
     ),
     "`adapter_config.json`": refused(
-        put("adapter_config.json", '{"base_model_name_or_path": "other"}'),
+        both(put("adapter_config.json", '{"base_model_name_or_path": "other"}'), lose("config.json")),
         r"holds adapter_config\.json, so it is an adapter beside another model; merge the two",
     ),
     "code of its own (`auto_map`)": refused(OWN_CODE, r"(?s)cannot load AutoConfig .*trust_remote_code"),
