@@ -1,4 +1,4 @@
-"""The hub's rules without a hub: engines say things, what they are told is kept, all that is appended is durable."""
+"""The hub's rules without a hub: engines say things, what they are told is kept, all that is saved is durable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
-from meshrl.weights.coordinator.states import Action, Answer, Append, Compact, Send
+from meshrl.weights.coordinator.states import Action, Answer, Save, Send
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id, build_manifest, layout_signature
 from meshrl.wire.types import (
@@ -44,12 +44,20 @@ def manifest(version: int, *, epoch: int = 1, transport: Transport = Transport.N
     )
 
 
+def saved_over(disk: Save | None, rows: Save) -> Save:
+    """All rows that are durable once `rows` are."""
+    before = Save(run={}) if disk is None else disk
+    versions = {key: row for key, row in {**before.versions, **rows.versions}.items() if row is not None}
+    groups = {key: row for key, row in {**before.groups, **rows.groups}.items() if row is not None}
+    return Save(run=rows.run, versions=versions, groups=groups)
+
+
 class Hub:
-    """The hub's rules with what it wrote and said: everything appended is durable at once."""
+    """The hub's rules with what it saved and sent: everything saved is durable at once."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.log: list[Any] = []
+        self.disk: Save | None = None
         self.told: dict[str, list[AgentCommand]] = {}
         self.answers: list[Activation | MeshError] = []
         self.requests = 0
@@ -59,16 +67,14 @@ class Hub:
         self.rules = Coordinator(
             lease_s=10.0, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
         )
-        self.rules.recover(self.log, self.now_s, self.now_s + 1e9)
+        self.rules.recover(self.disk, self.now_s, self.now_s + 1e9)
 
     def take(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Append):
-                self.log.append(action.entry)
+            if isinstance(action, Save):
+                self.disk = saved_over(self.disk, action)
                 if action.decision is not None:
                     self.take(self.rules.decided(action.decision, self.now_s))
-            elif isinstance(action, Compact):
-                self.log = list(action.entries)
             elif isinstance(action, Send):
                 self.told.setdefault(action.engine_id, []).append(action.command)
             elif isinstance(action, Answer):

@@ -67,9 +67,7 @@ class SimulatedMesh(SimulatedHub):
         except MeshError as error:
             expected(error, Reason.GROUP_BROKEN)
             return
-        assert opened.generation > max(
-            (entry["generation"] for entry in self.history if entry["kind"] == "group"), default=0
-        )
+        assert opened.generation > max((generation for save in self.history for generation in save.groups), default=0)
         self.take(actions)
         if self.group[2]:
             self.break_group(self.group[0])
@@ -193,8 +191,7 @@ class SimulatedMesh(SimulatedHub):
         return target.artifact_id if target is not None and about_target else ""
 
     def decided_artifacts(self) -> set[str]:
-        staged = {(e["epoch"], e["version"]): e["artifact_id"] for e in self.history if e["kind"] == "staged"}
-        return {staged[(e["epoch"], e["version"])] for e in self.history if e["kind"] == "decided"}
+        return {row["artifact_id"] for row in self.rows_in(VersionState.COMMITTING)}
 
     @rule(name=st.sampled_from(ENGINES))
     def connect(self, name: str) -> None:

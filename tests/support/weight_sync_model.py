@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from hub_rules import saved_over
 from meshrl.inference.agent import states as agent
 from meshrl.weights.coordinator import states as hub
 from meshrl.weights.coordinator.coordinator import Coordinator
@@ -33,10 +34,11 @@ from meshrl.wire.types import (
     Transport,
     VersionState,
 )
+from meshrl.wire.values import JsonObject
 
 TORN = "torn"
 LEASE_S = 10.0
-KEPT_ENDED, COMPACT_AFTER = 2, 7  # small, so that every run forgets versions and compacts its log
+KEPT_ENDED = 2  # small, so that every run forgets versions
 ENGINES = ("a", "b")
 TRANSPORTS = st.sampled_from([Transport.STREAM, Transport.NCCL])
 RARELY = st.sampled_from([False, False, False, False, True])  # else no run gets anywhere
@@ -86,8 +88,8 @@ class SimulatedHub(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.disk: list[dict[str, Any]] = []
-        self.history: list[dict[str, Any]] = []  # all that ever was durable; the disk's log is compacted
+        self.disk: hub.Save | None = None
+        self.history: list[hub.Save] = []  # all that was ever saved
         self.pending: deque[hub.Action] = deque()
         self.engines = {name: Engine() for name in ENGINES}
         self.manifests: dict[str, Manifest] = {}
@@ -103,8 +105,13 @@ class SimulatedHub(RuleBasedStateMachine):
     def new_hub(self) -> Coordinator:
         return Coordinator(
             lease_s=LEASE_S, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0,
-            kept_ended=KEPT_ENDED, compact_after=COMPACT_AFTER,
+            kept_ended=KEPT_ENDED,
         )  # fmt: skip
+
+    def rows_in(self, state: VersionState) -> list[JsonObject]:
+        """The rows of versions in a state that were ever saved."""
+        rows = (row for save in self.history for row in save.versions.values() if row is not None)
+        return [row for row in rows if row["state"] == state.value]
 
     # --- the hub's shell: actions in order, decisions take effect once durable --------------------
 
@@ -130,13 +137,11 @@ class SimulatedHub(RuleBasedStateMachine):
 
     def perform_one(self) -> None:
         action = self.pending.popleft()
-        if isinstance(action, hub.Append):
-            self.disk.append(dict(action.entry))
-            self.history.append(dict(action.entry))
+        if isinstance(action, hub.Save):
+            self.disk = saved_over(self.disk, action)
+            self.history.append(action)
             if action.decision is not None:
                 self.take(self.coordinator.decided(action.decision, self.now_s))
-        elif isinstance(action, hub.Compact):
-            self.disk = [dict(entry) for entry in action.entries]
         elif isinstance(action, hub.Send):
             for engine in self.engines.values():
                 if engine.lease == action.lease_id:

@@ -30,18 +30,17 @@ from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.coordinator.states import (
     Action,
     Answer,
-    Append,
-    Compact,
     DeleteBytes,
     EndSession,
     Key,
     Notify,
+    Save,
     Send,
     VersionRecord,
 )
 from meshrl.weights.session import Ended, Sessions
 from meshrl.weights.spans import record_sync
-from meshrl.weights.storage.log import DecisionLog
+from meshrl.weights.storage.log import DecisionLog, LogError
 from meshrl.weights.storage.transfers import HubHoldings, Transfers
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
@@ -67,7 +66,7 @@ from meshrl.wire.types import (
 )
 
 FIRST_REPORT_DEADLINE_S = 10.0
-LOG_FILE = "decisions.log"
+LOG_FILE = "decisions.sqlite"
 
 
 class Hub:
@@ -112,18 +111,16 @@ class Hub:
     # --- life ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Replays the log and starts to serve. Raises LogError or ValueError when the log cannot be used."""
-        entries = await asyncio.to_thread(self._log.open)
-        self.coordinator.recover(entries, self._now(), self._wall())
+        """Reads the log and starts to serve. Raises LogError or OSError when the log cannot be used."""
+        saved = await self._log.open()
+        self.coordinator.recover(saved, self._now(), self._wall())
         live = {record.artifact_id for record in self.coordinator.records.live}
         await asyncio.to_thread(self._store.prepare, live)
-        if entries:
+        if saved is not None:
             newest = self.coordinator.newest_decided()
-            logger.info(
-                "replayed {} log entries: epoch {}, {} versions kept, newest decided {}", len(entries),
-                self.coordinator.epoch, len(live),
-                "none" if newest is None else f"{newest.version} ({newest.state.value})",
-            )  # fmt: skip
+            text = "goes on from {}: epoch {}, {} versions kept, newest decided {}"
+            decided = "none" if newest is None else f"{newest.version} ({newest.state.value})"
+            logger.info(text, self._log.path, self.coordinator.epoch, len(live), decided)
         self._tasks = [asyncio.create_task(self._actions.run()), asyncio.create_task(self._tick())]
         for task in self._tasks:
             task.add_done_callback(self._ended)
@@ -142,14 +139,14 @@ class Hub:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._log.close)
+        await self._log.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A task failed, since neither ends by itself: stops the hub and answers all who wait with an error."""
         error = None if task.cancelled() else task.exception()
         if error is None or self.failed.done():
             return
-        what = "the log cannot be written" if isinstance(error, OSError) else "the hub met a defect"
+        what = "the log cannot be written" if isinstance(error, OSError | LogError) else "the hub met a defect"
         if (trouble := disk_trouble(error)) is not None:
             logger.error("{}: {}; the hub stops", what, trouble)
         else:
@@ -174,16 +171,14 @@ class Hub:
 
     async def _perform(self, action: Action) -> None:
         match action:
-            case Append():
-                await asyncio.to_thread(self._log.append, action.entry)
+            case Save():
+                await self._log.save(action)
                 if action.committed is not None:
                     record_sync(self._tracer, action.committed, self._wall())
                 if action.decision is not None:
                     version = action.decision[1]
                     logger.info("version {} is decided", version)
                     self._actions.put(self.coordinator.decided(action.decision, self._now()))
-            case Compact():
-                await asyncio.to_thread(self._log.compact, action.entries)
             case Send():
                 if self._sessions.send(action.lease_id, action.command):
                     logger.debug("to {}: {}", action.engine_id, action.command)

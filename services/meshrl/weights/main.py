@@ -70,7 +70,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
     hub = build_hub(config, tracer)
     try:
         await hub.start()
-    except (LogError, ValueError, OSError) as error:
+    except (LogError, OSError) as error:
         logger.error("the hub cannot start: {}", disk_trouble(error) or error)
         return 1
     server = GrpcServer(config.server, tracer=tracer)

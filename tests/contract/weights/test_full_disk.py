@@ -92,7 +92,7 @@ async def test_a_hub_whose_log_finds_no_room_ends_with_a_sentence_and_goes_on_wh
         logger.remove(handler)
         (sentence,) = said
         assert sentence.startswith(
-            f"the log cannot be written: cannot write to {disk / 'decisions.log'}: No space left"
+            f"the log cannot be written: cannot write to {disk / 'decisions.sqlite'}: No space left"
         )
         assert "free some space and start again" in sentence
         assert tracebacks == []

@@ -12,7 +12,7 @@ from pathlib import Path
 def refused_hub(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """A hub that ends as soon as it logs, since its folder holds something else."""
     (output_dir / "weight_hub").mkdir(parents=True, exist_ok=True)
-    (output_dir / "weight_hub" / "decisions.log").write_text("something else")
+    (output_dir / "weight_hub" / "decisions.sqlite").write_text("something else")
     done = subprocess.run(
         [sys.executable, "-m", "meshrl.weights.main", "--output-dir", str(output_dir), *flags],
         capture_output=True, text=True, timeout=60.0, env={**os.environ, "PYTHONWARNINGS": "default"}, check=False,
@@ -24,12 +24,12 @@ def refused_hub(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[st
 def test_hub_logs_json_when_told_to(tmp_path: Path) -> None:
     done = refused_hub(tmp_path, "--log.json-logging")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert any("is not a log of this program" in line["record"]["message"] for line in lines)
+    assert any("is damaged: file is not a database" in line["record"]["message"] for line in lines)
 
 
 def test_two_runs_in_one_folder_do_not_mix_their_lines(tmp_path: Path) -> None:
     printed = [refused_hub(tmp_path).stdout for _ in range(2)]
     written = [tmp_path / "logs" / "attempt_1" / name for name in ("weights.log", "weights.2.log")]
     assert [path.read_text() for path in written] == printed
-    assert "is not a log of this program" in printed[1]
+    assert "is damaged: file is not a database" in printed[1]
     assert (tmp_path / "logs" / "weights.log").resolve() == written[1].resolve()

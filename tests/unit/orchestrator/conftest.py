@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshrl.orchestrator.ledger import file_system
+from meshrl.core import sqlite_files
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
@@ -15,7 +15,7 @@ MakeGroup = Callable[..., RolloutGroup]
 def ledger_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the ledger takes its file system for."""
     if request.param == "nfs":
-        monkeypatch.setattr(file_system, "file_system", lambda folder: 0x6969)
+        monkeypatch.setattr(sqlite_files, "file_system", lambda folder: 0x6969)
     return request.param
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.orchestrator.ledger import file_system
+from meshrl.core import sqlite_files
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.store import LedgerStore
@@ -19,9 +19,9 @@ from meshrl.wire.ledger_file import open_to_read
 WRITER = """
 import sys
 from pathlib import Path
-from meshrl.orchestrator.ledger import file_system
+from meshrl.core import sqlite_files
 from meshrl.orchestrator.ledger.store import LedgerStore
-file_system.file_system = lambda folder: int(sys.argv[2])
+sqlite_files.file_system = lambda folder: int(sys.argv[2])
 store = LedgerStore(Path(sys.argv[1]))
 store.resume(store.open(), trainer_step=0)
 row = "INSERT INTO payloads SELECT ?, randomblob(50000), x''"
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 def mode_of(path: Path) -> tuple[str, int]:
     """Journal mode and synchronous of a connection that writes."""
     with closing(sqlite3.connect(path)) as connection:
-        file_system.prepare(connection, path)
+        sqlite_files.prepare(connection, path)
         journal, synchronous = (
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
         )
@@ -51,11 +51,11 @@ def mode_of(path: Path) -> tuple[str, int]:
 
 
 def test_a_network_file_system_has_no_wal_and_a_local_one_has(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert file_system.network_file_system(path) is None, "temporary folders are local"
+    assert sqlite_files.network_file_system(path) is None, "temporary folders are local"
     assert mode_of(path) == ("wal", 1)
-    for number, name in file_system.NETWORK.items():
-        monkeypatch.setattr(file_system, "file_system", lambda folder, number=number: number)
-        assert file_system.network_file_system(path) == name
+    for number, name in sqlite_files.NETWORK.items():
+        monkeypatch.setattr(sqlite_files, "file_system", lambda folder, number=number: number)
+        assert sqlite_files.network_file_system(path) == name
         assert mode_of(path) == ("truncate", 2)
     assert not path.with_name("ledger.sqlite-wal").exists(), "one that was in a WAL is taken out of it"
 
@@ -63,20 +63,20 @@ def test_a_network_file_system_has_no_wal_and_a_local_one_has(path: Path, monkey
 @pytest.mark.skipif(sys.platform != "linux", reason="statfs has this number on Linux alone")
 def test_the_number_of_a_file_system_is_that_of_statfs() -> None:
     known = subprocess.run(["stat", "-f", "-c", "%t", "/proc", "/dev/shm"], capture_output=True, text=True, check=True)
-    assert [file_system.file_system(Path(one)) for one in ("/proc", "/dev/shm")] == [
+    assert [sqlite_files.file_system(Path(one)) for one in ("/proc", "/dev/shm")] == [
         int(number, 16) for number in known.stdout.split()
     ]
     with pytest.raises(FileNotFoundError):
-        file_system.file_system(Path("/nowhere"))
+        sqlite_files.file_system(Path("/nowhere"))
 
 
 HALF_WRITTEN = """
 import os, sqlite3, sys
 from pathlib import Path
-from meshrl.orchestrator.ledger import file_system
-file_system.file_system = lambda folder: 0x6969
+from meshrl.core import sqlite_files
+sqlite_files.file_system = lambda folder: 0x6969
 with sqlite3.connect(sys.argv[1]) as connection:
-    file_system.prepare(connection, Path(sys.argv[1]))
+    sqlite_files.prepare(connection, Path(sys.argv[1]))
     connection.execute("PRAGMA cache_size = 5")  # what does not fit is written before the transaction ends
     for number in range(100):
         connection.execute("INSERT INTO payloads VALUES (?, randomblob(20000), x'')", (str(number),))

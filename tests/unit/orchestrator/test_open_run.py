@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.paths import Layout
+from meshrl.core.sqlite_files import seal
 from meshrl.orchestrator.build import make_journal
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
-from meshrl.orchestrator.ledger.rows import StepRecord, seal
+from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.wire.types import RunInfo, TrainerInfo
 

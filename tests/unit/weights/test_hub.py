@@ -94,7 +94,7 @@ async def test_defect_in_the_worker_ends_the_hub_and_every_call(hub: Hub) -> Non
     await seal(hub, manifest(1))
     waiting = asyncio.create_task(activate(hub, 1))
     await asyncio.sleep(0)
-    hub._log.append = defect  # type: ignore[method-assign] # as if it had one
+    hub._log._save = defect  # type: ignore[method-assign] # as if it had one
     await refused(seal(hub, manifest(2)))
     await refused(waiting)
     assert isinstance(await asyncio.wait_for(hub.failed, 60.0), RuntimeError)
@@ -113,14 +113,14 @@ async def test_defect_in_the_ticker_ends_the_hub_and_every_call(hub: Hub) -> Non
 
 async def test_seal_that_is_asked_for_again_is_not_answered_before_it_is_durable(hub: Hub) -> None:
     staged = await hub.create_version(manifest(1), no_chunks())
-    append, writing, may_write = hub._log.append, threading.Event(), threading.Event()
+    append, writing, may_write = hub._log._save, threading.Event(), threading.Event()
 
     def slow_append(entry: Any) -> None:
         writing.set()
         may_write.wait(60.0)
         append(entry)
 
-    hub._log.append = slow_append  # type: ignore[method-assign] # a slow disk
+    hub._log._save = slow_append  # type: ignore[method-assign] # a slow disk
     asked = {"run_id": "run", "epoch": 1, "version": 1, "artifact_id": staged.artifact_id, "traceparent": ""}
     first = asyncio.create_task(hub.seal_version(**asked))
     assert await asyncio.to_thread(writing.wait, 15.0)

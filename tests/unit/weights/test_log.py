@@ -1,174 +1,206 @@
-"""The durable log: what was appended comes back, a torn end is dropped, damage anywhere is an error."""
+"""The decision log: what was saved comes back after a kill, damage anywhere is an error, another layout is refused."""
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
+import asyncio
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from hub_rules import saved_over
+from meshrl.core import sqlite_files
+from meshrl.weights.coordinator.states import Save
 from meshrl.weights.storage.log import DecisionLog, LogError
 
-ENTRIES: list[dict[str, Any]] = [{"kind": "staged", "version": n, "text": "x" * n} for n in range(5)]
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from meshrl.core import sqlite_files
+from meshrl.weights.coordinator.states import Save
+from meshrl.weights.storage.log import DecisionLog
+sqlite_files.file_system = lambda folder: int(sys.argv[2])
+
+async def write():
+    log = DecisionLog(Path(sys.argv[1]))
+    saved = await log.open()
+    number = 0 if saved is None else saved.run["number"]
+    while True:
+        number += 1
+        versions = {(1, number): {"state": "committed", "number": number}, (1, number - 20): None}
+        await log.save(Save(run={"number": number}, versions=versions, groups={number % 5: {"number": number}}))
+        print(number, flush=True)
+
+asyncio.run(write())
+"""
 
 
-def written(path: Path) -> Path:
+def saves(count: int) -> list[Save]:
+    """Rows that change as a hub's do: a version in one state after the other, some forgotten, and groups."""
+    made = []
+    for n in range(count):
+        states = ("staging", "sealed", "committing", "committed")
+        versions = {(1, n // 4): {"state": states[n % 4], "artifact_id": f"{n:064}"}, (1, n // 4 - 6): None}
+        made.append(Save(run={"run_id": "main", "revision": n}, versions=versions, groups={n // 10: {"n": n}}))
+    return made
+
+
+def after(count: int) -> Save | None:
+    disk = None
+    for save in saves(count):
+        disk = saved_over(disk, save)
+    return disk
+
+
+async def write(path: Path, count: int = 40) -> Path:
     log = DecisionLog(path)
-    assert log.open() == []
-    for entry in ENTRIES:
-        log.append(entry)
-    log.close()
+    assert await log.open() is None
+    for save in saves(count):
+        await log.save(save)
+    await log.close()
     return path
 
 
-def read(path: Path) -> list[Any]:
+async def read(path: Path) -> Save | None:
     log = DecisionLog(path)
     try:
-        return list(log.open())
+        return await log.open()
     finally:
-        log.close()
+        await log.close()
 
 
-def test_entries_come_back_in_order(tmp_path: Path) -> None:
-    assert read(written(tmp_path / "sub" / "log")) == ENTRIES
+async def test_rows_come_back_as_they_were_saved_last(tmp_path: Path) -> None:
+    path = await write(tmp_path / "sub" / "log")
+    assert await read(path) == after(40)
 
 
-def test_append_cut_short_at_any_byte_is_dropped_and_writing_goes_on(tmp_path: Path) -> None:
-    path = written(tmp_path / "log")
-    whole = path.read_bytes()
-    last = len(whole) - len(b'{"kind":"staged","version":4,"text":"xxxx"}') - 12
-    for end in range(last, len(whole)):
-        path.write_bytes(whole[:end])
-        assert read(path) == ENTRIES[:4]
-        log = DecisionLog(path)
-        log.open()
-        log.append(ENTRIES[4])
-        log.close()
-        assert read(path) == ENTRIES
+async def test_people_read_the_states_of_versions(tmp_path: Path) -> None:
+    path = await write(tmp_path / "log", 10)
+    with closing(sqlite3.connect(path)) as file:
+        found = file.execute("select version, state from versions").fetchall()
+    assert found == [(0, "committed"), (1, "committed"), (2, "sealed")]
 
 
-def test_zeros_after_the_end_are_dropped(tmp_path: Path) -> None:
-    path = written(tmp_path / "log")
-    path.write_bytes(path.read_bytes() + bytes(100))
-    assert read(path) == ENTRIES
+def killed_after(path: Path, kind: int, writes: int, number: int) -> int:
+    """Kills a process after some writes; returns the number of the last one that it reported."""
+    command = [sys.executable, "-c", WRITER, path, str(kind)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        for _ in range(writes):
+            number = int(writer.stdout.readline())
+        writer.send_signal(signal.SIGKILL)
+        return int([str(number), *writer.stdout.read().split()][-1])
 
 
-def test_damage_before_the_last_entry_is_an_error_wherever_it_is(tmp_path: Path) -> None:
-    path = written(tmp_path / "log")
-    whole = bytearray(path.read_bytes())
-    last = len(whole) - len(b'{"kind":"staged","version":4,"text":"xxxx"}') - 12
-    for at in range(8, last):
-        damaged = bytearray(whole)
-        damaged[at] ^= 0x40
-        path.write_bytes(damaged)
-        with pytest.raises(LogError, match="damaged at byte"):
-            read(path)
-        assert path.read_bytes() == damaged  # left as it is, for whoever repairs it
-
-
-def test_damage_in_the_last_entry_is_an_error_wherever_it_is(tmp_path: Path) -> None:
-    path = written(tmp_path / "log")
-    whole = bytearray(path.read_bytes())
-    last = len(whole) - len(b'{"kind":"staged","version":4,"text":"xxxx"}') - 12
-    for at in range(last, len(whole)):
-        damaged = bytearray(whole)
-        damaged[at] ^= 0x40
-        path.write_bytes(damaged)
-        with pytest.raises(LogError, match=rf"{path} is damaged at byte {last}, in its last entry; restore it"):
-            read(path)
-        assert path.read_bytes() == damaged
-
-
-def test_last_entry_whose_end_was_never_written_is_dropped(tmp_path: Path) -> None:
-    path = written(tmp_path / "log")
-    whole = path.read_bytes()
-    last = len(whole) - len(b'{"kind":"staged","version":4,"text":"xxxx"}') - 12
-    for end in range(last + 12, len(whole)):
-        path.write_bytes(whole[:end] + bytes(len(whole) - end))
-        assert read(path) == ENTRIES[:4]
-
-
-def test_compacted_log_holds_the_new_entries_and_goes_on(tmp_path: Path) -> None:
-    log = DecisionLog(written(tmp_path / "log"))
-    log.open()
-    log.compact(ENTRIES[:2])
-    log.append(ENTRIES[4])
-    with pytest.raises(LogError, match="in use by another hub"):
-        DecisionLog(tmp_path / "log").open()
-    log.close()
-    assert read(tmp_path / "log") == [*ENTRIES[:2], ENTRIES[4]]
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
-
-
-class KilledError(BaseException):
-    """Nothing after this runs, as in a process that is gone."""
-
-
-def killed_while_compacting(log: DecisionLog, step: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends `compact` before or after one of its system calls, and closes what the process had open."""
-    fds = [log._fd]
-    really_open, really_do = os.open, getattr(os, step)
-
-    def opened(*arguments: Any, **more: Any) -> int:
-        fds.append(really_open(*arguments, **more))
-        return fds[-1]
-
-    def kill(*arguments: Any, **more: Any) -> None:
-        if after:
-            done = opened if step == "open" else really_do
-            done(*arguments, **more)
-            if step == "close":
-                fds.remove(arguments[0])
-        raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", opened)
-        patch.setattr(os, step, kill)
-        with pytest.raises(KilledError):
-            log.compact([{"kind": "snapshot"}])
-    for fd in set(fds):
-        with suppress(OSError):  # it was closed before the end
-            os.close(fd)
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("step", ["open", "write", "fdatasync", "replace", "close", "fsync"])
-def test_hub_killed_at_any_point_of_compacting_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+@pytest.mark.parametrize("kind", [0xEF53, 0x6969], ids=["disk", "nfs"])
+async def test_a_hub_that_is_killed_in_the_middle_of_writes_loses_none_that_it_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
-    path = written(tmp_path / "log")
+    monkeypatch.setattr(sqlite_files, "file_system", lambda folder: kind)
+    path, chance, number = tmp_path / "log", random.Random(kind), 0
+    for _ in range(6):
+        number = await asyncio.to_thread(killed_after, path, kind, chance.randrange(1, 80), number)
+        saved = await read(path)
+        assert saved is not None
+        assert saved.run["number"] in (number, number + 1)  # the last one may not have been reported yet
+        number = saved.run["number"]
+        assert saved.versions == {
+            (1, n): {"state": "committed", "number": n} for n in range(max(1, number - 19), number + 1)
+        }
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+async def test_a_bit_that_flipped_is_an_error_or_changes_nothing(tmp_path: Path, killed: bool) -> None:
+    source = tmp_path / "source"
+    log = DecisionLog(source / "log")
+    await log.open()
+    for save in saves(40):
+        await log.save(save)
+    if killed:  # what it leaves is in the WAL
+        left = shutil.copytree(source, tmp_path / "left")
+        await log.close()
+        name = "log-wal"
+    else:
+        await log.close()
+        left = source
+        name = "log"
+    chance, whole, refused = random.Random(0), (left / name).read_bytes(), 0
+    for number in range(150):
+        folder = shutil.copytree(left, tmp_path / "one")
+        changed = bytearray(whole)
+        changed[chance.randrange(len(whole))] ^= 1 << number % 8
+        (folder / name).write_bytes(changed)
+        try:
+            assert await read(folder / "log") == after(40)
+        except LogError:
+            refused += 1
+        shutil.rmtree(folder)
+    assert refused > 10
+
+
+async def test_a_log_that_was_lost_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    path = await write(tmp_path / "log")
+    path.unlink()
+    with pytest.raises(LogError, match="it has no layout"):
+        await read(path)
+
+
+async def test_an_older_copy_of_one_row_is_an_error(tmp_path: Path) -> None:
+    path = await write(tmp_path / "log", 9)
+    with closing(sqlite3.connect(path)) as file, file:
+        older = file.execute("select * from versions where version = 2").fetchone()
     log = DecisionLog(path)
-    log.open()
-    killed_while_compacting(log, step, after, monkeypatch)
-    renamed = step in ("close", "fsync") or (step, after) == ("replace", True)
-    assert read(path) == ([{"kind": "snapshot"}] if renamed else ENTRIES)
-    assert [left.name for left in tmp_path.iterdir()] == ["log"]
+    await log.open()
+    await log.save(saves(10)[9])
+    await log.close()
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("update versions set row = ?, seal = ? where version = 2", older[2:4])
+    with pytest.raises(LogError, match="a row of its table run does not have the digest"):
+        await read(path)
 
 
-def test_log_that_cannot_be_compacted_goes_on_as_it_is(tmp_path: Path) -> None:
-    path = written(tmp_path / "log")
-    log = DecisionLog(path)
-    log.open()
-    (tmp_path / "log.new").mkdir()  # where the new file should go
-    log.compact([{"kind": "snapshot"}])
-    log.append({"kind": "one more"})
-    log.close()
-    (tmp_path / "log.new").rmdir()
-    assert read(path) == [*ENTRIES, {"kind": "one more"}]
+async def test_a_close_while_a_cancelled_call_still_writes_waits_for_it(tmp_path: Path) -> None:
+    for round_ in range(20):
+        path = tmp_path / f"log{round_}"
+        log = DecisionLog(path)
+        await log.open()
+        call = asyncio.create_task(log.save(saves(1)[0]))
+        await asyncio.sleep(0)
+        call.cancel()
+        await log.close()
+        assert await read(path) in (None, after(1))
 
 
-def test_log_has_one_owner_at_a_time(tmp_path: Path) -> None:
-    first = DecisionLog(written(tmp_path / "log"))
-    first.open()
+async def test_log_has_one_owner_at_a_time(tmp_path: Path) -> None:
+    log = DecisionLog(await write(tmp_path / "log"))
+    await log.open()
     with pytest.raises(LogError, match="in use by another hub"):
-        DecisionLog(tmp_path / "log").open()
-    first.close()
-    assert read(tmp_path / "log") == ENTRIES
+        await read(tmp_path / "log")
+    await log.close()
+    assert await read(tmp_path / "log") == after(40)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(b"something else entirely")
-    with pytest.raises(LogError, match="not a log"):
-        read(tmp_path / "log")
+async def test_folder_of_an_older_version_is_refused_with_its_layout(tmp_path: Path) -> None:
+    (tmp_path / "decisions.log").write_bytes(b"MESHLOG1")
+    with pytest.raises(LogError, match=r"decisions.log has layout 1, but this version of meshrl reads layout 2 alone"):
+        await read(tmp_path / "decisions.sqlite")
+
+
+async def test_file_of_a_newer_version_is_refused_with_its_layout(tmp_path: Path) -> None:
+    path = await write(tmp_path / "log")
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("pragma user_version = 3")
+    with pytest.raises(LogError, match="has layout 3, but this version of meshrl reads layout 2 alone"):
+        await read(path)
+
+
+async def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"something else entirely" * 100)
+    with pytest.raises(LogError, match="file is not a database"):
+        await read(tmp_path / "log")

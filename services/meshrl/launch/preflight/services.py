@@ -68,7 +68,7 @@ def check_hub(plan: Plan) -> Iterator[Finding]:
     if plan.folder_in_use or not plan.starts("weights"):
         return
     folder = plan.config.weights.spool_dir or plan.config.output_dir / "weight_hub"
-    if is_locked(str(folder / "decisions.log")):
+    if is_locked(str(folder / "decisions.sqlite-lock")):
         yield error(
             f"weights.spool_dir: another hub is at work in {folder}; stop it, choose another output_dir, or use it with"
             " orchestrator.services.weights"

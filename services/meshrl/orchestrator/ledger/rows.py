@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from blake3 import blake3
-
+from meshrl.core.sqlite_files import seal
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.tally import RunTotals
@@ -104,11 +103,6 @@ class StepRecord:
         groups = tuple((group_id, tuple(rollouts)) for group_id, rollouts in values.pop("groups"))
         untrainable, progress = tuple(values.pop("untrainable")), RunTotals(**values.pop("progress"))
         return cls(groups=groups, untrainable=untrainable, progress=progress, **values)
-
-
-def seal(data: bytes, *key: object) -> bytes:
-    """The digest that a row keeps of its data and of its key: neither a damaged row nor another's data has it."""
-    return blake3(repr(key).encode() + b"\0" + data).digest(length=16)
 
 
 @dataclass(frozen=True, kw_only=True)

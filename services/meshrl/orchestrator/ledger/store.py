@@ -1,6 +1,6 @@
 """Keeps the ledger in SQLite; fed by the ledger's rules and the journal, read when a process goes on.
 
-What is committed outlives the process, whatever ends it: see `file_system`.
+What is committed outlives the process, whatever ends it: see `core.sqlite_files`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from loguru import logger
 
-from meshrl.orchestrator.ledger.file_system import network_file_system
+from meshrl.core.sqlite_files import network_file_system, seal
 from meshrl.orchestrator.ledger.rows import (
     LAYOUT,
     SCHEMA,
@@ -25,7 +25,6 @@ from meshrl.orchestrator.ledger.rows import (
     RunRow,
     StepRecord,
     last_run,
-    seal,
 )
 from meshrl.orchestrator.ledger.rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger.rows import read_past as rows_of_past

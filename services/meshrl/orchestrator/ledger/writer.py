@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from meshrl.orchestrator.ledger.file_system import prepare
+from meshrl.core.sqlite_files import prepare
 from meshrl.orchestrator.ledger.rows import LAYOUT
 from meshrl.sampling.retry import RunError
 

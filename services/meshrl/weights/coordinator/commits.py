@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshrl.weights.coordinator import log_entries as entries
+from meshrl.weights.coordinator import rows
 from meshrl.weights.coordinator.engine_groups import EngineGroups
 from meshrl.weights.coordinator.engines import EnginePool
 from meshrl.weights.coordinator.records import VersionRecords
 from meshrl.weights.coordinator.states import (
     DECIDED,
+    LIVE,
     UNDECIDED,
     Action,
     Answer,
-    Append,
     Attempt,
-    Compact,
     DeleteBytes,
     EngineRecord,
     Key,
-    LogEntry,
     Notify,
+    Save,
     Send,
     VersionRecord,
 )
@@ -43,9 +42,9 @@ from meshrl.wire.types import (
     Transport,
     VersionState,
 )
+from meshrl.wire.values import JsonObject
 
 KEPT_ENDED = 32  # versions that are known after they were retired or aborted
-COMPACT_AFTER = 256  # entries of the log
 
 
 class CommitRules:
@@ -60,11 +59,8 @@ class CommitRules:
         min_engines: int,
         commit_deadline_s: float,
         kept_ended: int = KEPT_ENDED,
-        compact_after: int = COMPACT_AFTER,
     ) -> None:
-        """`kept_ended`: how many versions are known after their end; `compact_after`: entries that the log may have
-        beyond what it must hold.
-        """
+        """`kept_ended`: how many versions are known after their end."""
         self.run_id = ""
         self.epoch = 0
         self.revision = 0
@@ -76,8 +72,7 @@ class CommitRules:
         self._keep_versions = keep_versions
         self._min_engines = min_engines
         self._commit_deadline_s = commit_deadline_s
-        self._kept_ended, self._compact_after = kept_ended, compact_after
-        self._num_entries = 0  # in the log since it was last compacted
+        self._kept_ended = kept_ended
         self._wall_offset_s = 0.0  # wall-clock time minus the clock of the rules
         self._last_seen: object = None  # what the commands to all engines were last derived from; see `_next_actions`
 
@@ -162,7 +157,7 @@ class CommitRules:
         newest = self.newest_decided()
         for engine in (reported,) if reported is not None and others_as_before else self.pool.engines.values():
             actions += self._send_commands(engine, newest, now_s)
-        return actions + self._compact_when_due()
+        return actions
 
     def _send_commands(self, engine: EngineRecord, newest: VersionRecord | None, now_s: float) -> list[Action]:
         """Sends an engine its next command, unless that is the one it was sent last."""
@@ -208,7 +203,7 @@ class CommitRules:
             enough, wanted = required <= ready and len(ready) >= least, max(len(required), least)
         if enough:
             record.deciding, record.policy, record.min_ready = True, attempt.policy, attempt.min_ready
-            return [self._append(entries.decided(record), decision=record.key)]
+            return [self._save(record, decision=record.key)]
         refused = set(attempt.faults) & set(live) - ready - set(unreachable)
         short = len(live) - len(refused) < max(1, attempt.min_ready)
         hopeless = bool(refused) and (short or (not attempt.min_ready and bool(refused & required)))
@@ -253,9 +248,9 @@ class CommitRules:
                 lag_s=now_s - record.sealed_s,
             )
             self.records.move(record, VersionState.COMMITTED)
-            record.answer = entries.with_state(record.answer, VersionState.COMMITTED)
-            actions.append(self._append(entries.committed(record, record.answer), committed=record.answer))
-            actions.append(self._bump(record))
+            record.answer = rows.with_state(record.answer, VersionState.COMMITTED)
+            notify = self._bump(record)
+            actions += [self._save(record, committed=record.answer), notify]
             actions.append(Answer(key=record.key, result=record.answer))
             record.attempt = None
             return actions + self._retire(record)
@@ -328,7 +323,7 @@ class CommitRules:
         if record.attempt is not None:
             actions += self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {record.version} was dropped: {why}")
         self.records.move(record, VersionState.ABORTED)
-        actions += self._log(record, entries.aborted(record, why))
+        actions += self._changed(record)
         for engine in self.pool.engines.values():
             if engine.connected and engine.sent_key == record.key and isinstance(engine.sent, Prepare):
                 engine.sent = Abort(version=record.version)
@@ -347,7 +342,7 @@ class CommitRules:
                 text = f"version {newest.version} was committed before enough engines served version {record.version}"
                 actions += self._give_up(record, Reason.VERSION_SUPERSEDED, text)
             self.records.move(record, VersionState.RETIRED)
-            actions += [*self._log(record, entries.retired(record)), self._delete(record)]
+            actions += [*self._changed(record), self._delete(record)]
         return actions
 
     def _delete(self, record: VersionRecord) -> DeleteBytes:
@@ -361,34 +356,35 @@ class CommitRules:
 
     # --- the log ----------------------------------------------------------------------------------
 
-    def _append(self, entry: LogEntry, *, decision: Key | None = None, committed: Activation | None = None) -> Append:
-        self._num_entries += 1
-        return Append(entry=entry, decision=decision, committed=committed)
+    def _changed(self, record: VersionRecord) -> list[Action]:
+        """A version is in another state: writes its row and wakes the watchers."""
+        notify = self._bump(record)
+        return [self._save(record), notify]
 
-    def _log(self, record: VersionRecord, entry: LogEntry) -> list[Action]:
-        return [self._append(entry), self._bump(record)]
+    def _save(
+        self,
+        record: VersionRecord | None = None,
+        *,
+        groups: Mapping[int, JsonObject | None] | None = None,
+        decision: Key | None = None,
+        committed: Activation | None = None,
+    ) -> Save:
+        """The rows of the run and of what changed in it, and the versions that are forgotten meanwhile."""
+        # A decision gets its revision once it is durable; its row, and rows that are written until then, count it.
+        revision = self.revision + sum(each.deciding for each in self.records.live)
+        versions: dict[Key, JsonObject | None] = {}
+        if record is not None:
+            versions.update(dict.fromkeys(self._forget() if record.state not in LIVE else ()))
+            as_of = revision if record.deciding else record.revision
+            versions[record.key] = rows.version(record, as_of, self._wall_offset_s)
+        run = rows.run(self.run_id, self.epoch, revision)
+        return Save(run=run, versions=versions, groups=groups or {}, decision=decision, committed=committed)
 
-    def _compact_when_due(self) -> list[Action]:
-        """Forgets versions that ended long ago, and has the log say what is left in a few entries.
-
-        Not while a decision is being written to the log: until it is durable, the outcome is not known.
-        """
-        live = self.records.live
-        if self._num_entries < self._compact_after + len(live) or any(record.deciding for record in live):
-            return []
+    def _forget(self) -> list[Key]:
+        """Forgets versions that ended long ago; returns their keys."""
         engines = self.pool.engines.values()
         served = {(engine.serving, engine.root) for engine in engines}  # they are vouched for as long as they serve it
-        self.records.forget(keep=self._kept_ended, needed=lambda record: (record.version, record.root) in served)
-        for engine in engines:
+        gone = self.records.forget(keep=self._kept_ended, needed=lambda record: (record.version, record.root) in served)
+        for engine in engines if gone else ():
             engine.faulted &= self.records.keys()
-        self._num_entries = 0
-        kept = sorted(self.records.values(), key=lambda record: record.revision)
-        return [
-            Compact(
-                entries=(
-                    entries.snapshot(self.run_id, self.epoch, self.revision),
-                    *(entries.version(record, self._wall_offset_s) for record in kept),
-                    *(entries.group(group, self._wall_offset_s) for group in self.groups.kept),
-                )
-            )
-        ]
+        return gone

@@ -1,7 +1,7 @@
 """Decides which version engines prepare and serve: events and the time in, actions out, no I/O inside.
 
 A version is staged, sealed, decided and committed; every move is written to the log. The decision is the point of no
-return: it is asked for with `Append(decision=...)` and takes effect only when the hub calls `decided`, that is, once it
+return: it is asked for with `Save(decision=...)` and takes effect only when the hub calls `decided`, that is, once it
 is durable. What an engine should do next follows from the versions and its last report alone (`_wanted_command`), so a
 restarted hub, a new session and a late engine need no code of their own: commands are derived and sent again, and they
 are idempotent by (version, artifact).
@@ -9,9 +9,7 @@ are idempotent by (version, artifact).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from meshrl.weights.coordinator import log_entries as entries
+from meshrl.weights.coordinator import rows
 from meshrl.weights.coordinator.commits import CommitRules
 from meshrl.weights.coordinator.engine_groups import GroupRequest, first_version
 from meshrl.weights.coordinator.sleeping import SleepRound
@@ -23,7 +21,7 @@ from meshrl.weights.coordinator.states import (
     Attempt,
     EngineRecord,
     Key,
-    LogEntry,
+    Save,
     VersionRecord,
 )
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -107,7 +105,7 @@ class Coordinator(CommitRules):
         record = VersionRecord.staged(manifest, artifact)
         self.records.add(record)  # before older epochs are dropped: files that both name must stay
         actions = self._begin_epoch(manifest.run_id, manifest.epoch)
-        return record, [*actions, *self._log(record, entries.staged(record))]
+        return record, [*actions, *self._changed(record)]
 
     def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
         """The first bytes of a streamed version come: engines with nothing else to fetch follow its upload."""
@@ -144,7 +142,7 @@ class Coordinator(CommitRules):
         self.records.move(record, VersionState.SEALED)
         for engine in self._refused_by(key):  # while bytes were missing
             engine.try_again(key)
-        return [*self._log(record, entries.sealed(record, wall_s)), *self._next_actions(now_s)]
+        return [*self._changed(record), *self._next_actions(now_s)]
 
     def abort(
         self, *, run_id: str, epoch: int, version: int, message: str, now_s: float
@@ -173,9 +171,12 @@ class Coordinator(CommitRules):
         sealed = [record.key for record in self.records.live if record.state is VersionState.SEALED]
         first = first_version(request, sealed, None if newest is None else newest.key)
         self._wall_offset_s = wall_s - now_s
+        before = set(self.groups.generations)
         group = self.groups.open(request, self.pool.engines.values(), first, now_s)
         actions = self._begin_epoch(request.run_id, request.epoch)
-        actions.append(self._append(entries.group(group, wall_s - now_s)))
+        gone = before.difference(self.groups.generations)
+        row = rows.group(group, self._wall_offset_s)
+        actions.append(self._save(groups={**dict.fromkeys(gone), group.generation: row}))
         return group.opened(), [*actions, *self._next_actions(now_s)]
 
     # --- the orchestrator ---------------------------------------------------------------------
@@ -307,28 +308,16 @@ class Coordinator(CommitRules):
 
     # --- recovery -------------------------------------------------------------------------------
 
-    def recover(self, log: Iterable[LogEntry], now_s: float, wall_s: float) -> None:
-        """Replays the log of an earlier hub. Engines are not in it: they register again."""
+    def recover(self, saved: Save | None, now_s: float, wall_s: float) -> None:
+        """Takes all that an earlier hub saved, if there was one. Engines are not in it: they register again."""
         self._wall_offset_s = wall_s - now_s
-        records: dict[Key, VersionRecord] = {}
-        for entry in log:
-            match entry.get("kind"):
-                case "snapshot":
-                    self.run_id, self.epoch, self.revision = entry["run_id"], entry["epoch"], entry["revision"]
-                case "version":
-                    record = entries.version_of(entry, now_s - wall_s)
-                    records[record.key] = record
-                    continue
-                case "epoch":
-                    self.run_id, self.epoch = entry["run_id"], entry["epoch"]
-                case "group":
-                    self.groups.adopt(entries.group_of(entry, now_s - wall_s))
-                case _:
-                    record = entries.replay(records, entry, now_s - wall_s)
-                    self.revision += 1
-                    record.revision = self.revision
-            self._num_entries += 1
-        self.records.replace(records.values())
+        if saved is None:
+            return
+        self.run_id, self.epoch, self.revision = (saved.run[name] for name in ("run_id", "epoch", "revision"))
+        for group in filter(None, (row for _, row in sorted(saved.groups.items()))):
+            self.groups.adopt(rows.group_of(group, now_s - wall_s))
+        for version in filter(None, (row for _, row in sorted(saved.versions.items()))):
+            self.records.add(rows.version_of(version, now_s - wall_s))
         for record in self.records.live:
             if record.state is VersionState.COMMITTING:
                 record.decided_s, record.commit_deadline_s = now_s, now_s + self._commit_deadline_s
@@ -356,10 +345,11 @@ class Coordinator(CommitRules):
             raise invalid([FieldViolation("epoch", text)])
 
     def _begin_epoch(self, run_id: str, epoch: int) -> list[Action]:
+        """Drops what is left of earlier epochs. The epoch is durable with the next row that is saved."""
         if epoch <= self.epoch:
             return []
         self.run_id, self.epoch = run_id, epoch
-        actions: list[Action] = [self._append(entries.epoch(run_id, epoch))]
+        actions: list[Action] = []
         for old in [r for r in self.records.live if r.key[0] < epoch and not r.deciding]:
             actions += self._drop(old, f"epoch {epoch} began")
         return actions

@@ -65,9 +65,9 @@ class EngineGroups:
         return 0 if self.current is None else self.current.generation
 
     @property
-    def kept(self) -> Collection[EngineGroup]:
-        """The groups whose requests get their first answer again, the current one last."""
-        return self._by_request.values()
+    def generations(self) -> Collection[int]:
+        """Of the groups whose requests get their first answer again."""
+        return [group.generation for group in self._by_request.values()]
 
     def answer(self, request_id: str) -> OpenedGroup | None:
         """Returns what a request was answered before, if it was."""

@@ -6,7 +6,7 @@ looks at `live` alone, and versions that ended are forgotten after a while.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from meshrl.weights.coordinator.states import DECIDED, LIVE, TRANSITIONS, Key, VersionRecord
 from meshrl.wire.types import VersionState
@@ -40,13 +40,6 @@ class VersionRecords(Mapping[Key, VersionRecord]):
         if record.state in LIVE:
             self._live[record.key] = record
 
-    def replace(self, records: Iterable[VersionRecord]) -> None:
-        """Knows `records` and nothing else from now on."""
-        self._all.clear()
-        self._live.clear()
-        for record in records:
-            self.add(record)
-
     def move(self, record: VersionRecord, state: VersionState) -> None:
         """Changes a version's state. Raises AssertionError for a move that is not in TRANSITIONS."""
         if state not in TRANSITIONS[record.state]:
@@ -59,9 +52,10 @@ class VersionRecords(Mapping[Key, VersionRecord]):
         """The version that every engine should serve."""
         return max((r for r in self._live.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
 
-    def forget(self, *, keep: int, needed: Callable[[VersionRecord], bool]) -> None:
+    def forget(self, *, keep: int, needed: Callable[[VersionRecord], bool]) -> list[Key]:
         """Drops what ended before the last `keep` versions that did, but for those that are `needed`."""
         ended = sorted((r for r in self._all.values() if r.state not in LIVE), key=lambda r: r.revision, reverse=True)
-        for record in ended[keep:]:
-            if not needed(record):
-                del self._all[record.key]
+        gone = [record.key for record in ended[keep:] if not needed(record)]
+        for key in gone:
+            del self._all[key]
+        return gone

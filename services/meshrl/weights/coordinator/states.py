@@ -6,7 +6,7 @@ order. Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshrl.wire.errors import MeshError
@@ -27,9 +27,6 @@ from meshrl.wire.values import JsonObject
 
 # (epoch, version): a later epoch supersedes every version of an earlier one.
 Key = tuple[int, int]
-
-# One entry of the hub's log, a flat JSON object with a `kind`; see `log_entries`.
-LogEntry = JsonObject
 
 TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = {
     VersionState.STAGING: frozenset({VersionState.SEALED, VersionState.ABORTED}),
@@ -68,7 +65,7 @@ class VersionRecord:
     transport: Transport
     num_bytes: int
     root: bytes
-    layout_signature: bytes = b""  # empty in a log of an earlier release
+    layout_signature: bytes = b""
     paths: tuple[str, ...] = ()
     state: VersionState = VersionState.STAGING
     revision: int = 0
@@ -173,22 +170,18 @@ class EngineRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Append:
-    """Write an entry to the log and make it durable. For a decision, call `Coordinator.decided` after that.
+class Save:
+    """Write rows to the log, all or none, and make them durable. For a decision, call `Coordinator.decided` after that.
 
-    `committed` is the outcome that the entry records, if it records one.
+    `versions` and `groups` are the rows that change, by key and by generation; None for one that is forgotten.
+    `committed` is the outcome that the rows record, if they record one.
     """
 
-    entry: LogEntry
+    run: JsonObject
+    versions: Mapping[Key, JsonObject | None] = field(default_factory=dict)
+    groups: Mapping[int, JsonObject | None] = field(default_factory=dict)
     decision: Key | None = None
     committed: Activation | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compact:
-    """Put `entries` in the place of the whole log: they say what all that was appended before says."""
-
-    entries: Sequence[LogEntry]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,4 +223,4 @@ class Notify:
     revision: int
 
 
-Action = Append | Compact | Send | EndSession | Answer | DeleteBytes | Notify
+Action = Save | Send | EndSession | Answer | DeleteBytes | Notify

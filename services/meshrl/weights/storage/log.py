@@ -1,32 +1,46 @@
-"""The hub's durable log: one file, each entry with its length and checksum, synced before it counts.
+"""The hub's decision log: a SQLite file with a row for the run, one for each version and one for each group of engines.
 
-Layout: the 8 bytes `MESHLOG1`, then for every entry a head of three little-endian 32-bit words (length of the JSON,
-CRC32C of the JSON, CRC32C of the first two words) and the JSON. An append that was cut short by a crash is dropped at
-the next start, since no caller had an answer that rests on it: the file ends before the entry does, or in the zeros of
-blocks that were never written. Anything else that does not match its checksum, wherever it is, was damaged after it was
-written and is an error, since it may hold a decision.
+`select version, state from versions` reads it while no hub is at work. Each row has a digest of its content and key
+(`seal`), and the run's row one of all the others' as well, so that a damaged, lost or older row is an error.
 
-So that the log does not grow for ever, `compact` writes a new file of fewer entries and renames it over the old one.
+Beside it is `NAME-lock`, which the hub at work has locked. It holds the number of the last write: what SQLite would
+take for the torn end of its WAL after a crash, a bit that flipped there included, would undo decisions in silence.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import fcntl
 import json
 import os
-import struct
-from collections.abc import Sequence
-from contextlib import suppress
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import google_crc32c
-from loguru import logger
-
 from meshrl.core import durable
-from meshrl.weights.coordinator.states import LogEntry
+from meshrl.core.sqlite_files import prepare, seal
+from meshrl.weights.coordinator.states import Save
+from meshrl.wire.values import JsonObject
 
-MAGIC = b"MESHLOG1"
-_HEAD = struct.Struct("<III")
+LAYOUT = 2
+"""The `user_version` of the file. Layout 1 was `decisions.log`, a file of entries."""
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE run (writes INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL);
+CREATE TABLE versions (
+  epoch INTEGER NOT NULL, version INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL,
+  state TEXT AS (json_extract(row, '$.state')), PRIMARY KEY (epoch, version)
+) WITHOUT ROWID;
+CREATE TABLE groups (generation INTEGER PRIMARY KEY, row TEXT NOT NULL, seal BLOB NOT NULL);
+PRAGMA user_version = {LAYOUT};
+COMMIT;
+"""
+_ERRNO = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO, sqlite3.SQLITE_READONLY: errno.EACCES,
+    sqlite3.SQLITE_CANTOPEN: errno.EACCES, sqlite3.SQLITE_PERM: errno.EACCES,
+}  # fmt: skip
+_KEYS = {"versions": "epoch, version", "groups": "generation"}
 
 
 class LogError(Exception):
@@ -34,122 +48,163 @@ class LogError(Exception):
 
 
 class DecisionLog:
-    """Appends entries durably. One process at a time: the file is locked. Blocking: call it off the event loop."""
+    """Saves rows durably. One process at a time has it open, and one thread of it, which outlives a cancelled call.
+
+    After an error of `save` the log must not be used.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
+        self.path = path
+        self._lock_path = path.with_name(path.name + "-lock")
+        self._thread = ThreadPoolExecutor(1, "decision-log")
+        self._lock = -1
+        self._file: sqlite3.Connection | None = None
+        self._writes = 0
+        self._seals: dict[tuple[object, ...], bytes] = {}  # of every row but the run's, by key
 
-    def open(self) -> list[LogEntry]:
-        """Opens, locks and reads the log; creates it when missing. Raises LogError."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        created = not self._path.exists()
-        self._fd = self._locked()
-        if created:
-            durable.flush(self._path.parent)
+    async def open(self) -> Save | None:
+        """Opens the log, or creates it, and returns all rows; None where there are none. Raises LogError, OSError."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
+
+    async def save(self, rows: Save) -> None:
+        """Returns once the rows are on disk, all of them. Raises LogError, OSError."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._save, rows)
+
+    async def close(self) -> None:
+        """Closes the file, after what is being written."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown()
+
+    # --- on the thread ------------------------------------------------------------------------------
+
+    def _open(self) -> Save | None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._new_path.unlink(missing_ok=True)  # of a hub that was killed before it was renamed
-            entries, end = self._read(self._path.read_bytes())
-            os.ftruncate(self._fd, end)
-            if end == 0:
-                durable.append(self._fd, MAGIC)
-        except (LogError, OSError):
-            self.close()
+            last_write = self._take_lock()
+            self._file = file = sqlite3.connect(self.path, isolation_level=None)
+            file.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._check_layout(file, last_write)
+            prepare(file, self.path, outlives_power_cuts=True)
+            saved = self._read(file)
+            if self._writes < last_write:
+                raise self._damaged(f"its last write is number {self._writes} of {last_write}")
+            file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._note_write()
+            os.fsync(self._lock)
+            durable.flush(self.path.parent)
+        except (sqlite3.Error, ValueError) as error:  # ValueError: SQLite quotes damaged text in its message
+            self._close()
+            raise self._trouble(error) from error
+        except BaseException:
+            self._close()
             raise
-        os.lseek(self._fd, 0, os.SEEK_END)
-        return entries
+        return saved
 
-    def _locked(self) -> int:
-        """The file, locked. A hub that compacts its log may have put another file in its place meanwhile: that one."""
-        while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
-                    return fd
-            except BlockingIOError as error:
-                os.close(fd)
-                raise LogError(
-                    f"{self._path} is in use by another hub; stop it or give this one its own spool_dir"
-                ) from error
-            os.close(fd)
-
-    @property
-    def _new_path(self) -> Path:
-        return self._path.with_name(self._path.name + ".new")
-
-    def _read(self, data: bytes) -> tuple[list[LogEntry], int]:
-        if len(data) < len(MAGIC) and MAGIC.startswith(data):
-            return [], 0
-        if not data.startswith(MAGIC):
-            raise LogError(f"{self._path} is not a log of this program; move it away")
-        entries: list[LogEntry] = []
-        at = len(MAGIC)
-        while at < len(data):
-            body = at + _HEAD.size
-            if body > len(data):
-                return entries, at  # a torn head: the last append was cut short
-            length, checksum, head_checksum = _HEAD.unpack_from(data, at)
-            end = body + length
-            if not any(data[at:]):
-                return entries, at  # the file had grown before its data was written
-            if google_crc32c.value(data[at : at + 8]) == head_checksum:
-                if end > len(data):
-                    return entries, at  # the last append was cut short
-                whole = google_crc32c.value(data[body:end]) == checksum
-                if not whole and end == len(data) and data.endswith(b"\0"):  # which no entry contains
-                    return entries, at  # its end was never written
-            else:
-                whole = False
-            if not whole:
-                where = "in its last entry" if end >= len(data) else "before its end"
-                raise LogError(
-                    f"{self._path} is damaged at byte {at}, {where}; restore it from a copy, "
-                    "or move it away and start a new run (engines will be seeded again)"
-                )
-            entries.append(json.loads(data[body:end]))
-            at = end
-        return entries, at
-
-    def append(self, entry: LogEntry) -> None:
-        """Returns once the entry is on disk. Raises OSError, after which the log must not be used."""
+    def _take_lock(self) -> int:
+        """Locks the log; returns the number of the last write, as far as it is known."""
+        self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.lseek(self._fd, 0, os.SEEK_END)
-            durable.append(self._fd, _framed(entry))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error  # which says where there is no room
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LogError(
+                f"{self.path} is in use by another hub; stop it or give this one its own spool_dir"
+            ) from error
+        number, _, sealed = os.pread(self._lock, 256, 0).strip().partition(b" ")
+        return int(number) if sealed == seal(number).hex().encode() else 0  # a power cut may have torn it
 
-    def compact(self, entries: Sequence[LogEntry]) -> None:
-        """Puts `entries` in the place of all that was appended; whenever this is broken off, one or the other is there.
+    def _note_write(self) -> None:
+        number = b"%020d" % self._writes
+        os.pwrite(self._lock, number + b" " + seal(number).hex().encode() + b"\n", 0)
 
-        A new file that cannot be written is only logged: the old one goes on. Raises OSError when it is not certain
-        which of the two a next start would find, after which the log must not be used.
-        """
-        try:
-            fd = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ours before it has the name that another hub opens
-                durable.append(fd, MAGIC + b"".join(map(_framed, entries)))
-                os.replace(self._new_path, self._path)
-            except OSError:
-                os.close(fd)
-                raise
-        except OSError as error:
-            logger.warning("{} was not compacted and grows on: {}", self._path, error)
-            with suppress(OSError):
-                self._new_path.unlink(missing_ok=True)
+    def _check_layout(self, file: sqlite3.Connection, last_write: int) -> None:
+        """Creates the tables of a new file. Raises LogError for a file of another layout."""
+        layout = file.execute("PRAGMA user_version").fetchone()[0]
+        if layout == LAYOUT:
             return
-        os.close(self._fd)
-        self._fd = fd
-        durable.flush(self._path.parent)
+        path, tables = self.path, file.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+        if not layout and (tables or last_write):
+            raise self._damaged("it has no layout")
+        if not layout:
+            path, layout = path.with_name("decisions.log"), 1
+            if not path.exists():
+                file.executescript(_SCHEMA)
+                return
+        raise LogError(
+            f"{path} has layout {layout}, but this version of meshrl reads layout {LAYOUT} alone; choose another"
+            f" output_dir, or move it and the files {path.name}-* away and start a new run: engines are seeded again"
+        )
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)  # drops the lock, too
-            self._fd = -1
+    def _read(self, file: sqlite3.Connection) -> Save | None:
+        rows: dict[str, dict[tuple[int, ...], JsonObject]] = {}
+        for table, columns in _KEYS.items():
+            found = file.execute(f"SELECT {columns}, row, seal FROM {table}").fetchall()
+            rows[table] = {tuple(key): self._unsealed(row, sealed, table, *key) for *key, row, sealed in found}
+            self._seals.update({(table, *key): sealed for *key, _, sealed in found})
+        runs = file.execute("SELECT writes, row, seal FROM run").fetchall()
+        if not runs and not self._seals:
+            return None
+        if len(runs) != 1:
+            raise self._damaged(f"it has {len(runs)} rows of the run")
+        [(writes, row, sealed)] = runs
+        run, self._writes = self._unsealed(row, sealed, "run", writes, *sorted(self._seals.values())), writes
+        versions = {(epoch, version): row for (epoch, version), row in rows["versions"].items()}
+        return Save(run=run, versions=versions, groups={number: row for (number,), row in rows["groups"].items()})
 
+    def _unsealed(self, row: object, sealed: bytes, *key: object) -> JsonObject:
+        """The content of a row. Raises LogError where it is not as it was written."""
+        if not isinstance(row, str) or sealed != seal(row.encode(), *key):
+            raise self._damaged(f"a row of its table {key[0]} does not have the digest that it was written with")
+        content: JsonObject = json.loads(row)
+        return content
 
-def _framed(entry: LogEntry) -> bytes:
-    text = json.dumps(entry, separators=(",", ":")).encode()
-    head = struct.pack("<II", len(text), google_crc32c.value(text))
-    return head + struct.pack("<I", google_crc32c.value(head)) + text
+    def _save(self, rows: Save) -> None:
+        file = self._file
+        assert file is not None
+        groups = {(generation,): row for generation, row in rows.groups.items()}
+        try:
+            file.execute("BEGIN IMMEDIATE")
+            for table, changes in (("versions", rows.versions), ("groups", groups)):
+                for key, row in changes.items():
+                    self._put(file, table, key, row)
+            self._writes += 1
+            run = json.dumps(rows.run)
+            sealed = seal(run.encode(), "run", self._writes, *sorted(self._seals.values()))
+            file.execute("DELETE FROM run")
+            file.execute("INSERT INTO run VALUES (?, ?, ?)", (self._writes, run, sealed))
+            file.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._trouble(error) from error
+        self._note_write()
+
+    def _put(self, file: sqlite3.Connection, table: str, key: tuple[int, ...], row: JsonObject | None) -> None:
+        marks = ", ".join("?" * len(key))
+        if row is None:
+            file.execute(f"DELETE FROM {table} WHERE ({_KEYS[table]}) = ({marks})", key)
+            self._seals.pop((table, *key), None)
+            return
+        text = json.dumps(row)
+        sealed = self._seals[table, *key] = seal(text.encode(), table, *key)
+        file.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks}, ?, ?)", (*key, text, sealed))
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._lock >= 0:
+            os.close(self._lock)  # drops the lock, too
+            self._lock = -1
+
+    def _trouble(self, error: Exception) -> LogError | OSError:
+        """The error for what SQLite raises: OSError where the disk does not take or give the data."""
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is where in SQLite
+        if code in _ERRNO:
+            return OSError(_ERRNO[code], os.strerror(_ERRNO[code]), str(self.path))
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return LogError(f"{self.path} is in use ({error}); end the program that reads it and start again")
+        return self._damaged(str(error))
+
+    def _damaged(self, why: str) -> LogError:
+        return LogError(
+            f"{self.path} is damaged: {why}; restore it with the files {self.path.name}-* beside it from a copy, or"
+            " move all of them away and start a new run (engines will be seeded again)"
+        )

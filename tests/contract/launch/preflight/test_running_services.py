@@ -86,14 +86,14 @@ def test_a_dry_run_asks_a_rollout_service_elsewhere_for_the_environments_that_ar
     ]
 
 
-def test_a_hub_that_was_started_by_hand_in_the_folder_is_an_error(tmp_path: Path) -> None:
+async def test_a_hub_that_was_started_by_hand_in_the_folder_is_an_error(tmp_path: Path) -> None:
     from meshrl.weights.storage.log import DecisionLog
 
     examined = plan("--output-dir", str(tmp_path))
-    log = DecisionLog(tmp_path / "weight_hub" / "decisions.log")
-    log.open()
+    log = DecisionLog(tmp_path / "weight_hub" / "decisions.sqlite")
+    await log.open()
     [finding] = found(services.check_hub, examined)
-    log.close()
+    await log.close()
     assert f"another hub is at work in {tmp_path / 'weight_hub'}; stop it" in finding
     assert found(services.check_hub, examined) == []
 

@@ -1,4 +1,4 @@
-"""Chooses how SQLite keeps the ledger by the file system that it is on; asked whenever the file is opened to write.
+"""How a SQLite file is kept by the file system that it is on, and how its rows are sealed; for ledger and decision log.
 
 SQLite's WAL needs memory that all its processes share, which the file systems of a network do not give.
 """
@@ -11,6 +11,8 @@ import sqlite3
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from blake3 import blake3
 
 NETWORK: Mapping[int, str] = {
     0x6969: "nfs", 0x517B: "smb", 0xFF534D42: "cifs", 0xFE534D42: "smb2", 0x0BD00BD0: "lustre", 0x47504653: "gpfs",
@@ -40,14 +42,19 @@ def network_file_system(path: Path) -> str | None:
     return NETWORK.get(file_system(path.parent))
 
 
-def prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Sets how a connection commits, so that what is committed outlives the process: on a network file system also
-    the machine. Call it outside a transaction.
+def prepare(connection: sqlite3.Connection, path: Path, *, outlives_power_cuts: bool = False) -> None:
+    """Sets how a connection commits, so that what is committed outlives the process, and where it is asked for or the
+    file is on a network file system, also the machine. Call it outside a transaction.
     """
     if network_file_system(path) is None:
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if outlives_power_cuts else 'NORMAL'}")
     else:
         connection.execute(f"PRAGMA busy_timeout = {int(1000 * BUSY_S)}")
         connection.execute("PRAGMA journal_mode = TRUNCATE")
         connection.execute("PRAGMA synchronous = FULL")
+
+
+def seal(data: bytes, *key: object) -> bytes:
+    """The digest that a row keeps of its data and of its key: neither a damaged row nor another's data has it."""
+    return blake3(repr(key).encode() + b"\0" + data).digest(length=16)
