@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from loguru import logger
 
-from meshrl.client.machine_fitness import open_files
+from meshrl.client.machine.fitness import open_files
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.durable import disk_trouble

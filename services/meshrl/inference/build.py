@@ -8,7 +8,7 @@ import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
-from meshrl.client.machine_memory import machine_memory
+from meshrl.client.machine.memory import machine_memory
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import Engine

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshrl.client.machine_memory import machine_memory
+from meshrl.client.machine.memory import machine_memory
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
 from meshrl.training.build import add_adapters
 from meshrl.training.config import OptimConfig

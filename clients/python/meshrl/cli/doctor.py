@@ -16,8 +16,8 @@ import click
 
 from meshrl.cli.command import folder_option, json_option, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
-from meshrl.client.machine_fitness import Diagnosis, open_files, room_of
-from meshrl.client.machine_memory import machine_memory
+from meshrl.client.machine.fitness import Diagnosis, open_files, room_of
+from meshrl.client.machine.memory import machine_memory
 
 LOW_MTU = 1280
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")

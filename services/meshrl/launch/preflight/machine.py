@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from meshrl.client.machine_fitness import open_files
+from meshrl.client.machine.fitness import open_files
 from meshrl.launch.gpus import VARIABLE
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshrl.client.machine_fitness import room_of
+from meshrl.client.machine.fitness import room_of
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import SHM, SHM_VERSIONS
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning

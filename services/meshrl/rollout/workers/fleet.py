@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from loguru import logger
 
-from meshrl.client.machine_memory import machine_memory
+from meshrl.client.machine.memory import machine_memory
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
