@@ -27,6 +27,13 @@ async def collect(mesh, request):
     return [event async for event in mesh.client.run_rollouts(request)]
 
 
+async def refused(mesh, request) -> str:
+    """The words with which a group is refused."""
+    with pytest.raises(MeshError) as refusal:
+        await collect(mesh, request)
+    return str(refusal.value)
+
+
 async def health_is(mesh, engine, status: int, *, healthy: bool) -> None:
     """Gives the engine this health, and waits until the service has seen it."""
     engine.health = status
@@ -84,6 +91,21 @@ async def test_groups_are_refused_and_none_of_their_rollouts_is_lost_while_every
     engine.key = ""
     await health_is(mesh, engine, 200, healthy=True)
     assert (await collect(mesh, make_group(**bound)))[-1].finished == 1
+
+
+async def test_a_group_is_refused_with_what_is_wrong_with_each_engine_while_none_answers(
+    start_mesh, make_group, engine
+):
+    mesh = await start_mesh([engine])
+    await health_is(mesh, engine, 503, healthy=False)
+    with pytest.raises(MeshError, match=rf"no engine is reachable \({engine.url} answers 503") as refusal:
+        await collect(mesh, make_group(min_version=0, group_size=8))
+    assert refusal.value.reason is Reason.VERSION_NOT_AVAILABLE
+    await engine.stop()
+    async with asyncio.timeout(30.0):
+        while "does not answer" not in (await refused(mesh, make_group(min_version=0))):
+            pass
+    assert engine.requests == []
 
 
 async def test_a_call_that_is_refused_for_its_key_names_that_and_no_further_group_is_taken(
