@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def is_gone(path: Path) -> bool:
+    """Whether there is nothing at a path. A file system that does not answer, or refuses, has not lost it."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.core.orphans import RUN_MARK, guardian_command
+from meshrl.core.paths import is_gone
 from meshrl.core.program import how_it_ended
 from meshrl.core.readiness import READY_FILE
 from meshrl.core.waiting import CANCEL_DEADLINE_S, stop_or_first
@@ -233,7 +234,7 @@ class Supervisor:
         logger.info("started {} (pid {}), log in {}", child.program.name, child.process.pid, child.program.log)
 
     def _folder_is_lost(self) -> bool:
-        return bool(self._landmarks) and not any(path.exists() for path in self._landmarks)
+        return bool(self._landmarks) and all(map(is_gone, self._landmarks))
 
     async def _lose_folder(self) -> None:
         """Returns once the run's folder is lost; a network file system may miss a file for a moment."""

@@ -15,7 +15,7 @@ from loguru import logger
 from opentelemetry import context, trace
 
 from meshrl.core.durable import disk_trouble
-from meshrl.core.paths import Layout
+from meshrl.core.paths import Layout, is_gone
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place, own_log
 from meshrl.core.telemetry.log_folder import main as log_folder_main
 from meshrl.core.telemetry.logs import setup_logging
@@ -248,3 +248,16 @@ def test_a_folder_that_may_not_be_written_ends_the_program_with_a_sentence(tmp_p
 def test_only_what_a_disk_refuses_is_explained(error, said):
     trouble = disk_trouble(error)
     assert (trouble is None) if said is None else trouble is not None and trouble.startswith(said)
+
+
+def test_a_path_is_gone_only_where_the_file_system_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    names = ("file", "none", "file/below", "none/below")
+    assert [is_gone(tmp_path / name) for name in names] == [False, True, True, True]
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshrl.core.paths.os.stat", stale)
+        assert not is_gone(tmp_path / "none")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from meshrl.core.paths import is_gone
 from meshrl.core.telemetry.waits import Waits
 from meshrl.wire.program_state import FOLDER, ProgramState, WaitState, read_states, troubles_for, waiting_chain
 
@@ -45,6 +46,7 @@ class ProgramWatch:
         self._path = None if output_dir is None else output_dir / FOLDER / f"{program}.json"
         self._on_lost_folder = on_lost_folder
         self._folder_made = False
+        self._missed = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,12 +109,8 @@ class ProgramWatch:
                 "the event loop of {} answered {:.1f} s late: something blocks it, or the machine is too busy",
                 self._program, state.loop_lag_s,
             )  # fmt: skip
-        if self._folder_made and self._output_dir is not None and not self._output_dir.exists():
-            self._folder_made = False
-            if self._on_lost_folder is not None and self._loop is not None:
-                with suppress(RuntimeError):  # the loop is closed: the program ends
-                    self._loop.call_soon_threadsafe(self._on_lost_folder)
-        self._write(state)
+        if not self._misses_folder():
+            self._write(state)
         self._say_troubles(state)
         late = {wait.name: wait for wait in state.waits if wait.overdue and not wait.reported}
         self._said_s = {name: said_s for name, said_s in self._said_s.items() if name in late}
@@ -124,6 +122,20 @@ class ProgramWatch:
                 usual = "" if wait.usual_s is None else f" (usually {wait.usual_s:.1f} s)"
                 chain = waiting_chain(states, self._program, state.at_s).removeprefix(f"{self._program} waits for ")
                 logger.info("waiting for {:.0f} s{}: {}", wait.seconds, usual, chain)
+
+    def _misses_folder(self) -> bool:
+        """Whether output_dir was there and is not; it is lost when two looks in a row miss it."""
+        if not self._folder_made or self._output_dir is None or not is_gone(self._output_dir):
+            self._missed = 0
+            return False
+        self._missed += 1
+        if self._missed < 2:
+            return True
+        self._folder_made = False  # from now on it is made anew
+        if self._on_lost_folder is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: the program ends
+                self._loop.call_soon_threadsafe(self._on_lost_folder)
+        return False
 
     def _say_troubles(self, state: ProgramState) -> None:
         if self._output_dir is None:
