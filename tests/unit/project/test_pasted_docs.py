@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[3] / "clients" / "verifiers_v0"))
 
@@ -157,6 +158,18 @@ def test_the_command_meshrl_reads_those_of_the_documents(
             name, sub, rest = group.resolve_command(context, [*context._protected_args, *context.args])
             assert sub is not None
             context = sub.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("command", [command for command in READ if re.match("meshrl (run|token create)", command)])
+def test_commands_that_need_no_run_do_what_they_are_printed_for(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = re.search(r" -o \S+", command)
+    for each in dict.fromkeys([f"meshrl run init{where[0] if where else ''}", command]):  # a token is of an authority
+        ended = CliRunner().invoke(meshrl, shlex.split(each)[1:])
+        assert ended.exit_code == 0, ended.output
+    assert list(tmp_path.rglob("ca.key"))
 
 
 def test_torchrun_starts_the_trainer_with_keys_that_it_has(folder: Path) -> None:
