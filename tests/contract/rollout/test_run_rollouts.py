@@ -193,13 +193,15 @@ async def test_a_late_rollout_says_that_no_engine_took_its_call(start_mesh, make
     assert "it was waiting for an engine to take its model call (no engine is reachable)" in failure.message
 
 
-async def test_a_task_that_is_not_drawn_by_the_deadline_refuses_the_group(start_mesh, engine, make_group):
+async def test_a_task_that_is_not_drawn_by_the_deadline_fails_the_group(start_mesh, engine, make_group):
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo", "args": {"endless": True}}])
-    error = await refused(mesh, make_group(task_index=10**12, deadline_s=0.2))
-    assert error.reason is Reason.DEADLINE_PASSED
-    assert error.message == (
-        "not finished within deadline_s = 0.2: task 1000000000000 of mesh_echo is still being drawn; try again later"
+    failure, summary = await collect(mesh, make_group(task_index=10**12, deadline_s=0.2))
+    assert (failure.reason, failure.retryable) == ("DEADLINE_PASSED", True)
+    assert failure.message == (
+        "not finished within deadline_s = 0.2: task 1000000000000 of mesh_echo was still being drawn; a later group may"
+        " get it"
     )
+    assert summary == RolloutSummary(finished=0, failed=1, cancelled=0, sampled_tokens=0)
     (rollout,) = (await collect(mesh, make_group(task_index=5)))[:-1]
     assert isinstance(rollout, Rollout)
 
