@@ -8,7 +8,8 @@ The streams of chunks bypass protobuf (`wire.frames`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -55,6 +56,27 @@ class RelayService(weights_pb2_grpc.WeightSyncServicer):
         return MeshError(Reason.NOT_SUPPORTED, text)
 
 
+def _fields(request: Message) -> dict[str, Any]:
+    """The fields of a request by their names, but for its request_id."""
+    values = ((field, getattr(request, field.name)) for field in request.DESCRIPTOR.fields)
+    found = {field.name: tuple(value) if field.is_repeated else value for field, value in values}
+    found.pop("request_id", None)
+    return found
+
+
+def _checked(
+    check: Callable[[Any], None], ask: Callable[[Hub, Any], Awaitable[Any]], answer: Callable[[Any], Message]
+) -> Callable[..., Awaitable[Message]]:
+    """An RPC that checks its request, asks the hub, and makes a message of the answer."""
+
+    async def call(self: WeightSyncService, request: Any, context: grpc.aio.ServicerContext) -> Message:
+        check(request)
+        self._once(request)
+        return answer(await ask(self._hub, request))
+
+    return call
+
+
 class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     """Every RPC of WeightSync; see proto/meshrl/v1/weights.proto for what each promises."""
 
@@ -62,9 +84,40 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         self._hub = hub
         self._requests: OrderedDict[str, bytes] = OrderedDict()  # request_id -> digest of what it asked for
 
-    def _once(self, request_id: str, message: Message) -> None:
+    SealVersion = _checked(
+        validate.validate_seal_request,
+        lambda hub, request: hub.seal_version(**_fields(request)),
+        lambda info: pb.SealVersionResponse(version=convert.to_proto(info)),
+    )
+    AbortVersion = _checked(
+        validate.validate_abort_request,
+        lambda hub, request: hub.abort_version(**_fields(request)),
+        lambda info: pb.AbortVersionResponse(version=convert.to_proto(info)),
+    )
+    ActivateVersion = _checked(
+        validate.validate_activate_request,
+        lambda hub, request: hub.activate_version(
+            **{**_fields(request), "policy": convert.activation_policy_from_proto(request.policy)}
+        ),
+        convert.to_proto,
+    )
+    OpenGroup = _checked(
+        validate.validate_open_group_request,
+        lambda hub, request: hub.open_group(GroupRequest(request_id=request.request_id, **_fields(request))),
+        convert.to_proto,
+    )
+    SleepEngines = _checked(
+        validate.validate_sleep_request,
+        lambda hub, request: hub.sleep_engines(**_fields(request)),
+        convert.to_proto,
+    )
+
+    def _once(self, request: Any) -> None:
         """Refuses a request_id that came before with other content; the calls themselves are idempotent."""
-        content = digest(type(message).__name__.encode() + message.SerializeToString(deterministic=True))
+        request_id: str = getattr(request, "request_id", "")
+        if not request_id:  # a request that has none has no effect that lasts
+            return
+        content = digest(type(request).__name__.encode() + request.SerializeToString(deterministic=True))
         if self._requests.setdefault(request_id, content) != content:
             raise MeshError(
                 Reason.DUPLICATE_REQUEST, f"request_id {request_id!r} was used for another request; draw a new one"
@@ -108,45 +161,6 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         answer: pb.CreateVersionResponse = convert.to_proto(staged)
         return answer
 
-    async def SealVersion(
-        self, request: pb.SealVersionRequest, context: grpc.aio.ServicerContext
-    ) -> pb.SealVersionResponse:
-        validate.validate_seal_request(request)
-        self._once(request.request_id, request)
-        info = await self._hub.seal_version(
-            run_id=request.run_id,
-            epoch=request.epoch,
-            version=request.version,
-            artifact_id=request.artifact_id,
-            traceparent=request.traceparent,
-        )
-        return pb.SealVersionResponse(version=convert.to_proto(info))
-
-    async def AbortVersion(
-        self, request: pb.AbortVersionRequest, context: grpc.aio.ServicerContext
-    ) -> pb.AbortVersionResponse:
-        validate.validate_abort_request(request)
-        self._once(request.request_id, request)
-        info = await self._hub.abort_version(
-            run_id=request.run_id, epoch=request.epoch, version=request.version, message=request.message
-        )
-        return pb.AbortVersionResponse(version=convert.to_proto(info))
-
-    async def ActivateVersion(
-        self, request: pb.ActivateVersionRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ActivateVersionResponse:
-        validate.validate_activate_request(request)
-        self._once(request.request_id, request)
-        activation = await self._hub.activate_version(
-            run_id=request.run_id,
-            version=request.version,
-            policy=convert.activation_policy_from_proto(request.policy),
-            min_ready=request.min_ready,
-            prepare_deadline_s=request.prepare_deadline_s,
-        )
-        answer: pb.ActivateVersionResponse = convert.to_proto(activation)
-        return answer
-
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
@@ -170,33 +184,6 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         async for chunk in self._hub.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):
             yield frames.frame_fetch_chunk(chunk)
-
-    async def OpenGroup(self, request: pb.OpenGroupRequest, context: grpc.aio.ServicerContext) -> pb.OpenGroupResponse:
-        validate.validate_open_group_request(request)
-        self._once(request.request_id, request)
-        opened = await self._hub.open_group(
-            GroupRequest(
-                request_id=request.request_id,
-                run_id=request.run_id,
-                epoch=request.epoch,
-                store_address=request.store_address,
-                backend=request.backend,
-                num_senders=request.num_senders,
-                engine_ids=tuple(request.engine_ids),
-                without=tuple(request.without),
-                deadline_s=request.deadline_s,
-            )
-        )
-        answer: pb.OpenGroupResponse = convert.to_proto(opened)
-        return answer
-
-    async def SleepEngines(
-        self, request: pb.SleepEnginesRequest, context: grpc.aio.ServicerContext
-    ) -> pb.SleepEnginesResponse:
-        validate.validate_sleep_request(request)
-        outcome = await self._hub.sleep_engines(request.engine_pool, request.deadline_s)
-        answer: pb.SleepEnginesResponse = convert.to_proto(outcome)
-        return answer
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext
