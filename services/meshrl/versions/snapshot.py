@@ -50,17 +50,26 @@ class Snapshot:
             for piece in bucket.pieces[self.sender]
         ]
 
+
+class SideStream:
+    """A publisher's stream beside training, the same for every version: torch keeps memory by stream."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
     @contextmanager
-    def beside_training(self) -> Iterator[None]:
-        """Waits until the copy is made; GPU work inside is on a stream of its own, and done when this ends."""
-        if self.ready is None:
+    def reading(self, snapshot: Snapshot) -> Iterator[None]:
+        """Waits until a snapshot is made; GPU work inside is on this stream, and done when this ends."""
+        if snapshot.ready is None:
             yield
             return
-        device = self.flat.device
-        self.ready.synchronize()
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # torch has none
+        device = snapshot.flat.device
+        snapshot.ready.synchronize()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has none
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             yield
-            torch.cuda.current_stream().synchronize()
+            self._stream.synchronize()
 
 
 class HostCopies:
@@ -68,12 +77,13 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
+        self._side = SideStream()
 
     def bytes_of(self, snapshot: Snapshot) -> NDArray[np.uint8]:
         """The bytes of `snapshot.flat`; of a snapshot on a GPU they are valid until the next call."""
         if snapshot.ready is None:
             return snapshot.flat.numpy()
-        with snapshot.beside_training():
+        with self._side.reading(snapshot):
             if self._pinned is None:
                 self._pinned = torch.empty(snapshot.flat.shape, dtype=torch.uint8, pin_memory=True)
             self._pinned.copy_(snapshot.flat, non_blocking=True)

@@ -23,7 +23,7 @@ from meshrl.versions.deltas.codec import Packed, Rows, encode, stream_bytes, wri
 from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after
 from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import HeldSnapshot, HostCopies, Snapshot
+from meshrl.versions.snapshot import HeldSnapshot, HostCopies, SideStream, Snapshot
 from meshrl.versions.transports.base import Answer, PublishCall
 from meshrl.versions.transports.version_files import in_slices, in_threads
 from meshrl.wire.types import TensorEntry
@@ -56,6 +56,7 @@ class StreamShare:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-stream")
         self._rows: Rows | None = None
         self._host_copies = HostCopies()
+        self._side = SideStream()
         self._spare: torch.Tensor | None = None  # for the next snapshot
         self._base: torch.Tensor | None = None  # the rows published last
         self._base_version, self._base_lanes = -1, np.zeros((0, 2), dtype=np.uint64)
@@ -72,7 +73,7 @@ class StreamShare:
     def carry_out(self, call: PublishCall) -> Answer:
         """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
         snapshot = self.held.get(call.version, deadline_s=self._deadline_s)
-        with snapshot.beside_training():
+        with self._side.reading(snapshot):
             if call.do == "encode":
                 return self._encode(snapshot, call.base)
             if call.do == "write_delta":

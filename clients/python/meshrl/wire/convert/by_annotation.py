@@ -203,7 +203,8 @@ def _dtype_of(annotation: Any) -> str:
     """Of NDArray[np.int32], int32; numpy 2.5 keeps the alias that older releases spell out as ndarray[..., dtype]."""
     while arguments := typing.get_args(annotation):
         annotation = arguments[-1]
-    return np.dtype(annotation).name
+    name: str = np.dtype(annotation).name
+    return name
 
 
 def _enum(field: FieldDescriptor, inner: Any) -> Read:
