@@ -1,6 +1,8 @@
 """The engine against plain full forward passes, with requests that join, leave, wait and are cancelled."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,12 @@ import torch
 from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from meshrl.client.machine.memory import MachineMemory
+from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
+from meshrl.inference import build
+from meshrl.inference.build import build_engine
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.slots import MIN_SHARED_TOKENS
 from meshrl.inference.engine import FinishReason, GenerateRequest, HostVersion, check_request
 from meshrl.wire.errors import MeshError, Reason
@@ -266,3 +274,31 @@ async def test_no_more_stop_tokens_are_held_back_than_every_engine_takes(start_e
         check_request(engine, asked(count, min_tokens), capacity=8, vocab_size=1000)
     with pytest.raises(MeshError, match=r"121 different stop_token_ids with min_tokens.*name fewer"):
         check_request(engine, asked(121, 1), capacity=8, vocab_size=1000)
+
+
+@pytest.fixture
+def folder(model: PreTrainedModel, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def built(folder: Path, **changes: Any) -> EmbeddedEngine:
+    config = InferenceConfig(model=ModelConfig(name=str(folder), device="cpu", dtype="float32"), **changes)
+    return build_engine(config)
+
+
+def test_the_cache_leaves_room_for_a_version_within_what_a_container_allows(
+    folder: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    slot = 2 * 2 * 512 * 2 * 8 * 4  # keys and values of two layers, 512 positions of two heads of eight floats
+    memory = MachineMemory(total=2**40, available=weights + 8 * slot, limited=True)
+    monkeypatch.setattr(build, "machine_memory", lambda: memory)
+    alone = built(folder, max_model_len=512)
+    followed = built(folder, max_model_len=512, weight_broadcast=WeightBroadcastConfig())
+    assert followed.num_slots == 4  # half of what weights and their second copy leave
+    assert alone.num_slots == (weights + 8 * slot) // 2 // slot
+    small = MachineMemory(total=2**40, available=weights, limited=True)
+    monkeypatch.setattr(build, "machine_memory", lambda: small)
+    with pytest.raises(ValueError, match="versions come into a second copy of its weights"):
+        built(folder, max_model_len=512, weight_broadcast=WeightBroadcastConfig())

@@ -124,7 +124,10 @@ def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
         torch.set_num_threads(1)  # of this thread, which is the main one of the new process
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_forget_signals)
-    return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+    try:
+        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+    except (RuntimeError, ValueError) as error:  # of its engine process, which has written its own to the log
+        raise VllmError(f"vLLM did not start: {error}; the cause is in its own lines of the log above") from error
 
 
 def _forget_signals() -> None:

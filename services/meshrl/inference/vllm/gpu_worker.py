@@ -44,5 +44,12 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
             " way take {:.2f} more; {:.2f} of its {:.2f} GiB are left for the KV cache, {:.2f} of the device are free",
             held / GIB, self.device, to_come / GIB, room / GIB, self.requested_memory / GIB, free_bytes / GIB,
         )  # fmt: skip
+        if room <= 0:
+            raise ValueError(
+                f"nothing is left for the KV cache on {self.device}: weights, their second copy and a step take"
+                f" {(held + to_come) / GIB:.2f} GiB, {self.requested_memory / GIB:.2f} GiB are this engine's share, and"
+                f" {free_bytes / GIB:.2f} GiB are free; raise inference.gpu_memory_utilization, or split the model over"
+                " more GPUs (inference.tensor_parallel_size)"
+            )
         self.available_kv_cache_memory_bytes = room
         return room
