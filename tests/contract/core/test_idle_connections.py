@@ -8,7 +8,10 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -27,10 +30,12 @@ from meshrl.core.rpc.serve import HANDSHAKE_S, IDLE_S, server_options
 from meshrl.core.telemetry import exposition
 from meshrl.core.telemetry.exposition import observed
 from meshrl.core.telemetry.waits import Waits
+from meshrl.inference.http.app import InferenceServer
 
 LIMIT_S = 1.0
 DEADLINE_S = 60.0
 HALF_A_HEADER = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+HALF_A_BODY = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100000\r\n\r\n{"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 HEADERS_WITHOUT_END = b"\0\0\1\1\0\0\0\0\1\x82"
@@ -101,13 +106,14 @@ async def test_a_grpc_server_ends_connections_that_bring_no_call(tmp_path: Path)
 async def slow_server() -> AsyncIterator[int]:
     """An HTTP server whose one answer takes three times as long as a connection may be idle."""
 
-    async def answer(_: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
         await asyncio.sleep(3 * LIMIT_S)
         return web.Response(text="done")
 
     idle = IdleConnections()
     app = web.Application(middlewares=[idle.middleware])
-    app.router.add_get("/", answer)
+    app.router.add_route("*", "/", answer)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -120,10 +126,26 @@ async def test_an_http_server_closes_idle_connections_and_none_that_it_answers(m
     monkeypatch.setattr(idle_connections, "IDLE_S", LIMIT_S)
     async with slow_server() as port, ClientSession() as session:
         answers = [asyncio.create_task(_text(session, port)) for _ in range(2)]
-        closed = await all_closed(lambda: socket.create_connection(("127.0.0.1", port)), *SLOW_HTTP)
+        slow = (*SLOW_HTTP, (HALF_A_BODY, b""), (HALF_A_BODY, b"x"))
+        closed = await all_closed(lambda: socket.create_connection(("127.0.0.1", port)), *slow)
         assert max(closed) < DEADLINE_S
         assert await asyncio.gather(*answers) == ["done", "done"]
         assert await _text(session, port) == "done"  # over a connection that is kept, or a new one
+
+
+async def test_an_engine_closes_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_connections, "IDLE_S", LIMIT_S)
+    engine: Any = SimpleNamespace(max_model_len=96)
+    server = InferenceServer(engine, model_name="m", codec=None, loader=None)
+    runner = web.AppRunner(server.app())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    body = HALF_A_BODY.replace(b"POST /", b"POST /inference/v1/generate")
+    async with server.idle.closed(runner):
+        connect = partial(socket.create_connection, ("127.0.0.1", runner.addresses[0][1]))
+        closed = await all_closed(connect, *SLOW_HTTP, (body, b""), (body, b" "))
+    await runner.cleanup()
+    assert max(closed) < DEADLINE_S
 
 
 async def _text(session: ClientSession, port: int) -> str:

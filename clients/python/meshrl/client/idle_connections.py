@@ -1,14 +1,13 @@
 """Closes connections of an aiohttp server on which no request arrives: aiohttp itself waits for a first one for ever.
 
-Used by engines and by the page of `meshrl ui`. The time counts until the headers of a request are complete, however
-slowly they come, and again from the end of each request.
+Used by engines and by the page of `meshrl ui`. The time counts until a request is complete, however slowly its headers
+and its body come, and again from the end of each answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -23,26 +22,24 @@ class IdleConnections:
 
     def __init__(self) -> None:
         self._idle_s = IDLE_S
-        self._answering: Counter[object] = Counter()
+        self._answering: dict[object, web.Request] = {}
         self._idle_since_s: dict[object, float] = {}
 
     @property
     def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
-        """Counts a connection as busy from the headers of a request to its answer."""
+        """Notes which request a connection has."""
 
         @web.middleware
         async def answering(
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
             connection = request.protocol
-            self._answering[connection] += 1
+            self._answering[connection], self._idle_since_s[connection] = request, time.monotonic()
             try:
                 return await handler(request)
             finally:
-                self._answering[connection] -= 1
-                if not self._answering[connection]:
-                    del self._answering[connection]
-                    self._idle_since_s[connection] = time.monotonic()
+                del self._answering[connection]
+                self._idle_since_s[connection] = time.monotonic()
 
         return answering
 
@@ -61,6 +58,8 @@ class IdleConnections:
             now_s, open_now = time.monotonic(), runner.server.connections
             self._idle_since_s = {each: self._idle_since_s.get(each, now_s) for each in open_now}
             for connection in open_now:
-                if connection not in self._answering and now_s - self._idle_since_s[connection] >= self._idle_s:
+                request = self._answering.get(connection)
+                waits = request is None or not request.content.is_eof()
+                if waits and now_s - self._idle_since_s[connection] >= self._idle_s:
                     connection.force_close()
             await asyncio.sleep(self._idle_s / 10)
