@@ -374,10 +374,11 @@ class Hub:
         Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
         coordinator = self.coordinator
-        of_part = artifact_id and not coordinator.has_artifact(artifact_id)  # a relay asks for a part of a chain
+        kept = {record.artifact_id for record in coordinator.records.live}
+        of_part = artifact_id and artifact_id not in kept  # a relay asks for a part of a chain
         if of_part and (part := await asyncio.to_thread(self._store.part, artifact_id)) is not None:
             return FoundVersion(manifest=part, artifact_id=artifact_id)
-        record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)
+        record = coordinator.records.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)
         if record.state is VersionState.STAGING and not (artifact_id and record.arriving):
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
         manifest, steps = self._store.manifest(record.artifact_id), tuple[Manifest, ...]()

@@ -139,6 +139,26 @@ class EngineGroups:
             deadline_s=group.deadline_s,  # not what is left of it, so that a repetition is the same command
         )
 
+    def joined(self, engine: EngineRecord, generation: int | None, live: Collection[VersionRecord]) -> None:
+        """Records the group that an engine is in; in a newer group, what failed in older ones is tried again."""
+        engine.group_generation = generation
+        if generation is None or generation <= engine.newest_generation:
+            return
+        engine.newest_generation = generation
+        for record in live:
+            if record.transport is not Transport.NCCL:
+                continue
+            engine.faulted.discard(record.key)
+            if record.attempt is not None:
+                record.attempt.faults.pop(engine.engine_id, None)
+            if engine.sent_key == record.key:
+                engine.sent = None
+
+    def unreachable(self, engines: Collection[EngineRecord], record: VersionRecord) -> dict[str, str]:
+        """Engines that cannot get a version now, and why."""
+        reasons = {engine.engine_id: self.why_unreachable(engine, record) for engine in engines}
+        return {engine_id: reason for engine_id, reason in reasons.items() if reason is not None}
+
     def why_unreachable(self, engine: EngineRecord, record: VersionRecord) -> str | None:
         """Returns in words why an engine cannot get a version now; None when it can.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from meshrl.weights.coordinator.states import DECIDED, LIVE, TRANSITIONS, Key, VersionRecord
-from meshrl.wire.types import VersionState
+from meshrl.weights.coordinator.states import DECIDED, LIVE, TRANSITIONS, EngineRecord, Key, VersionRecord
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import AgentReport, VersionState
 
 
 class VersionRecords(Mapping[Key, VersionRecord]):
@@ -51,6 +52,24 @@ class VersionRecords(Mapping[Key, VersionRecord]):
     def newest_decided(self) -> VersionRecord | None:
         """The version that every engine should serve."""
         return max((r for r in self._live.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
+
+    def by_artifact(self, artifact_id: str) -> VersionRecord:
+        """The version of an artifact whose bytes are kept. Raises UNKNOWN_VERSION."""
+        for record in self.live:
+            if record.artifact_id == artifact_id:
+                return record
+        raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired; fetch a newer version")
+
+    def target_of(self, engine: EngineRecord, report: AgentReport) -> VersionRecord | None:
+        """The version that a report is about; its artifact decides, since epochs share version numbers."""
+        sent = self.get(engine.sent_key) if engine.sent_key is not None else None
+        artifact = report.target_artifact_id
+        if report.target_version is None:
+            return None
+        if sent is not None and sent.version == report.target_version and artifact in ("", sent.artifact_id):
+            return sent
+        named = (r for r in self.values() if r.artifact_id == artifact and r.version == report.target_version)
+        return next(named, None)
 
     def forget(self, *, keep: int, needed: Callable[[VersionRecord], bool]) -> list[Key]:
         """Drops what ended before the last `keep` versions that did, but for those that are `needed`."""

@@ -148,7 +148,7 @@ class HubHoldings:
     def _record(self, artifact_id: str) -> VersionRecord | None:
         """The version of an artifact; None for a part of a chain. Raises UNKNOWN_VERSION."""
         try:
-            return self._coordinator.by_artifact(artifact_id)
+            return self._coordinator.records.by_artifact(artifact_id)
         except MeshError:
             if self._store.part(artifact_id) is None:
                 raise
