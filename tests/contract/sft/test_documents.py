@@ -103,5 +103,5 @@ def test_columns_that_other_rows_have_do_not_come_as_none(tmp_path: Path) -> Non
     (conversation,) = load_conversations(DataConfig(name=str(tmp_path / "rows")))
     assert conversation.messages[0] == {"role": "user", "content": "ab"}
     arguments = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert conversation.messages[1] == {"role": "assistant", "content": None, "tool_calls": [arguments]}
+    assert conversation.messages[1] == {"role": "assistant", "content": "", "tool_calls": [arguments]}
     assert conversation.tools == ({"type": "function", "function": call["function"]},)
