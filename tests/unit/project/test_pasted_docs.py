@@ -180,6 +180,7 @@ def test_torchrun_starts_the_trainer_with_keys_that_it_has(folder: Path) -> None
         assert pasted.refusal == (), FOUND[command]
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # another test has imported it
 def test_makers_of_models_and_data_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
