@@ -79,7 +79,10 @@ def _have_home() -> None:
 
         home = Path(tempfile.gettempdir()) / f"meshrl-home-{os.getuid()}"
         try:
-            os.environ["HOME"] = str(private_folder(home))
+            try:
+                os.environ["HOME"] = str(private_folder(home))
+            except PermissionError:  # another user made it: one of this process and those that it starts
+                os.environ["HOME"] = tempfile.mkdtemp(prefix=f"{home.name}-")
         except OSError as error:
             raise SystemExit(
                 f"HOME is not set, user {os.getuid()} has no entry in passwd, and {home} cannot be used: {error};"

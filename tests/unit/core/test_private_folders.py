@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.client.private import private_folder
+from meshrl.core import entry
 from meshrl.core.config import ConfigError
 from meshrl.core.private_folders import (
     SOCKET_NAME_BYTES,
@@ -171,3 +172,19 @@ def test_a_fork_server_works_below_a_long_temporary_folder_and_leaves_nothing(tm
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert list(deep.iterdir()) == []
+
+
+def test_a_home_that_another_user_has_taken_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry_in_passwd() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / f"meshrl-home-{os.getuid()}").symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(Path, "home", no_entry_in_passwd)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", "")
+    entry._have_home()
+    home = Path(os.environ["HOME"])
+    assert home.parent == tmp_path
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert not list((tmp_path / "theirs").iterdir())
