@@ -80,9 +80,9 @@ class InferenceConfig(BaseConfig):
     """Longest sequence in tokens, prompt and completion together."""
 
     max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most sequences decoded at once. auto: for vLLM on a GPU up to 1024, as many as its KV cache will hold for the
-    model, the context and the GPU that is there; 64 for vLLM on a CPU, 128 for the embedded engine, whose KV cache has
-    one slot of max_model_len tokens for each. The log says what it came to and why."""
+    """Most sequences decoded at once. auto: for vLLM on a GPU as many as its KV cache holds for the model, the context
+    and the GPU, up to 1024; for vLLM on a CPU 64. For the embedded engine 128: its KV cache has one slot of
+    max_model_len tokens for each. The log has the number and the reason."""
 
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Most tokens computed in one step; longer prompts are spread over several steps beside the decoding. None means
@@ -138,7 +138,7 @@ class InferenceConfig(BaseConfig):
     """vLLM: run without CUDA graphs and compilation: slower, and up sooner."""
 
     lora_rank: int | None = Field(default=None, ge=1, le=512)
-    """Versions are LoRA adapters of at most this rank; None means whole models. vLLM has to know before it starts; the
+    """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
     embedded engine takes both. `rl` sets it."""
 
     share_gpu: bool = False

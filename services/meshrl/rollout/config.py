@@ -20,8 +20,8 @@ class ClientConfig(BaseConfig):
     """The inference engines that sample tokens, and how to reach them."""
 
     base_url: list[str] = Field(default=["http://127.0.0.1:8000"])
-    """Base URLs of the engines, with or without a trailing /v1. A call goes to the least loaded one that fits. Where
-    `weights` names the hub they are added to those that it lists, and left out they are none."""
+    """Base URLs of the engines, with or without a trailing /v1. A call goes to the least loaded suitable engine. If
+    `weights` names the hub, they are added to the hub's engines, and the default is none."""
 
     api_key_var: str = "MESHRL_API_KEY"
     """Environment variable that holds the engines' bearer token; none is sent while it is unset."""
@@ -30,24 +30,25 @@ class ClientConfig(BaseConfig):
     """File that holds the token instead of the variable."""
 
     api: Literal["generate", "chat_completions"] = "generate"
-    """What the servers of base_url are asked by. generate: engines that take and give tokens, as training needs.
-    chat_completions: any OpenAI-compatible server, for evaluations; model.name is the name it knows the model by, no
-    tokenizer is loaded, and a URL with a path of its own is taken as it is. Training rollouts are refused."""
+    """API of the servers of base_url. generate: engines that take and return tokens, as training needs.
+    chat_completions: any OpenAI-compatible server, for evaluations. model.name is then the server's name for the model,
+    no tokenizer is loaded, and a URL with a path of its own is used unchanged. Training rollouts are refused."""
 
     pool: str = ""
     """Name of the pool that these engines form; a request names it or leaves it empty."""
 
     logprobs_mode: LogprobsMode | None = None
-    """What the logprobs of engines that do not say it themselves are of: processed_logprobs, the distribution sampled
-    from, or raw_logprobs, that before temperature and cuts. None means unknown: training rollouts whose sampling
-    changes the distribution (temperature, top_p, top_k, min_p) are then refused. vLLM's --logprobs-mode has these
-    names, and is raw_logprobs unless it is set."""
+    """Meaning of the engines' logprobs, for engines that do not report it: processed_logprobs are after temperature and
+    truncation, raw_logprobs before. None means unknown: training rollouts whose sampling changes the distribution
+    (temperature, top_p, top_k, min_p) are then refused. vLLM's --logprobs-mode has the same names and defaults to
+    raw_logprobs."""
 
     probe_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two looks at the hub's list and at each engine's version and health."""
 
     probe_deadline_s: float = Field(default=2.0, gt=0.0)
-    """Seconds an engine may take to answer such a look before it counts as unreachable, and the hub to list them."""
+    """Seconds until an engine that does not answer such a request counts as unreachable; also the limit for the hub's
+    list."""
 
     connect_deadline_s: float = Field(default=5.0, gt=0.0)
     """Seconds to open a connection to an engine."""
@@ -56,8 +57,8 @@ class ClientConfig(BaseConfig):
     """Longest time one model call may take."""
 
     failover_s: float = Field(default=30.0, gt=0.0)
-    """How long a model call looks for an engine that can take it before its rollout fails, and how long an engine may
-    be silent before the calls that wait for its answer move to others."""
+    """How long a model call looks for an engine before its rollout fails, and how long an engine may be silent before
+    the calls that wait for it move to others."""
 
 
 class RolloutConfig(BaseConfig):
@@ -87,20 +88,20 @@ class RolloutConfig(BaseConfig):
     """First prompts that each worker logs, with the messages they are made of and their tokens."""
 
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of every environment where neither the environment nor the request says otherwise."""
+    """Default sampling, for environments and requests that set none."""
 
     text_samples: bool = False
-    """client.api chat_completions: give what its model replied as tokens of `tokenizer`, for the policy to imitate. rl
+    """client.api chat_completions: return the model's replies as tokens of `tokenizer`, for the policy to imitate. rl
     sets it in the rollout program that a teacher plays in."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens; a model call gets at most what its prompt leaves of it."""
 
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most rollouts running at once. auto follows what the engines say they can hold, as they come and go: their slots,
-    or how many rollouts of the lengths seen lately their KV cache has room for, and an eighth more that wait at the
-    engines; more again, up to four times, where rollouts spend their time outside of model calls. An engine that says
-    nothing counts 256."""
+    """Most rollouts running at once. auto follows the engines' reported capacity as they come and go: their slots, or
+    the number of rollouts of recent lengths that fit into their KV cache, plus an eighth that waits at the engines. It
+    rises up to four times while rollouts spend their time outside of model calls. An engine that reports nothing counts
+    256."""
 
     max_queued: int = Field(default=4096, ge=0)
     """Most rollouts waiting for a slot; a group that does not fit is refused with RESOURCE_EXHAUSTED."""

@@ -12,7 +12,7 @@ from meshrl.trials.config import TrialsConfig
 
 
 class SynthesisConfig(TrialsConfig):
-    """Has a model play environments, and makes of what was said a dataset that `sft` trains on.
+    """Has a model play environments, and writes the conversations as a dataset that `sft` trains on.
 
     The model is behind client.base_url: an engine that `inference` started, or any server of /v1/chat/completions. Or
     it is served by an engine that this command starts (--inference). The same command plays only what is missing; with

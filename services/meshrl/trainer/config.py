@@ -67,17 +67,17 @@ class TrainerConfig(BaseConfig):
     kB."""
 
     max_logits_mib: int | None = Field(default=None, ge=1)
-    """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what
-    suits the device."""
+    """Largest block of logits kept at once, in MiB. Larger logits are computed in pieces, and again in backward. None
+    chooses by the device."""
 
     share_prefixes: bool | Literal["auto"] = "auto"
     """Have the samples of a group share their prompt, which is then computed once, with the same loss and gradients.
-    auto: on a CPU, where the prompt is long enough to pay; true: always; false: never. Models with sliding windows,
-    capped scores or attention of their own cannot share."""
+    auto: on a CPU, if the prompt is long enough to pay. true: always. false: never. Models with sliding windows, capped
+    scores or attention of their own cannot share."""
 
     release_memory: bool = False
-    """Give the GPU memory that torch keeps for later back at the end of each step, before the version is published: an
-    engine on the same GPU then finds room when it wakes. rl sets it with inference.sleep_while_training."""
+    """Release torch's cached GPU memory at the end of each step, before the version is published, so that an engine on
+    the same GPU finds room when it wakes. rl sets it with inference.sleep_while_training."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""
@@ -92,8 +92,8 @@ class TrainerConfig(BaseConfig):
     """
 
     publish_deadline_s: float = Field(default=600.0, gt=0.0)
-    """How long the publication of a version may stand still, in seconds; then the trainer ends. While bytes are
-    written, hashed, uploaded or broadcast it may take as long as it must."""
+    """Seconds for which the publication of a version may make no progress before the trainer ends. While bytes are
+    written, hashed, uploaded or broadcast it may take any time."""
 
     drain_deadline_s: float = Field(default=120.0, ge=0.0)
     """On SIGTERM or Drain, how long batches already queued may take to finish."""

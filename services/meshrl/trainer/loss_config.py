@@ -37,12 +37,12 @@ class LossConfig(BaseConfig):
     """The policy loss (formulas in meshrl.algorithms.losses); a key that belongs to another loss is an error."""
 
     type: LossName = "default"
-    """default: DPPO-masked importance-weighted policy gradient with a KL term; aipo: truncated, detached ratio, no KL
-    term; grpo: PPO's clipped ratio; gspo: one clipped ratio a sequence; cispo: clipped, detached ratio; custom: a
-    function of yours."""
+    """default: DPPO-masked importance-weighted policy gradient with a KL term. aipo: truncated, detached ratio, no KL
+    term. grpo: PPO's clipped ratio. gspo: one clipped ratio per sequence. cispo: clipped, detached ratio. custom: your
+    function."""
 
     normaliser: NormaliserName | None = None
-    """token: mean over the sampled tokens of the batch; sequence: mean over tokens, then over sequences; fixed: sum
+    """token: mean over the sampled tokens of the batch. sequence: mean over tokens, then over sequences. fixed: sum
     over tokens / fixed_length, mean over sequences. None means sequence for grpo and gspo and token for others."""
 
     fixed_length: int | None = Field(default=None, ge=1)

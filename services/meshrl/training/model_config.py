@@ -16,8 +16,8 @@ class ActivationCheckpointConfig(BaseConfig):
     """Activations that are computed again in the backward pass instead of kept."""
 
     mode: AcMode = "full"
-    """What a block keeps. full: its input only; attention: attention's output too, most of the work of long rows;
-    selective: attention's output and every second matrix product."""
+    """Activations that a block keeps. full: its input only. attention: also attention's output, most of the work of
+    long rows. selective: attention's output and every second matrix product."""
 
     freq: int = Field(default=1, ge=1)
     """Every so many blocks; 1 means all, 2 every second."""

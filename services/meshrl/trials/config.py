@@ -27,7 +27,7 @@ class TrialEnvConfig(EnvConfig):
     """One environment to play. What it leaves at None is taken from the keys of the same name above it."""
 
     num_examples: int | None = Field(default=None, ge=-1)
-    """Tasks of this environment, from the first on; -1 takes all; None takes num_examples."""
+    """Number of tasks of this environment, from the first on. -1 takes all, None takes num_examples."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task; None takes group_size."""
@@ -86,13 +86,13 @@ class TrialsConfig(BaseConfig):
     """The engine to start, and to end afterwards; None starts none, and the servers of client.base_url run already."""
 
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most rollouts at once; auto is as many as the servers say they hold, and 256 where they say nothing."""
+    """Most rollouts at once. auto is the capacity that the servers report, and 256 if they report none."""
 
     attempts: int = Field(default=3, ge=1)
     """How often a rollout is tried before it counts as failed. Only failures that may pass are tried again."""
 
     seq_len: int | None = Field(default=None, ge=2)
-    """Longest sequence in tokens. None takes what the engine says that it holds."""
+    """Longest sequence in tokens. None takes the engine's limit."""
 
     max_turns: int | None = Field(default=None, ge=1)
     """Most model calls of one agent in one rollout; None sets no limit."""

@@ -100,11 +100,11 @@ class LogConfig(BaseConfig):
     PROGRAM.1.jsonl.zst in place of the one before, whose spans are gone. None keeps all, some 0.5 kB a rollout."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port at which each program offers its metrics to Prometheus, at /metrics; 0 takes a free one, None offers none.
-    metrics_targets/PROGRAM.json says which."""
+    """Port at which each program serves its metrics to Prometheus, at /metrics. 0 takes a free port, None serves none.
+    metrics_targets/PROGRAM.json names the port."""
 
     metrics_host: str = "127.0.0.1"
-    """Address to offer them at. Whoever reaches it can read them."""
+    """Address to serve them at. Anyone who reaches it can read them."""
 
     tensorboard: bool = False
     """Write the records of steps and evaluations for TensorBoard, too, below tensorboard/ in output_dir. Needs
@@ -236,8 +236,8 @@ class SamplingConfig(BaseConfig):
 
 
 class StageDeadlinesConfig(BaseConfig):
-    """How many seconds a rollout of one environment may take, as a whole and in each stage; one that takes longer fails
-    and says in which stage it was. None sets no limit but the request's own."""
+    """Limits in seconds for a rollout of one environment, as a whole and in each stage. A slower one fails with its
+    stage in the error. None sets no limit but the request's own."""
 
     setup_s: float | None = Field(default=None, gt=0.0)
     """From the rollout's start to its first model call: runtime, set-up of task and harness, tool servers."""
@@ -279,8 +279,8 @@ class EnvConfig(BaseConfig):
     """Worker processes of the rollout program that play this environment alone; None shares those that there are."""
 
     isolated: bool = False
-    """Play it in workers of its own, one unless `workers` says more. An environment that ends or blocks a shared worker
-    gets one by itself."""
+    """Play it in workers of its own: `workers`, by default one. An environment that ends or blocks a shared worker gets
+    its own worker automatically."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
     """Most MiB of memory that its worker, then one of its own, may take beyond what it has once its tasks are loaded; a
@@ -306,8 +306,8 @@ class WeightBroadcastConfig(BaseConfig):
     """How weight versions travel from the trainer to engines."""
 
     type: Literal["auto", "filesystem", "nccl", "stream"] = "auto"
-    """filesystem: by reference to files that both sides see; nccl: broadcast from the trainer's devices into the
-    engines'; stream: in chunks over gRPC; auto: what suits the engines that the hub knows when the trainer starts."""
+    """filesystem: by reference to files that both sides see. nccl: broadcast from the trainer's devices to the
+    engines'. stream: in chunks over gRPC. auto: the best for the engines at the hub when the trainer starts."""
 
     address: str = "127.0.0.1:50053"
     """Address of the weight hub."""

@@ -85,7 +85,7 @@ class RLConfig(BaseConfig):
     file or on the command line, their own keys win. None leaves both to orchestrator.advantage and trainer.loss."""
 
     max_async_level: Annotated[int | None, HandedTo(("orchestrator.max_async_level",))] = Field(default=None, ge=0)
-    """Most steps that generation may be ahead of training, for the orchestrator."""
+    """Most steps that generation may run ahead of training, for the orchestrator."""
 
     seed: Annotated[int | None, HandedTo(("trainer.seed", "orchestrator.seed", "inference.seed"))] = None
     """Seed, for trainer, orchestrator and inference."""
@@ -122,8 +122,8 @@ class RLConfig(BaseConfig):
     """Check everything, write the resolved configurations to output_dir/configs and end."""
 
     preflight: bool = True
-    """Before anything is started, look whether model, checkpoint, environments, ports, disk and the like are there, and
-    name all that is not; takes some seconds."""
+    """Before the start, check model, checkpoint, environments, ports, disk and more, and list everything that is
+    missing; takes some seconds."""
 
     deployment: Annotated[
         RunDeploymentConfig, HandedTo(("trainer.deployment.num_train_gpus",), key="num_train_gpus")
@@ -134,22 +134,23 @@ class RLConfig(BaseConfig):
     """Submit the run as a SLURM job; None starts it here."""
 
     trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
-    """GPUs of the trainer, as places among the visible ones. Several run one training process each. None takes those
+    """GPUs of the trainer, as places among the visible ones. With several, one training process each. None takes those
     that inference leaves."""
 
     inference_gpu_ids: list[int] | None = None
-    """GPUs of inference, as places among the visible ones, divided among the engines. One that the trainer has as well
-    is shared: the engine takes half of its memory, unless gpu_memory_utilization says otherwise."""
+    """GPUs of inference, as places among the visible ones, divided among the engines. On a GPU shared with the trainer
+    the engine takes half of the memory, or gpu_memory_utilization."""
 
     num_engines: int | None = Field(default=None, ge=1)
     """Inference programs to start, each with an engine of its own. None starts as many as the GPUs of inference hold:
     tensor_parallel_size times data_parallel_size GPUs make one."""
 
     restarts: int = Field(default=0, ge=0)
-    """How many times each program is started again when it dies; beyond it its death ends the run, as does the third
-    death in a row before it served.
+    """How often each program is restarted when it dies. One death more ends the run, and so does the third death in a
+    row before the program served.
 
-    A trainer goes on from its last checkpoint, so ckpt.interval is needed, and the others wait for whoever restarts.
+    A trainer continues from its last checkpoint, so ckpt.interval is required. The other programs wait for a restarted
+    one.
     """
 
     trainer_restarts: int | None = Field(default=None, ge=0)
@@ -179,8 +180,8 @@ class RLConfig(BaseConfig):
     """The orchestrator."""
 
     inference: InferenceConfig | None = None
-    """The inference engine to start; None starts none. Those of orchestrator.client.base_url run already and are used
-    as well; where neither is given it is the one at http://127.0.0.1:8000."""
+    """The inference engine to start; None starts none. Engines in orchestrator.client.base_url run already and are used
+    too. With neither, the engine is at http://127.0.0.1:8000."""
 
     rollout: RolloutSection
     """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""

@@ -48,8 +48,8 @@ class AdvantageConfig(BaseConfig):
     """How rewards of a group become advantages."""
 
     type: Literal["default", "grpo", "rloo", "opo", "custom"] = "default"
-    """default: reward minus the group's mean; grpo: that over the group's standard deviation; rloo: reward minus the
-    mean of the others; opo: reward minus the length-weighted mean; custom: a function of yours."""
+    """default: reward minus the group's mean. grpo: default divided by the group's standard deviation. rloo: reward
+    minus the mean of the others. opo: reward minus the length-weighted mean. custom: your function."""
 
     length_penalty: LengthPenaltyConfig | None = None
     """What long rollouts lose of their reward; None means nothing."""
@@ -153,14 +153,14 @@ class AlgoConfig(BaseConfig):
     """An algorithm: who samples, what else is scored, and which terms of the objective its rollouts have."""
 
     type: AlgoName = "grpo"
-    """grpo: advantages by orchestrator.advantage; max_rl: reward minus the mean, over the mean; rae: each agent against
-    its own usual reward, for self-play; hierarchical_grpo: solvers compared within an episode, other agents between
-    episodes; echo: grpo, and cross-entropy on what tools answer; opd: the KL to a teacher on the policy's own tokens;
-    opsd: the same to the policy itself, once it has seen the best rollout of the task; sft: cross-entropy on rollouts
-    that a teacher plays; custom: one of yours."""
+    """grpo: advantages by orchestrator.advantage. max_rl: reward minus the mean, over the mean. rae: each agent against
+    its own usual reward, for self-play. hierarchical_grpo: solvers compared within an episode, other agents between
+    episodes. echo: grpo, and cross-entropy on the answers of tools. opd: the KL to a teacher on the policy's own
+    tokens. opsd: the KL to the policy itself, once it has seen the best rollout of the task. sft: cross-entropy on
+    rollouts that a teacher plays. custom: your class."""
 
     decay: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """rae: how much of an agent's baseline stays with each rollout; it follows about its last 1 / (1 - decay)."""
+    """rae: share of an agent's baseline kept at each rollout; it follows about the last 1 / (1 - decay) rollouts."""
 
     episode_agents: list[str] = Field(default=["solver"], min_length=1)
     """hierarchical_grpo: agents that are compared within one episode."""
@@ -183,8 +183,8 @@ class AlgoConfig(BaseConfig):
     """sft: learn only from the teacher's rollouts of at least this reward; None takes all."""
 
     teacher: TeacherConfig | None = None
-    """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher. opsd: an engine that serves what
-    the run began with, which stays as it is; None takes the policy as it is now, which drifts with what it learns."""
+    """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher. opsd: an engine that keeps
+    serving the run's first weights. None takes the current policy, which drifts with training."""
 
     import_path: str | None = None
     """custom: `package.module.Class`, a subclass of meshrl.algorithms.recipes.base.Recipe."""

@@ -48,7 +48,7 @@ class EvalEnvConfig(RunEnvConfig):
     """Evaluate this environment after every this many steps; None takes eval.interval."""
 
     num_examples: int | None = Field(default=None, ge=-1)
-    """Tasks of this environment, from the first on; -1 takes all; None takes eval.num_examples."""
+    """Number of tasks of this environment, from the first on. -1 takes all, None takes eval.num_examples."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task: the k of avg@k and pass@k; None takes eval.group_size."""

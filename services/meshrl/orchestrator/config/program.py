@@ -126,8 +126,8 @@ class OrchestratorConfig(BaseConfig):
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Token budget of a micro-batch; longer rollouts are cut to it. At most the trainer's seq_len, which rl takes
-    where it is longer and nothing is said here: a GPU computes long rows faster than short ones."""
+    """Token budget of a micro-batch; longer rollouts are cut to it. At most the trainer's seq_len. rl uses a longer one
+    of the trainer by default, since a GPU computes long rows faster than short ones."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps; None runs until it is stopped."""
@@ -146,11 +146,11 @@ class OrchestratorConfig(BaseConfig):
     """How rewards of a group become advantages, in the algorithms grpo, hierarchical_grpo and echo."""
 
     algo: AlgoConfig | None = None
-    """The algorithm of every training environment that names none of its own; None is what training_mode says."""
+    """The algorithm of every training environment without its own; None follows training_mode."""
 
     training_mode: Literal["rl", "opd", "sft"] = "rl"
-    """What training learns from where no algorithm is named. rl: rewards (the algorithm grpo), without a teacher; opd:
-    what a teacher says of the policy's own tokens; sft: rollouts that a teacher plays."""
+    """Source of the training signal if no algorithm is named. rl: rewards (the algorithm grpo), without a teacher. opd:
+    a teacher's scores of the policy's own tokens. sft: rollouts that a teacher plays."""
 
     teacher: TeacherConfig | None = None
     """The model that algorithms with a teacher learn from; None means none. rl does not start it."""
@@ -159,10 +159,10 @@ class OrchestratorConfig(BaseConfig):
     """Which finished groups are dropped."""
 
     deadlines: DeadlinesConfig = DeadlinesConfig()
-    """How long to wait for whom."""
+    """Longest waits for other programs."""
 
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
-    """Whether engines and trainer agree, looked at in the first step that can tell."""
+    """Check whether the logprobs of engines and trainer agree, in the first step with enough data."""
 
     activation_policy: Literal["rolling", "gang"] = "rolling"
     """rolling: each engine takes a version when it has it; gang: all engines together."""

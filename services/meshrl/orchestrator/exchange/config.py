@@ -16,8 +16,7 @@ class ExchangeConfig(ServerConfig):
     """Port to bind; 0 takes a free one, which the log names."""
 
     lease_s: float = Field(default=60.0, gt=0.0)
-    """How long the groups of a worker stay its own while nothing is heard of it. Then others play them, and what it
-    sends of them later is not needed."""
+    """Seconds for which a silent worker keeps its groups. Then others play them, and its later results are dropped."""
 
     heartbeat_s: float = Field(default=5.0, gt=0.0)
     """Between two signs of life. Three that are missing end the stream, on either side; the worker dials again."""

@@ -1,4 +1,4 @@
-"""Uploads batches from disk to the trainer in order, and says which steps are done, over restarts of the trainer.
+"""Uploads batches from disk to the trainer in order, and reports which steps are done, over restarts of the trainer.
 
 upload   a task: sends each batch that is on disk; waits for the next one, or while the trainer's queue is full.
          When the trainer refuses a batch for its content, waits until the loop has withdrawn that batch and later ones

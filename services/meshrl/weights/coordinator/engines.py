@@ -1,4 +1,4 @@
-"""The engines that hold a lease at the hub: who is live, what each says it serves, who may get requests. No I/O."""
+"""The engines that hold a lease at the hub: which are live, what each serves, which may get requests. No I/O."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ WORKER_RULES = {
     "exchange.numbers": "Number the events of a call 1, 2, 3 and so on, over all streams and processes; the last one is"
     " `end`.",
     "exchange.cancel": "After `cancel` end the call with its summary, as after `CancelRollouts`; after `unneeded` stop"
-    " it and say nothing more of it.",
+    " it and send nothing more of it.",
     "exchange.heartbeat": "Send a heartbeat every `lease.heartbeat_s`, and at once when it begins to drain; dial anew"
     " once nothing came for three of them.",
     "exchange.spool": "Write an event to the spool before it is sent, and keep it until an `ack` of its number, or one"

@@ -25,9 +25,9 @@ def _of(service: str, sentence: str, *, full: bool = False) -> Rule:
 
 
 _EVERY_SERVICE = {
-    "health.service": "grpc.health.v1.Health says SERVING for the full name of the service once it takes calls.",
-    "health.server": "grpc.health.v1.Health says SERVING for the empty name, the whole server, as well.",
-    "health.watch": "Health/Watch is served, and tells the state at once.",
+    "health.service": "grpc.health.v1.Health answers SERVING for the full name of the service once it takes calls.",
+    "health.server": "grpc.health.v1.Health answers SERVING for the empty name, the whole server, as well.",
+    "health.watch": "Health/Watch is served, and sends the state at once.",
     "contract.version": 'The first call answers with the contract version of the server, "1.N".',
     "contract.major": "Another major version ends the first call with FAILED_PRECONDITION (CONTRACT_MISMATCH).",
     "contract.minor": "Another minor version, or none, is accepted.",
@@ -64,8 +64,8 @@ _ROLLOUT_FULL = {
 }
 
 _TRAINER = {
-    "trainer.info": "GetTrainer tells at least one run, and sizes above 0.",
-    "trainer.runs": "ListRuns lists the runs that GetTrainer tells.",
+    "trainer.info": "GetTrainer returns at least one run, and sizes above 0.",
+    "trainer.runs": "ListRuns lists the runs that GetTrainer returns.",
     "trainer.revisions": "WatchSteps streams the history after a revision, and revisions grow by one.",
     "trainer.unknown-run": "A run that is not here is NOT_FOUND (UNKNOWN_RUN).",
     "trainer.header": "The first message of SubmitBatch is the header; one without is INVALID_ARGUMENT.",
@@ -85,7 +85,7 @@ _TRAINER_FULL = {
 }
 
 _WEIGHTS = {
-    "weights.engines": "ListEngines tells each engine once; one that is routable serves a version.",
+    "weights.engines": "ListEngines lists each engine once; one that is routable serves a version.",
     "weights.unknown-version": "A version that the hub does not have is NOT_FOUND (UNKNOWN_VERSION).",
     "weights.artifact": "The artifact id is the BLAKE3 of the manifest in canonical form.",
     "weights.manifest": "The tensors of a manifest cover its byte stream in order, and its root is made of their"
