@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel of both distributions (the wheels from the sdists), installs them into an empty environment in
+# Builds sdist and wheel of each distribution (the wheels from the sdists), installs them into an empty environment in
 # the versions of the lock file, and makes a run of two steps there, away from the checkout.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -13,12 +13,14 @@ ls "$work/dist"
 "$uv" venv --quiet "$work/venv"
 "$uv" pip install --quiet --python "$work/venv/bin/python" --constraint "$work/versions.txt" --find-links "$work/dist" \
   "meshrl[rollout,trainer,inference] @ file://$(ls "$work"/dist/meshrl-[0-9]*.whl)"
+"$uv" pip install --quiet --python "$work/venv/bin/python" --no-deps "$work"/dist/meshrl_conformance-*.whl
 "$uv" pip check --quiet --python "$work/venv/bin/python"
 
 cp "$root"/configs/reverse_text/rl.toml "$work"
 cd "$work"
 venv/bin/python -c 'import meshrl.launch, sys; sys.exit("site-packages" not in meshrl.launch.__file__)'
 venv/bin/python -c 'from pathlib import Path; from meshrl.environments.reverse_text.model import create_model; create_model(Path("model"), seed=0)'
+venv/bin/meshrl conformance --help >/dev/null # which a distribution of its own adds
 venv/bin/rl @ rl.toml --model.name model --output-dir run --max-steps 2 --slurm --dry-run >/dev/null # the templates are there
 venv/bin/rl @ rl.toml --model.name model --output-dir run --max-steps 2 --orchestrator.batch-size 16 --orchestrator.group-size 4
 test "$(wc -l <run/metrics.jsonl)" -ge 2

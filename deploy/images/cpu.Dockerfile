@@ -18,6 +18,7 @@ WORKDIR /src
 # What others wrote first: it changes seldom, and stays in the cache.
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
+COPY clients/conformance/pyproject.toml clients/conformance/README.md clients/conformance/LICENSE clients/conformance/
 RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
   uv sync --frozen --no-default-groups --no-install-workspace ${EXTRAS}
 COPY clients/python clients/python

@@ -19,6 +19,7 @@ ARG TORCH=locked
 WORKDIR /src
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
+COPY clients/conformance/pyproject.toml clients/conformance/README.md clients/conformance/LICENSE clients/conformance/
 COPY deploy/images/install_dependencies.sh /usr/local/bin/
 RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
   install_dependencies.sh "${TORCH}" ${EXTRAS}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshrl.cli.conformance.command import examine_server
 from meshrl.client.credentials import INSECURE, Credentials
+from meshrl_conformance.command import examine_server
 
 DEADLINE_S = 60.0
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from local_ports import free_port
-from meshrl.cli.conformance.command import examine_worker
 from meshrl.rollout.exchange.config import ExchangeLinkConfig
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.wire.errors import MeshError, Reason
+from meshrl_conformance.command import examine_worker
 
 pytestmark = pytest.mark.timeout(600)
 DEADLINE_S = 60.0

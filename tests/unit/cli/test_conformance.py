@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import EntryPoints
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from local_ports import free_port
-from meshrl.cli.conformance import command, publishing
-from meshrl.cli.conformance.exchange import WORKER_CHECKS, WORKER_RULES
-from meshrl.cli.conformance.probe import CHECKS
-from meshrl.cli.conformance.rules import EVERY, RULES
+from meshrl.cli.main import main
+from meshrl_conformance import command, publishing
+from meshrl_conformance.exchange import WORKER_CHECKS, WORKER_RULES
+from meshrl_conformance.probe import CHECKS
+from meshrl_conformance.rules import EVERY, RULES
 
 CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"
 
@@ -61,3 +64,13 @@ def test_a_server_that_is_not_there_is_exit_code_two_and_one_line() -> None:
 
 def test_the_checksum_is_that_of_the_standard() -> None:
     assert publishing.crc32c(b"123456789") == 0xE3069283
+
+
+def test_the_command_is_added_by_a_distribution_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = CliRunner().invoke(main, ["--help"]).output
+    assert "conformance  Check a server" in listed
+    monkeypatch.setattr("meshrl.cli.main.entry_points", lambda **named: EntryPoints(()))
+    assert "conformance" not in CliRunner().invoke(main, ["--help"]).output
+    done = CliRunner().invoke(main, ["conformance", "--address", "127.0.0.1:1"])
+    assert done.exit_code == 2
+    assert "pip install meshrl-conformance" in done.output

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 
 import click
 from click.exceptions import NoArgsIsHelpError
@@ -16,7 +17,6 @@ from meshrl.cli.command import UsageLineError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "call": ("call", "Call one RPC, with JSON for the request and the answers."),
-    "conformance": ("conformance.command", "Check a server, in any language, against the contract."),
     "doctor": ("doctor", "Examine this machine and the run for what commonly goes wrong."),
     "envs": ("environments", "List the environments that rollout services host."),
     "join": ("members", "Join a run on another host, by a token."),
@@ -33,18 +33,25 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 """Under each command's name, its module in meshrl.cli and the line that `meshrl --help` has for it."""
 
+OTHER_COMMANDS = "meshrl.commands"
+"""Entry points by which other distributions add commands; `meshrl-conformance` does."""
+
 
 class LazyCommands(click.Group):
     """Imports a command's module when the command is called, so that help and the other commands come at once."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order in which help shows them."""
-        return list(COMMANDS)
+        return sorted({*COMMANDS, *entry_points(group=OTHER_COMMANDS).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of this name, or None."""
         if cmd_name not in COMMANDS:
-            return None
+            (*added,) = entry_points(group=OTHER_COMMANDS, name=cmd_name)
+            if not added and cmd_name == "conformance":
+                raise click.UsageError("conformance is a distribution of its own: pip install meshrl-conformance")
+            other: click.Command | None = added[0].load() if added else None
+            return other
         module = importlib.import_module(f"meshrl.cli.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, "run_group" if cmd_name == "run" else cmd_name)
         return command
@@ -62,9 +69,12 @@ class LazyCommands(click.Group):
             return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists the commands without importing them."""
+        """Lists the commands, ours without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+            lines = {name: line for name, (_, line) in COMMANDS.items()}
+            for added in entry_points(group=OTHER_COMMANDS):
+                lines[added.name] = added.load().get_short_help_str(limit=100)
+            formatter.write_dl(sorted(lines.items()))
 
 
 @contextmanager

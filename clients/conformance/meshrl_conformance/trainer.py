@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.cli.conformance.probe import NotCheckedError, Probe, checks, must
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire.convert.batches import batch_to_messages
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Batch, MicroBatch
+from meshrl_conformance.probe import NotCheckedError, Probe, checks, must
 
 TOKENS = 4
 FAR_STEPS = 1_000_000  # beyond the next step: never queued, on whatever trainer

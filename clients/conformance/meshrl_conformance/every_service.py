@@ -12,10 +12,10 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import DOMAIN, Reason
 from meshrl.wire.types import CONTRACT_VERSION
+from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 
 UNKNOWN_FIELD = 15_000
 PADDING_BYTES = 5 * 2**20  # beyond what gRPC takes where nobody says otherwise

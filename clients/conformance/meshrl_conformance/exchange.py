@@ -15,14 +15,14 @@ from typing import Any
 
 import grpc.aio
 
-from meshrl.cli.conformance.probe import MAX_MESSAGE_BYTES, NotCheckedError, broken_by, must
-from meshrl.cli.conformance.rollout import NO_ENVIRONMENT, small_group
 from meshrl.client.credentials import INSECURE, Credentials
 from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import exchange_pb2_grpc as pb_grpc
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CONTRACT_VERSION
 from meshrl.wire.validate import validate_worker_hello
+from meshrl_conformance.probe import MAX_MESSAGE_BYTES, NotCheckedError, broken_by, must
+from meshrl_conformance.rollout import NO_ENVIRONMENT, small_group
 
 HEARTBEAT_S, LEASE_S = 1.0, 600.0
 MISSING_BEATS = 3

@@ -6,13 +6,13 @@ import time
 import uuid
 from typing import Any
 
-from meshrl.cli.conformance.every_service import FAR_VERSION
-from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, broken_by, checks, must
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout
+from meshrl_conformance.every_service import FAR_VERSION
+from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, broken_by, checks, must
 
 GROUP_SIZE = 2
 SHORTEST_S = 1e-6

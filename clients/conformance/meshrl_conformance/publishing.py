@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire.convert import to_proto
 from meshrl.wire.errors import Reason
 from meshrl.wire.manifest import MIN_CHUNK_BYTES, artifact_id, build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import Manifest, Transport
+from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 
 VALUES = 3 * MIN_CHUNK_BYTES // 4 - 5  # float32 values of three chunks, the last of them short
 CRC32C = 0x82F63B78  # Castagnoli's polynomial, reversed

@@ -11,13 +11,13 @@ import click
 import grpc
 
 from meshrl.cli.command import CliError, folder_option, json_option, options_for, print_json, print_table
-from meshrl.cli.conformance import every_service, publishing, rollout, trainer, weights
-from meshrl.cli.conformance.every_service import look
-from meshrl.cli.conformance.exchange import WORKER_CHECKS, WORKER_RULES, waiting_for_worker
-from meshrl.cli.conformance.probe import CHECKS, NotCheckedError, Probe, RefusedError, RuleBrokenError, open_probe
-from meshrl.cli.conformance.rules import EVERY, RULES
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.credentials import INSECURE, Credentials, default_credentials
+from meshrl_conformance import every_service, publishing, rollout, trainer, weights
+from meshrl_conformance.every_service import look
+from meshrl_conformance.exchange import WORKER_CHECKS, WORKER_RULES, waiting_for_worker
+from meshrl_conformance.probe import CHECKS, NotCheckedError, Probe, RefusedError, RuleBrokenError, open_probe
+from meshrl_conformance.rules import EVERY, RULES
 
 MODULES = (every_service, rollout, trainer, weights, publishing)
 """What has the checks, which register themselves."""

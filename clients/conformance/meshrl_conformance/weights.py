@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from meshrl.cli.conformance.every_service import FAR_VERSION
-from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, broken_by, checks, must
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, result_root
 from meshrl.wire.manifest_checks import violations
 from meshrl.wire.types import Manifest
+from meshrl_conformance.every_service import FAR_VERSION
+from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, broken_by, checks, must
 
 QUIET_S = 1.0  # a watch whose history has come says nothing for so long
 MAX_CHUNK_BYTES = 64 * 2**20
