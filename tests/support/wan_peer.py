@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
@@ -31,6 +30,7 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.versions.downloads import Downloader
 from meshrl.versions.parents import TransferLimits
 from meshrl.versions.transfer import Uploader, chunk_of
+from meshrl.versions.version_bytes import VersionBytes
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import build_hub
 from meshrl.weights.service import WeightSyncService
@@ -56,22 +56,6 @@ def version_of(data: bytes, version: int = 0) -> Manifest:
         run_id="run", epoch=1, version=version, transport=Transport.STREAM, tensors=(entry,),
         chunks=manifests.chunks_of(memoryview(data), CHUNK_BYTES),
     )  # fmt: skip
-
-
-class Host:
-    """Where a fetch puts a version, with every chunk checked; without torch, which a host of the rig need not load."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.missing = set(range(len(manifest.chunks)))
-        self._chunks, self._data = manifest.chunks, bytearray(manifest.payload_bytes)
-
-    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
-        self._data[offset : offset + len(data)] = data.data
-
-    def complete(self, index: int) -> None:
-        chunk = self._chunks[index]
-        assert manifests.digest(bytes(self._data[chunk.offset : chunk.offset + chunk.length])) == chunk.digest
-        self.missing.discard(index)
 
 
 async def lines() -> AsyncIterator[str]:
@@ -135,12 +119,12 @@ async def fetch(address: str, connections: int, relays: list[str]) -> None:
             manifest, artifact_id = await hub.get_manifest(version=0)
             say(ready=True)
             async for _ in lines():
-                arrival = Host(manifest)
+                held = VersionBytes(manifest, memory=np.empty(manifest.payload_bytes, dtype=np.uint8))
                 began_s, again = time.monotonic(), downloader.sent_again_bytes
-                fetching = asyncio.create_task(downloader.fetch(manifest, artifact_id, arrival))
+                fetching = asyncio.create_task(downloader.pull(held, artifact_id))
                 while not fetching.done():
                     await asyncio.wait({fetching}, timeout=0.05)
-                    say(chunks_left=len(arrival.missing))
+                    say(chunks_left=len(held.missing))
                 await fetching
                 say(
                     seconds=time.monotonic() - began_s, num_bytes=manifest.payload_bytes,

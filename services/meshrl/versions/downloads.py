@@ -12,9 +12,8 @@ new connection doubles its window with every round trip until it loses its first
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Protocol
 
 import numpy as np
 from loguru import logger
@@ -25,8 +24,8 @@ from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.versions.parents import ConnectionCount, Connections, Parent, Parents, RateLimit, TransferLimits
 from meshrl.versions.ranges import SMALLEST, Claim, RangeQueue
 from meshrl.versions.transfer import TRANSIENT, sound_bytes
+from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Manifest
 
 WINDOW_S = 0.25  # after which the number of connections is looked at
 QUIET_S = 5.0  # a connection over which nothing came for so long is opened anew
@@ -43,18 +42,6 @@ IDLE_S = 0.1  # between two looks for a range to fetch
 WARN_S = 10.0  # between two warnings in the log
 
 
-class Arrival(Protocol):
-    """Where a download puts the bytes of a version; `missing` are the indices of the chunks that are not here."""
-
-    missing: set[int]
-
-    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
-        """Stores bytes of a missing chunk, from `offset` of the version on; chunks come in any order, and mixed."""
-
-    def complete(self, index: int) -> None:
-        """All bytes of a chunk are here: it is no longer missing. Raises MeshError DIGEST_MISMATCH."""
-
-
 class Downloader:
     """Fetches versions from relays or the hub; keeps connections and what it measured from version to version."""
 
@@ -68,13 +55,17 @@ class Downloader:
         self.taken_bytes = 0
         self.sent_again_bytes = 0
 
-    async def fetch(self, manifest: Manifest, artifact_id: str, arrival: Arrival) -> int:
+    async def pull(
+        self, held: VersionBytes, artifact_id: str, on_bytes: Callable[[int], object] = lambda count: None
+    ) -> int:
         """Fetches every missing chunk of a version; returns how many bytes came, those that came twice included.
+
+        `on_bytes` is called with the number of bytes whenever some were put.
 
         Raises MeshError: CHUNK_CORRUPT when the link damages every copy; UNKNOWN_VERSION when the bytes are gone;
         DIGEST_MISMATCH when they changed at the hub; UNREACHABLE when nothing came for `stall_s`.
         """
-        return await _Download(self, manifest, artifact_id, arrival).run() if arrival.missing else 0
+        return await _Download(self, held, artifact_id, on_bytes).run() if held.missing else 0
 
     async def close(self) -> None:
         """Ends the connections."""
@@ -84,9 +75,11 @@ class Downloader:
 class _Download:
     """The download of one version."""
 
-    def __init__(self, downloader: Downloader, manifest: Manifest, artifact_id: str, arrival: Arrival) -> None:
-        self._downloader, self._manifest, self._artifact_id, self._arrival = downloader, manifest, artifact_id, arrival
-        self._queue = RangeQueue(manifest.chunks, arrival.missing)
+    def __init__(
+        self, downloader: Downloader, held: VersionBytes, artifact_id: str, on_bytes: Callable[[int], object]
+    ) -> None:
+        self._downloader, self._held, self._artifact_id, self._on_bytes = downloader, held, artifact_id, on_bytes
+        self._queue = RangeQueue(held.manifest.chunks, held.missing)
         self._over = asyncio.Event()
         self._workers: set[asyncio.Task[None]] = set()
         self._numbers: set[int] = set()
@@ -134,7 +127,7 @@ class _Download:
             await self._downloader.connections.close_replaced()
 
     def __str__(self) -> str:
-        return f"the fetch of version {self._manifest.version}, with {self._queue.chunks_left} chunks to go,"
+        return f"the fetch of version {self._held.manifest.version}, with {self._queue.chunks_left} chunks to go,"
 
     async def _renew(self, parent: Parent, number: int) -> None:
         """Replaces a connection by a new one."""
@@ -240,14 +233,15 @@ class _Download:
         self._downloader.taken_bytes += taken
         self._repeated_bytes += len(data) - taken
         self._downloader.sent_again_bytes += len(data) - taken
-        self._arrival.put(start, data[:taken])
+        self._held.put(start, data[:taken])
         for index in complete:
             try:
-                self._arrival.complete(index)
+                self._held.complete(index)
             except MeshError as error:
                 if parent.is_hub or error.reason is not Reason.DIGEST_MISMATCH:
                     raise
                 self._queue.refetch(index)  # the hub, or another relay, has the right one
                 raise
+        self._on_bytes(taken)
         if not self._queue.chunks_left:
             self._over.set()

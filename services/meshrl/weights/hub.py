@@ -41,7 +41,7 @@ from meshrl.weights.coordinator.states import (
 from meshrl.weights.session import Ended, Sessions
 from meshrl.weights.spans import record_sync
 from meshrl.weights.storage.log import DecisionLog, LogError
-from meshrl.weights.storage.transfers import HubHoldings, Transfers
+from meshrl.weights.storage.transfers import Transfers
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -86,7 +86,7 @@ class Hub:
         self.coordinator = coordinator
         self._log = DecisionLog(spool_dir / LOG_FILE)
         self._store = VersionStore(spool_dir / "artifacts")
-        self._transfers = Transfers(self._store, HubHoldings(self._store, coordinator), max_chunk_bytes=max_chunk_bytes)
+        self._transfers = Transfers(self._store, max_chunk_bytes=max_chunk_bytes)
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
@@ -199,7 +199,7 @@ class Hub:
     # --- publishers -----------------------------------------------------------------------------
 
     async def create_version(self, manifest: Manifest, chunks: AsyncIterator[Chunk]) -> StagedVersion:
-        """Stages a manifest and whatever chunks follow. Raises as `Coordinator.stage` and `VersionStore.write`."""
+        """Stages a manifest and whatever chunks follow. Raises as `Coordinator.stage` and `VersionBytes.write`."""
         found = manifest_checks.violations(manifest, max_chunk_bytes=self._max_chunk_bytes)
         if found:
             raise invalid([FieldViolation(f"manifest.{field}", text) for field, text in found], "the manifest")
@@ -213,7 +213,7 @@ class Hub:
         await self._transfers.store_upload(
             artifact, chunks, lambda: self._actions.put(self.coordinator.arrives(record, self._now()))
         )
-        missing = await asyncio.to_thread(self._store.missing, artifact)
+        missing = self._store.held(artifact).missing_offsets()
         return StagedVersion(artifact_id=artifact, missing_offsets=missing, max_chunk_bytes=self._max_chunk_bytes)
 
     async def seal_version(
@@ -231,7 +231,7 @@ class Hub:
 
     async def _seal(self, record: VersionRecord, traceparent: str) -> None:
         try:
-            await asyncio.to_thread(self._store.verify, record.artifact_id, self._verify_files)
+            await asyncio.to_thread(self._store.held(record.artifact_id).verify, self._verify_files)
             await self._actions.put(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
         finally:
             del self._sealing[record.artifact_id]
@@ -381,15 +381,32 @@ class Hub:
         record = coordinator.records.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)
         if record.state is VersionState.STAGING and not (artifact_id and record.arriving):
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
-        manifest, steps = self._store.manifest(record.artifact_id), tuple[Manifest, ...]()
+        manifest, steps = self._store.held(record.artifact_id).manifest, tuple[Manifest, ...]()
         if manifest.kind is VersionKind.DELTA:
             whole = record.state is not VersionState.STAGING
             steps = await asyncio.to_thread(self._store.steps, record.artifact_id, held_root, whole=whole)
         return FoundVersion(manifest=manifest, artifact_id=record.artifact_id, steps=steps)
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
-        """Byte ranges (offset, length) of a version. Raises as `Transfers.serve_fetch`."""
-        return self._transfers.serve_fetch(artifact_id, ranges, chunk_bytes)
+        """Byte ranges (offset, length) of a version. Raises as `Transfers.feed`; VERSION_NOT_SEALED if none come."""
+        record = self._record(artifact_id)
+        if record is not None and record.state is VersionState.STAGING and not record.arriving:
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
+
+        def arriving() -> bool:
+            record = self._record(artifact_id)
+            return record is not None and record.state is VersionState.STAGING
+
+        return self._transfers.feed(artifact_id, ranges, chunk_bytes, arriving)
+
+    def _record(self, artifact_id: str) -> VersionRecord | None:
+        """The version of an artifact; None for a part of a chain. Raises UNKNOWN_VERSION."""
+        try:
+            return self.coordinator.records.by_artifact(artifact_id)
+        except MeshError:
+            if self._store.part(artifact_id) is None:
+                raise
+            return None
 
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
         """The engines that hold a lease."""

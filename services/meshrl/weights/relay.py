@@ -9,23 +9,20 @@ and a relay may be lost at any moment.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.waiting import Pulse
 from meshrl.versions.downloads import Downloader
 from meshrl.versions.parents import TransferLimits
 from meshrl.versions.store import VersionStore
-from meshrl.versions.transfer import chunk_of
 from meshrl.weights.storage.transfers import Transfers
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
@@ -48,7 +45,7 @@ class Relay:
         self._upstream = upstream
         self._spool_dir = spool_dir / "relayed"
         self._store = VersionStore(self._spool_dir)
-        self._transfers = Transfers(self._store, self, max_chunk_bytes=max_chunk_bytes)
+        self._transfers = Transfers(self._store, max_chunk_bytes=max_chunk_bytes)
         self._downloader = Downloader(upstream, limits)
         self._keep_versions = keep_versions
         self._manifests: dict[str, Manifest] = {}
@@ -64,7 +61,7 @@ class Relay:
         await asyncio.to_thread(self._store.prepare, live)
         for artifact_id in live:
             with suppress(MeshError):  # its manifest is damaged: it is brought anew
-                self._manifests[artifact_id] = self._store.manifest(artifact_id)
+                self._manifests[artifact_id] = self._store.held(artifact_id).manifest
 
     async def stop(self) -> None:
         """Ends the fetches and pulls under way."""
@@ -85,7 +82,7 @@ class Relay:
         self._fetches[artifact_id] += 1
         try:
             comes = artifact_id in self._pulls  # it is fetched once for all who ask
-            if not comes and (artifact_id not in self._manifests or self._store.missing(artifact_id)):
+            if not comes and (artifact_id not in self._manifests or self._store.held(artifact_id).missing):
                 self._failed.pop(artifact_id, None)
                 self._pulls[artifact_id] = pull = asyncio.create_task(self._pull(artifact_id))
                 pull.add_done_callback(lambda task: self._pull_ended(artifact_id, task))
@@ -94,18 +91,13 @@ class Relay:
                 if artifact_id in self._failed:
                     raise self._failed[artifact_id]
                 await changed.wait()
-            async for chunk in self._transfers.serve_fetch(artifact_id, ranges, chunk_bytes):
+            arriving = partial(self._is_arriving, artifact_id)
+            async for chunk in self._transfers.feed(artifact_id, ranges, chunk_bytes, arriving):
                 yield chunk
         finally:
             self._fetches[artifact_id] -= 1
 
-    # --- as `Holdings` ----------------------------------------------------------------------------
-
-    def num_bytes(self, artifact_id: str) -> int:
-        """Bytes of an artifact that is here or on its way."""
-        return self._manifests[artifact_id].payload_bytes
-
-    def is_arriving(self, artifact_id: str) -> bool:
+    def _is_arriving(self, artifact_id: str) -> bool:
         """Whether more of it comes. Raises what kept it from coming."""
         if artifact_id in self._failed:
             raise self._failed[artifact_id]
@@ -122,8 +114,9 @@ class Relay:
         await asyncio.to_thread(self._store.open, artifact_id, manifest, with_base=False)
         self._manifests[artifact_id] = manifest
         self._pull_changed.beat()
-        arrival = _RelayedArrival(artifact_id, manifest, self._store, self._transfers)
-        came = await self._downloader.fetch(manifest, artifact_id, arrival)
+        came = await self._downloader.pull(
+            self._store.held(artifact_id), artifact_id, lambda _: self._transfers.changed()
+        )
         text = "version {} is here: {} bytes came, it has {}, artifact {}"
         logger.info(text, manifest.version, came, manifest.payload_bytes, artifact_id)
         await self._drop_old()
@@ -150,27 +143,3 @@ class Relay:
             del self._manifests[artifact_id]
             self._failed.pop(artifact_id, None)
             await asyncio.to_thread(self._store.delete, artifact_id, ())
-
-
-class _RelayedArrival:
-    """An `Arrival` in a relay's store: a chunk can be fetched from here once all of it has come and is right."""
-
-    def __init__(self, artifact_id: str, manifest: Manifest, store: VersionStore, transfers: Transfers) -> None:
-        self._artifact_id, self._chunks = artifact_id, manifest.chunks
-        self._store, self._transfers = store, transfers
-        self._index_of = {chunk.offset: index for index, chunk in enumerate(manifest.chunks)}
-        self.missing = {self._index_of[offset] for offset in store.missing(artifact_id)}
-        self._parts: dict[int, NDArray[np.uint8]] = {}
-
-    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
-        index = bisect_right(self._chunks, offset, key=lambda chunk: chunk.offset) - 1
-        chunk = self._chunks[index]
-        if index not in self._parts:
-            self._parts[index] = np.empty(chunk.length, dtype=np.uint8)
-        self._parts[index][offset - chunk.offset : offset - chunk.offset + len(data)] = data
-
-    def complete(self, index: int) -> None:
-        """Checks and stores a chunk, which takes the loop a few ms. Raises MeshError DIGEST_MISMATCH, OVERLOADED."""
-        self._store.write(self._artifact_id, chunk_of(self._chunks[index].offset, self._parts.pop(index)))
-        self.missing.discard(index)
-        self._transfers.changed()

@@ -85,7 +85,7 @@ async def begun(mesh: Any, engine: Any, state: Any) -> tuple[WeightAgent, Upload
     upload.send(upload.chunks[:3])
     await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
     end = upload.chunks[3].offset
-    await mesh.until(lambda: mesh.hub._store.received_to(upload.artifact_id, 0, end) == end)
+    await mesh.until(lambda: mesh.hub._store.held(upload.artifact_id).here_to(0, end) == end)
     return agent, upload
 
 

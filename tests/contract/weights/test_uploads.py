@@ -13,6 +13,7 @@ from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions import transfer
 from meshrl.versions.parents import TransferLimits
+from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Transport, VersionState
 
@@ -117,16 +118,18 @@ async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:
     assert caught.value.reason is Reason.UNREACHABLE
 
 
-async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(mesh: Any, state: Any) -> None:
+async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(
+    mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM)
-    verify, go_on, hashed = mesh.hub._store.verify, threading.Event(), []
+    verify, go_on, hashed = VersionBytes.verify, threading.Event(), []
 
     def slow(*arguments: Any) -> None:
-        hashed.append(arguments[0])
+        hashed.append(arguments[0].manifest)
         go_on.wait(60.0)
         verify(*arguments)
 
-    mesh.hub._store.verify = slow
+    monkeypatch.setattr(VersionBytes, "verify", slow)
     manifest = (await publisher.prepare(0, state(1))).manifest
     client = mesh.client()
     artifact = (await client.create_version(manifest)).artifact_id
@@ -139,7 +142,7 @@ async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(mesh
     go_on.set()
     assert (await again).state is VersionState.SEALED
     assert (await client.seal_version(**named)).state is VersionState.SEALED
-    assert hashed == [artifact]
+    assert hashed == [manifest]
 
 
 async def test_publisher_seals_though_the_hub_restarts_and_lost_what_it_had(

@@ -59,7 +59,7 @@ def test_hub_refuses_a_pipe_in_the_place_of_a_file(tmp_path: Path, store: Versio
     os.mkfifo(pipe)
     made = manifest(pipe)
     store.open(artifact_id(made), made)
-    error = in_time(lambda: store.verify(artifact_id(made), verify), pipe)  # type: ignore[arg-type] # one of two
+    error = in_time(lambda: store.held(artifact_id(made)).verify(verify), pipe)  # type: ignore[arg-type] # one of two
     assert isinstance(error, MeshError)
     assert error.reason is Reason.CHUNKS_MISSING
     assert "is not a regular file" in error.message
@@ -73,7 +73,7 @@ def test_hub_refuses_a_link_to_another_file(tmp_path: Path, store: VersionStore)
     made = manifest(link)
     store.open(artifact_id(made), made)
     with pytest.raises(MeshError, match="is not a regular file"):
-        store.verify(artifact_id(made), "digests")
+        store.held(artifact_id(made)).verify("digests")
 
 
 def test_hub_does_not_wait_at_a_pipe_in_the_place_of_a_manifest(tmp_path: Path, store: VersionStore) -> None:

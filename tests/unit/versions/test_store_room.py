@@ -45,14 +45,14 @@ def test_a_chunk_that_was_written_in_part_has_not_arrived(disk: Path) -> None:
     filler = fill(disk)
     with filler.open("r+b") as file:
         file.truncate(filler.stat().st_size - CHUNK_BYTES - 4096)  # room for a chunk and a third
-    store.write(artifact, chunk(0))
+    store.held(artifact).write(chunk(0))
     with pytest.raises(MeshError) as caught:
-        store.write(artifact, chunk(CHUNK_BYTES))
+        store.held(artifact).write(chunk(CHUNK_BYTES))
     assert caught.value.reason is Reason.OVERLOADED
-    assert store.missing(artifact) == (CHUNK_BYTES,)
+    assert store.held(artifact).missing_offsets() == (CHUNK_BYTES,)
     filler.unlink()
-    store.write(artifact, chunk(CHUNK_BYTES))
-    assert store.missing(artifact) == ()
+    store.held(artifact).write(chunk(CHUNK_BYTES))
+    assert store.held(artifact).missing_offsets() == ()
     assert b"".join(bytes(piece.data) for piece in store.read(artifact, 0, len(DATA), CHUNK_BYTES)) == DATA
 
 
@@ -67,4 +67,4 @@ def test_a_version_larger_than_the_room_is_refused_before_any_of_it_comes(disk: 
     assert caught.value.reason is Reason.OVERLOADED
     filler.unlink()
     store.open(artifact, manifest)
-    assert store.missing(artifact) == (0, CHUNK_BYTES)
+    assert store.held(artifact).missing_offsets() == (0, CHUNK_BYTES)

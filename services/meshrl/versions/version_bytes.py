@@ -1,0 +1,231 @@
+"""The bytes of one version, of which chunks may be missing: in memory, or in files.
+
+A hub's upload and a relay's download fill files, an agent's download fills memory; a hub and relays serve what is here
+while the rest still comes. A chunk counts as here only once its BLAKE3 was right, and is checked again when it is read
+from a file: bytes that changed at rest are never sent on.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.core.durable import is_full, write_at
+from meshrl.versions.transfer import chunk_of, sound_bytes
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.manifest import digest
+from meshrl.wire.manifest_file import PayloadReader
+from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport
+
+RECENT_CHUNKS = 6
+VERIFIERS = 8  # threads that check a version made of files
+
+
+class VersionBytes:
+    """Safe for threads; blocking where the bytes are in files.
+
+    `missing` has the indices of the chunks that are not here.
+    """
+
+    def __init__(
+        self, manifest: Manifest, *, file: Path | None = None, memory: NDArray[np.uint8] | None = None
+    ) -> None:
+        """`file` is the payload of a streamed version, in a folder of the version's own; else `memory` has its bytes.
+
+        A version whose bytes do not come in chunks has none missing.
+        """
+        self.manifest, self.file, self._memory = manifest, file, memory
+        self.missing: set[int] = set()
+        if manifest.transport is Transport.STREAM or memory is not None:
+            self.missing.update(range(len(manifest.chunks)))
+        self._lock = threading.Lock()
+        # Chunks that were read to send a part of: several connections ask for one between them.
+        self._recent: deque[tuple[bytes, bytes]] = deque(maxlen=RECENT_CHUNKS)
+
+    @property
+    def folder(self) -> Path:
+        """Of the version's own."""
+        assert self.file is not None
+        return self.file.parent
+
+    @property
+    def _files(self) -> Sequence[FileEntry]:
+        if self.manifest.transport is Transport.FILESYSTEM:
+            return self.manifest.files
+        return (FileEntry(path=str(self.file), offset=0, num_bytes=self.manifest.payload_bytes),)
+
+    def find(self) -> None:
+        """Looks which chunks the file has, as an earlier start has left it."""
+        with PayloadReader(self._files) as reader:
+            chunks = enumerate(self.manifest.chunks)
+            self.missing = {index for index, chunk in chunks if not _is_sound(reader, chunk)}
+
+    # --- filling ------------------------------------------------------------------------------------
+
+    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
+        """Stores bytes of a missing chunk, from `offset` of the version on; chunks come in any order, and mixed.
+
+        Raises MeshError OVERLOADED where a file has no room.
+        """
+        if self._memory is not None:
+            self._memory[offset : offset + len(data)] = data
+            return
+        assert self.file is not None
+        with room_for(self.manifest, self.folder.parent), open(self.file, "r+b", buffering=0) as file:
+            write_at(file.fileno(), data.data, offset)
+
+    def complete(self, index: int) -> None:
+        """All bytes of a chunk were put: it is no longer missing. Raises MeshError DIGEST_MISMATCH."""
+        chunk = self.manifest.chunks[index]
+        if self._memory is not None:
+            data: memoryview | bytes = self._memory[chunk.offset : chunk.offset + chunk.length].data
+        else:
+            with PayloadReader(self._files) as reader:
+                data = reader.read(chunk.offset, chunk.length)
+        self._check(chunk, data)
+        with self._lock:
+            self.missing.discard(index)
+
+    def write(self, chunk: Chunk) -> None:
+        """Takes a whole chunk of an upload; does nothing where it is here.
+
+        Raises INVALID_REQUEST, CHUNK_CORRUPT (its checksum), DIGEST_MISMATCH (the manifest's), OVERLOADED (no room).
+        """
+        index = self._index_at(chunk.offset)
+        entry = self.manifest.chunks[index] if index >= 0 else None
+        if entry is None or (entry.offset, entry.length) != (chunk.offset, len(chunk.data)):
+            text = f"[{chunk.offset}, +{len(chunk.data)}) is not a chunk of the manifest"
+            raise invalid([FieldViolation("chunk.offset", text)], "the upload")
+        data = sound_bytes(chunk)
+        self._check(entry, data.data)  # before it is put: the one that is here may be right
+        if index in self.missing:
+            self.put(chunk.offset, data)
+            with self._lock:
+                self.missing.discard(index)
+
+    def _check(self, chunk: ChunkEntry, data: memoryview | bytes) -> None:
+        if digest(data) != chunk.digest:
+            raise MeshError(
+                Reason.DIGEST_MISMATCH,
+                f"the chunk at {chunk.offset} of version {self.manifest.version} is not the one in its manifest; did"
+                " the weights change meanwhile?",
+            )
+
+    def _index_at(self, offset: int) -> int:
+        """Of the chunk that has the byte at an offset."""
+        return bisect_right(self.manifest.chunks, offset, key=lambda chunk: chunk.offset) - 1
+
+    # --- what is here -------------------------------------------------------------------------------
+
+    def missing_offsets(self) -> tuple[int, ...]:
+        """Offsets of the chunks that are not here, in order."""
+        with self._lock:
+            return tuple(self.manifest.chunks[index].offset for index in sorted(self.missing))
+
+    def here_to(self, start: int, end: int) -> int:
+        """The end of the bytes that are here without a gap from `start` on, at most `end`; `start` if none."""
+        chunks = self.manifest.chunks
+        with self._lock:
+            index = self._index_at(start)
+            while index < len(chunks) and chunks[index].offset < end and index not in self.missing:
+                index += 1
+        return end if index == len(chunks) else max(start, min(end, chunks[index].offset))
+
+    def verify(self, files: Literal["digests", "sizes"]) -> None:
+        """Checks that the version is complete and, where that was not done on arrival, right.
+
+        `files`: whether a publisher's files are read and hashed, or only their sizes are looked at. Payloads are not
+        synced to disk: what a power cut damages is found by the digests, and published again.
+
+        Raises: CHUNKS_MISSING (a chunk, or a file that is missing or too short); DIGEST_MISMATCH.
+        """
+        if missing := self.missing_offsets():
+            raise MeshError(
+                Reason.CHUNKS_MISSING,
+                f"{len(missing)} of {len(self.manifest.chunks)} chunks are missing, at"
+                f" {', '.join(map(str, missing[:5]))}; send them",
+            )
+        if self.manifest.transport is not Transport.FILESYSTEM:
+            return  # of a version that is broadcast, engines check what they receive
+        try:
+            with PayloadReader(self._files) as reader:
+                if files == "sizes":
+                    return
+                chunks = self.manifest.chunks
+                with ThreadPoolExecutor(VERIFIERS) as threads:  # reading and hashing leave the interpreter to others
+                    found = threads.map(lambda chunk: _is_sound(reader, chunk), chunks)
+                    for chunk, sound in zip(chunks, found, strict=True):
+                        if not sound:
+                            raise self._changed_at_rest(chunk)
+        except OSError as error:
+            raise MeshError(Reason.CHUNKS_MISSING, f"the hub cannot read a file of the version: {error}") from error
+
+    def read(self, offset: int, end: int, chunk_bytes: int) -> Iterator[Chunk]:
+        """Yields [offset, end) in pieces of at most `chunk_bytes`, none of them across chunks of the manifest.
+
+        Raises: UNKNOWN_VERSION when the bytes are gone; DIGEST_MISMATCH when they changed at rest; NOT_SUPPORTED for a
+        version whose bytes never come here.
+        """
+        if self.manifest.transport is Transport.NCCL:
+            raise MeshError(
+                Reason.NOT_SUPPORTED,
+                f"version {self.manifest.version} travels in a group (transport nccl), the hub has no bytes of it; "
+                "join the publisher's next group, or publish with transport stream or filesystem",
+            )
+        try:
+            with PayloadReader(self._files) as reader:
+                for chunk in self.manifest.chunks:
+                    if chunk.offset + chunk.length <= offset or chunk.offset >= end:
+                        continue
+                    in_part = chunk.offset < offset or chunk.offset + chunk.length > end
+                    data = dict(self._recent.copy()).get(chunk.digest) if in_part else None
+                    if data is None:
+                        data = reader.read(chunk.offset, chunk.length)
+                        if digest(data) != chunk.digest:
+                            raise self._changed_at_rest(chunk)
+                        if in_part:
+                            self._recent.append((chunk.digest, data))
+                    first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
+                    for at in range(first, last, chunk_bytes):
+                        stop = min(at + chunk_bytes, last)
+                        yield chunk_of(at, data[at - chunk.offset : stop - chunk.offset])
+        except OSError as error:
+            raise MeshError(
+                Reason.UNKNOWN_VERSION, f"bytes of version {self.manifest.version} are gone: {error}"
+            ) from error
+
+    def _changed_at_rest(self, chunk: ChunkEntry) -> MeshError:
+        return MeshError(
+            Reason.DIGEST_MISMATCH,
+            f"version {self.manifest.version} changed at rest: the chunk at byte {chunk.offset} no longer matches its"
+            " BLAKE3; publish it again under a new artifact or go on with the next version",
+        )
+
+
+def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
+    """Whether the bytes of a chunk are those of the manifest."""
+    return digest(reader.read(chunk.offset, chunk.length)) == chunk.digest
+
+
+@contextmanager
+def room_for(manifest: Manifest, spool_dir: Path) -> Iterator[None]:
+    """Turns the error of a full disk into one with which a publisher, or a relay, can tell what to do."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise MeshError(
+            Reason.OVERLOADED,
+            f"the hub has no room for version {manifest.version} in {spool_dir}: {error.strerror}; it has "
+            f"{manifest.payload_bytes} bytes: free some space there, and send it again",
+        ) from error

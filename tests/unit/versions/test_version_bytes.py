@@ -1,0 +1,86 @@
+"""The bytes of a version, some of which are here: in memory or in a file, whatever order they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.versions.transfer import chunk_of
+from meshrl.versions.version_bytes import VersionBytes
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
+from meshrl.wire.types import Manifest, Transport
+
+CHUNK = 4096
+DATA = np.random.default_rng(0).integers(0, 256, 3 * CHUNK, dtype=np.uint8)
+
+
+def made() -> Manifest:
+    plans = plan_tensors([("w", "uint8", (len(DATA),))])
+    tensors, chunks = entries_of(memoryview(DATA), plans, CHUNK)
+    return build_manifest(run_id="r", epoch=1, version=3, transport=Transport.STREAM, tensors=tensors, chunks=chunks)
+
+
+def in_memory(folder: Path) -> VersionBytes:
+    return VersionBytes(made(), memory=np.zeros(len(DATA), dtype=np.uint8))
+
+
+def in_file(folder: Path) -> VersionBytes:
+    file = folder / "payload"
+    file.write_bytes(bytes(len(DATA)))
+    return VersionBytes(made(), file=file)
+
+
+@pytest.fixture(params=[in_memory, in_file])
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> VersionBytes:
+    make: Callable[[Path], VersionBytes] = request.param
+    return make(tmp_path)
+
+
+def test_bytes_come_in_any_order_and_a_chunk_is_here_once_all_of_it_is(held: VersionBytes) -> None:
+    held.put(CHUNK + 100, DATA[CHUNK + 100 : 2 * CHUNK])
+    held.put(0, DATA[:CHUNK])
+    held.complete(0)
+    assert (held.missing, held.missing_offsets()) == ({1, 2}, (CHUNK, 2 * CHUNK))
+    assert (held.here_to(10, len(DATA)), held.here_to(CHUNK, len(DATA))) == (CHUNK, CHUNK)
+    held.put(CHUNK, DATA[CHUNK : CHUNK + 100])
+    held.complete(1)
+    assert held.here_to(0, len(DATA)) == 2 * CHUNK
+    with pytest.raises(MeshError, match="1 of 3 chunks are missing, at 8192; send them"):
+        held.verify("digests")
+    held.write(chunk_of(2 * CHUNK, DATA[2 * CHUNK :]))
+    held.verify("digests")
+    assert (held.missing, held.here_to(0, len(DATA))) == (set(), len(DATA))
+
+
+def test_a_chunk_that_is_not_that_of_the_manifest_stays_missing(held: VersionBytes) -> None:
+    held.put(0, DATA[:CHUNK] ^ 1)
+    with pytest.raises(MeshError, match="the chunk at 0 of version 3 is not the one in its manifest") as caught:
+        held.complete(0)
+    assert caught.value.reason is Reason.DIGEST_MISMATCH
+    held.put(0, DATA[:CHUNK])
+    held.complete(0)
+    assert held.missing == {1, 2}
+
+
+def test_what_is_here_is_read_and_is_not_replaced_by_a_wrong_upload(tmp_path: Path) -> None:
+    held = in_file(tmp_path)
+    for offset in range(0, len(DATA), CHUNK):
+        held.write(chunk_of(offset, DATA[offset : offset + CHUNK]))
+    with pytest.raises(MeshError, match="is not the one in its manifest"):
+        held.write(chunk_of(0, DATA[:CHUNK] ^ 1))
+    pieces = list(held.read(10, len(DATA) - 5, 1000))
+    assert b"".join(bytes(piece.data) for piece in pieces) == DATA[10:-5].tobytes()
+    (tmp_path / "payload").write_bytes(bytes(len(DATA)))
+    with pytest.raises(MeshError, match="version 3 changed at rest: the chunk at byte 4096"):
+        list(held.read(CHUNK, 2 * CHUNK, CHUNK))
+
+
+def test_a_later_start_finds_the_chunks_that_the_file_has(tmp_path: Path) -> None:
+    in_file(tmp_path).write(chunk_of(CHUNK, DATA[CHUNK : 2 * CHUNK]))
+    again = VersionBytes(made(), file=tmp_path / "payload")
+    again.find()
+    assert again.missing == {0, 2}
