@@ -20,9 +20,9 @@ from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import open_store
 from meshrl.versions.progress import Progress
-from meshrl.versions.transports.base import Answer, PublishCall, VersionLine
+from meshrl.versions.transports.base import Answer, VersionLine
 from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
-from meshrl.versions.transports.broadcast_share import BroadcastShare
+from meshrl.versions.transports.broadcast_share import BroadcastShare, MeetEngines, SendVersion
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 from served_engine import ServedEngine, activate, serving_engine
@@ -201,8 +201,8 @@ async def test_trainer_that_dies_in_a_broadcast_leaves_the_engine_on_its_version
             share = training.share
             carry_out = share.carry_out
 
-            def dies(call: PublishCall) -> Answer:
-                if call.do == "send":
+            def dies(call: MeetEngines | SendVersion) -> Answer:
+                if isinstance(call, SendVersion):
                     share.leave()
                     raise MeshError(Reason.INTERNAL, "killed")
                 return carry_out(call)

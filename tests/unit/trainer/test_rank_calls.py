@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -20,14 +21,21 @@ def answer(rank: int) -> Answer:
     return {"ranks": {str(rank): "done"}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work(PublishCall):
+    version: int
+
+
 class Share:
+    calls = (Work,)
+
     def __init__(self, rank: int, failure: MeshError | None = None) -> None:
         self.rank, self.failure = rank, failure
         self.progress = Progress()
         self.slow_s = 0.0  # of the time between two moves of the next call
         self.done: list[int] = []
 
-    def carry_out(self, call: PublishCall) -> Answer:
+    def carry_out(self, call: Work) -> Answer:
         if self.failure is not None:
             raise self.failure
         for _ in range(8 if self.slow_s else 0):
@@ -46,7 +54,7 @@ def test_every_rank_carries_out_every_call_in_order() -> None:
         for rank in (1, 2)
     ]
     for number in range(5):
-        answers = calls.call(PublishCall(do="write", version=number), stall_s=5.0)
+        answers = calls.call(Work(version=number), stall_s=5.0)
         assert answers == [answer(0), answer(1), answer(2)]
     assert [share.done for share in shares] == [[0, 1, 2, 3, 4]] * 3
     calls.shut_down()
@@ -60,10 +68,10 @@ def test_failure_of_a_rank_is_rank_0s_to_hear_and_the_next_call_works() -> None:
     calls = RankCalls(Share(0), store, num_ranks=2)
     member = RankCallThread(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
     with pytest.raises(MeshError, match="rank 1: gone") as caught:
-        calls.call(PublishCall(do="write", version=0), stall_s=5.0)
+        calls.call(Work(version=0), stall_s=5.0)
     assert caught.value.reason is Reason.GROUP_BROKEN
     other.failure = None
-    assert calls.call(PublishCall(do="write", version=1), stall_s=5.0) == [answer(0), answer(1)]
+    assert calls.call(Work(version=1), stall_s=5.0) == [answer(0), answer(1)]
     calls.shut_down()
     member.join(60.0)
 
@@ -75,7 +83,7 @@ def test_a_rank_that_moves_may_take_as_long_as_it_must(monkeypatch: pytest.Monke
     calls = RankCalls(own, store, num_ranks=2)
     member = RankCallThread(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
     began_s, other.slow_s = own.progress.moved_s, 0.4
-    assert calls.call(PublishCall(do="write", version=0), stall_s=2.0) == [answer(0), answer(1)]
+    assert calls.call(Work(version=0), stall_s=2.0) == [answer(0), answer(1)]
     assert own.progress.moved_s > began_s + 2.0
     calls.shut_down()
     member.join(60.0)
@@ -84,7 +92,7 @@ def test_a_rank_that_moves_may_take_as_long_as_it_must(monkeypatch: pytest.Monke
 def test_rank_that_does_not_answer_costs_the_deadline_and_no_more() -> None:
     calls = RankCalls(Share(0), open_store("127.0.0.1", deadline_s=60.0), num_ranks=2)
     with pytest.raises(MeshError) as caught:
-        calls.call(PublishCall(do="write", version=0), stall_s=0.3)
+        calls.call(Work(version=0), stall_s=0.3)
     assert caught.value.reason is Reason.DEADLINE_PASSED
 
 

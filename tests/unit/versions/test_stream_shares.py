@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from meshrl.versions.collective.plan import rows_of
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
-from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionLine
+from meshrl.versions.transports.base import Answer, Prepared, VersionLine
 from meshrl.versions.transports.stream import StreamTransport
 from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.types import CollectivePlan, VersionKind
@@ -66,7 +67,7 @@ class Ranks:
             LINE, self, self.shares[0], num_shares=count, chunk_bytes=4096, anchor_every=anchor_every
         )
 
-    def call(self, call: PublishCall, *, stall_s: float) -> list[Answer]:
+    def call(self, call: Any, *, stall_s: float) -> list[Answer]:
         return [share.carry_out(call) for share in self.shares]
 
     async def prepare(self, version: int, state: State) -> Prepared:

@@ -68,13 +68,14 @@ class RankCalls:
 
     def shut_down(self) -> None:
         """Tells every other rank to shut its publishing thread down."""
-        self._send(PublishCall(do="shut_down"))
+        self._send(None)
 
-    def _send(self, call: PublishCall) -> None:
+    def _send(self, call: PublishCall | None) -> None:
         self._sent += 1
         if self._store is not None and self._num_ranks > 1:
             self._store.delete_key(f"call/{self._sent - 2}")  # everybody has read it: the one after it was answered
-            self._store.set(f"call/{self._sent}", json.dumps(asdict(call)))
+            name, fields = ("", {}) if call is None else (type(call).__name__, asdict(call))
+            self._store.set(f"call/{self._sent}", json.dumps([name, fields]))
 
     def _receive(self, rank: int, stall_s: float) -> Answer | MeshError:
         """A rank's answer to the last call, or what it failed with there. Raises MeshError where none comes."""
@@ -115,7 +116,7 @@ class RankCallThread:
 
     def _run(self) -> None:
         number = 1
-        while (call := self._receive(number)) is not None and call.do != "shut_down":
+        while (call := self._receive(number)) is not None:
             try:
                 outcome = _Outcome(answer=self._carry_out(number, call))
             except MeshError as error:  # rank 0 decides what becomes of the version
@@ -141,11 +142,13 @@ class RankCallThread:
         return working.result()
 
     def _receive(self, number: int) -> PublishCall | None:
-        """Rank 0's next call, whenever it comes; None once rank 0 is gone, and its training group with it."""
+        """Rank 0's next call, whenever it comes; None once it shuts this thread down, or is gone."""
         while True:
             try:
                 self._store.wait([f"call/{number}"], timedelta(seconds=IDLE_S))
-                return PublishCall(**json.loads(self._store.get(f"call/{number}")))
+                name, fields = json.loads(self._store.get(f"call/{number}"))
+                kinds = {kind.__name__: kind for kind in self._share.calls}
+                return kinds[name](**fields) if name else None
             except RuntimeError as error:
                 if "timeout" not in str(error).lower():
                     return None

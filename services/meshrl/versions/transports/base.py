@@ -7,9 +7,9 @@ does its part on a thread beside training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,24 +32,23 @@ Answer = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class PublishCall:
-    """What rank 0 asks every sender rank to do for a version, or for the group of engines that it will be sent to."""
-
-    do: Literal["write", "hash", "encode", "write_delta", "set_base", "join_group", "send", "leave_group", "shut_down"]
-    version: int = 0
-    base: int = -1  # version to make a delta from; -1: no delta
-    generation: int = 0  # of the group to join
-    num_receivers: int = 0
-    deadline_s: float = 0.0
+    """What rank 0 asks every sender rank to do. Each transport has calls of its own, beside the share that takes them;
+    their fields are plain values, since calls travel as JSON.
+    """
 
 
 class RankShare(Protocol):
     """One rank's part in publishing a version; `progress` says whether it still moves."""
 
     @property
+    def calls(self) -> Sequence[type[PublishCall]]:
+        """The calls that it takes."""
+
+    @property
     def progress(self) -> Progress: ...
 
-    def carry_out(self, call: PublishCall) -> Answer:
-        """Does what a call asks for; blocking. Raises MeshError and OSError."""
+    def carry_out(self, call: Any) -> Answer:
+        """Does what one of its calls asks for; blocking. Raises MeshError and OSError."""
 
 
 class AllRanks(Protocol):

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from meshrl.client import WeightSyncClient
 from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.snapshot import Captured
-from meshrl.versions.transports.base import AllRanks, Prepared, PublishCall, VersionLine
-from meshrl.versions.transports.broadcast_share import BroadcastShare
+from meshrl.versions.transports.base import AllRanks, Prepared, VersionLine
+from meshrl.versions.transports.broadcast_share import BroadcastShare, MeetEngines, SendVersion
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AgentState, CollectivePlan, EngineInfo, OpenedGroup, TensorEntry, Transport
 
@@ -200,8 +200,7 @@ class BroadcastTransport:
         )
         if {member.engine_id for member in opened.members} == set(unless):
             return set()
-        call = PublishCall(
-            do="join_group",
+        call = MeetEngines(
             generation=opened.generation,
             num_receivers=sum(member.num_ranks for member in opened.members),
             deadline_s=self._meet_s,
@@ -261,7 +260,7 @@ class BroadcastTransport:
             group = self._group
             if group is None:
                 return False
-            call = PublishCall(do="send", version=version)
+            call = SendVersion(version=version)
             stall_s = self._place.deadline_s + GRACE_S  # each rank ends a send that stands still
             self.progress.moved()
             try:

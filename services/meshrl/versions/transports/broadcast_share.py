@@ -7,6 +7,7 @@ snapshot into `BroadcastShare.held`.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -19,8 +20,26 @@ from meshrl.versions.transports.base import Answer, PublishCall
 from meshrl.wire.errors import MeshError, Reason
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeetEngines(PublishCall):
+    """Leave the group before, and meet the receivers of a new one."""
+
+    generation: int
+    num_receivers: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendVersion(PublishCall):
+    """Send the group what the rank holds of a version."""
+
+    version: int
+
+
 class BroadcastShare:
-    """One sender rank's share of the broadcasts. Calls: join_group, send, leave_group."""
+    """One sender rank's share of the broadcasts."""
+
+    calls = (MeetEngines, SendVersion)
 
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
@@ -35,9 +54,9 @@ class BroadcastShare:
         self._lock = threading.Lock()
         self._sending = False
 
-    def carry_out(self, call: PublishCall) -> Answer:
-        """Meets the receivers of a group, sends what this rank holds, or leaves the group."""
-        if call.do == "join_group":
+    def carry_out(self, call: MeetEngines | SendVersion) -> Answer:
+        """Meets the receivers of a group, or sends what this rank holds."""
+        if isinstance(call, MeetEngines):
             self.leave()
             if self._store is None:
                 self._store = reach_store(self._store_address, deadline_s=call.deadline_s)
@@ -50,10 +69,8 @@ class BroadcastShare:
                 device=self._device,
                 deadline_s=call.deadline_s,
             )
-        elif call.do == "send":
-            self._send(call.version)
         else:
-            self.leave()
+            self._send(call.version)
         return {}
 
     def leave(self) -> None:

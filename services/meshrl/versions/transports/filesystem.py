@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,8 +24,24 @@ from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES
 from meshrl.wire.types import Manifest, Transport
 
 
+@dataclass(frozen=True, kw_only=True)
+class WriteFiles(PublishCall):
+    """Write what the rank holds of a version into its files."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashFiles(PublishCall):
+    """Hash the rank's share of what all have written."""
+
+    version: int
+
+
 class FileShare:
-    """One rank's share of the files. Calls: write, hash."""
+    """One rank's share of the files."""
+
+    calls = (WriteFiles, HashFiles)
 
     def __init__(
         self,
@@ -65,10 +82,10 @@ class FileShare:
             progress=self.progress,
         )
 
-    def carry_out(self, call: PublishCall) -> Answer:
-        """Writes what this rank holds, or hashes its share of what all have written."""
+    def carry_out(self, call: WriteFiles | HashFiles) -> Answer:
+        """Writes or hashes; the answer to HashFiles are digests of tensors and chunks by index."""
         files = self.files(call.version)
-        if call.do == "write":
+        if isinstance(call, WriteFiles):
             held = self.held.get(call.version, deadline_s=self._deadline_s)
             if isinstance(held, GatheredWeights):
                 files.write((tensor.offset, held.bytes_of(tensor)) for tensor in held.tensors)
@@ -121,8 +138,8 @@ class FilesystemTransport:
     def _write(self, version: int) -> Manifest:
         files = self._share.files(version)
         files.begin()
-        self._ranks.call(PublishCall(do="write", version=version), stall_s=self._stall_s)
-        answers = self._ranks.call(PublishCall(do="hash", version=version), stall_s=self._stall_s)
+        self._ranks.call(WriteFiles(version=version), stall_s=self._stall_s)
+        answers = self._ranks.call(HashFiles(version=version), stall_s=self._stall_s)
         tensors, chunks = files.listed(_joined("tensors", answers), _joined("chunks", answers))
         manifest = self._line.manifest(version, Transport.FILESYSTEM, tensors, chunks, files=files.entries)
         files.finish(manifest)

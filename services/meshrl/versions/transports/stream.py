@@ -21,8 +21,8 @@ from meshrl.versions.deltas.codec import Packed, read_stream, write_stream
 from meshrl.versions.deltas.digests import with_lanes
 from meshrl.versions.deltas.rule import DeltaRule
 from meshrl.versions.snapshot import Captured, GatheredWeights
-from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionLine
-from meshrl.versions.transports.stream_share import StreamShare
+from meshrl.versions.transports.base import AllRanks, Answer, Prepared, VersionLine
+from meshrl.versions.transports.stream_share import EncodeRows, SetBase, StreamShare, WriteDelta, WriteRows
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest, entries_of
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
 
@@ -72,7 +72,7 @@ class StreamTransport:
             return {}
         began_s = time.monotonic()
         self._rule.delivered(version)
-        await asyncio.to_thread(self._ranks.call, PublishCall(do="set_base", version=version), stall_s=self._stall_s)
+        await asyncio.to_thread(self._ranks.call, SetBase(version=version), stall_s=self._stall_s)
         return {"keep": time.monotonic() - began_s}
 
     async def close(self) -> None:
@@ -102,7 +102,7 @@ class StreamTransport:
 
     def _encode(self, rule: DeltaRule, version: int, base: Manifest | None) -> bool:
         """Has the ranks digest their rows and encode what changed; returns whether that is what leaves."""
-        call = PublishCall(do="encode", version=version, base=-1 if base is None else base.version)
+        call = EncodeRows(version=version, base=None if base is None else base.version)
         answers = self._ranks.call(call, stall_s=self._stall_s)
         lanes = np.zeros((len(self._tensors), 2), dtype=np.uint64)
         for answer in answers:
@@ -121,7 +121,7 @@ class StreamTransport:
         pieces: list[Packed] = list(self._share.pieces)
         if self._num_shares > 1:
             self._share.full_path.parent.mkdir(parents=True, exist_ok=True)
-            self._ranks.call(PublishCall(do="write_delta", version=version), stall_s=self._stall_s)
+            self._ranks.call(WriteDelta(version=version), stall_s=self._stall_s)
             for share in range(1, self._num_shares):
                 path = self._share.delta_path(share)
                 pieces += read_stream(np.frombuffer(path.read_bytes(), dtype=np.uint8))
@@ -152,7 +152,7 @@ class StreamTransport:
             try:
                 if num_bytes:  # room for all of it, now: a write into memory that is full would end the process
                     os.posix_fallocate(file.fileno(), 0, num_bytes)
-                self._ranks.call(PublishCall(do="write", version=version), stall_s=self._stall_s)
+                self._ranks.call(WriteRows(version=version), stall_s=self._stall_s)
                 mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ) if num_bytes else b""
             finally:
                 path.unlink()

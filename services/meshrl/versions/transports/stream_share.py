@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,39 @@ times as much, or more."""
 Bytes = NDArray[np.uint8]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncodeRows(PublishCall):
+    """Digest the rank's rows of a version and encode what changed in them since `base`; None: no delta is wanted."""
+
+    version: int
+    base: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteDelta(PublishCall):
+    """Write what was encoded last into a file for rank 0."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRows(PublishCall):
+    """Write the rank's rows of a version into the file of the version in full."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetBase(PublishCall):
+    """The version was published: the next delta is from it."""
+
+    version: int
+
+
 class StreamShare:
-    """One rank's share of streamed versions. Calls: encode, write_delta, write, set_base."""
+    """One rank's share of streamed versions."""
+
+    calls = (EncodeRows, WriteDelta, WriteRows, SetBase)
 
     def __init__(
         self,
@@ -70,19 +102,20 @@ class StreamShare:
             spare = last.flat
         return spare
 
-    def carry_out(self, call: PublishCall) -> Answer:
+    def carry_out(self, call: EncodeRows | WriteDelta | WriteRows | SetBase) -> Answer:
         """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
         snapshot = self.held.get(call.version, deadline_s=self._deadline_s)
         with self._side.reading(snapshot):
-            if call.do == "encode":
-                return self._encode(snapshot, call.base)
-            if call.do == "write_delta":
-                if self._share:
-                    self.delta_path(self._share).write_bytes(write_stream(self.pieces).data)
-            elif call.do == "write":
-                self._write(snapshot)
-            else:
-                self._set_base(snapshot, call.version)
+            match call:
+                case EncodeRows():
+                    return self._encode(snapshot, call.base)
+                case WriteDelta():
+                    if self._share:
+                        self.delta_path(self._share).write_bytes(write_stream(self.pieces).data)
+                case WriteRows():
+                    self._write(snapshot)
+                case SetBase():
+                    self._set_base(snapshot, call.version)
         return {}
 
     def delta_path(self, share: int) -> Path:
@@ -106,7 +139,7 @@ class StreamShare:
         """Ends its threads."""
         self._threads.shutdown(wait=False)
 
-    def _encode(self, snapshot: Snapshot, base_version: int) -> Answer:
+    def _encode(self, snapshot: Snapshot, base_version: int | None) -> Answer:
         """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows.
 
         Answers the digests, and the bytes of the delta: those of the full version where this rank has no base.
