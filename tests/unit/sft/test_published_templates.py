@@ -144,9 +144,13 @@ def test_a_turn_is_learned_to_the_token_that_ends_it_and_no_further(
     assert learned_by(CONVERSATIONS[name], tokenizer) == [f"{text}{end}" for text in texts or ()]
 
 
-@pytest.mark.parametrize("name", ["one", "two", "last", "thinking"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
 def test_mistral_learns_its_end_of_text(name: str) -> None:
     tokenizer = family_tokenizer(MISTRAL, eos_token="</s>", bos_token="<bos>")
+    if name in ("system", "tools"):
+        with pytest.raises(DataError, match=r"only user and assistant|calls tools, which the chat template leaves out"):
+            learned_by(CONVERSATIONS[name], tokenizer)
+        return
     assert learned_by(CONVERSATIONS[name], tokenizer) == [f" {text}</s>" for text in YES_NO[name]]
 
 
@@ -210,6 +214,16 @@ NEEDS_A_USER = (
     "{% if not (messages | selectattr('role', 'equalto', 'user') | list) %}"
     "{{ raise_exception('No user query found in messages.') }}{% endif %}" + CHATML
 )
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_plain_chatml_learns_each_answer_with_its_end(name: str) -> None:
+    tokenizer = family_tokenizer(CHATML, eos_token="<|im_end|>")
+    if name == "tools":
+        with pytest.raises(DataError, match="message 1: calls tools, which the chat template leaves out"):
+            learned_by(CONVERSATIONS[name], tokenizer)
+        return
+    assert learned_by(CONVERSATIONS[name], tokenizer) == [f"{text}<|im_end|>" for text in YES_NO[name]]
 
 
 def test_only_prefixes_that_bound_a_learned_message_are_rendered() -> None:
