@@ -38,6 +38,7 @@ from meshrl.versions.transports.base import Prepared, VersionLine
 from meshrl.versions.transports.stream import StreamTransport
 from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.manifest import layout_signature, plan_tensors, result_root
+from meshrl.wire.text_table import markdown_head, markdown_row
 from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, VersionKind
 
 SYNTHETIC_VALUES = 32 * 2**20
@@ -93,14 +94,11 @@ def other_codes(old: Bytes, new: Bytes, width: int, threads: ThreadPoolExecutor)
 
 
 def row(*cells: object) -> None:
-    print(
-        "| " + " | ".join(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
-    )
+    print(markdown_row(f"{cell:,.4g}" if isinstance(cell, float) else cell for cell in cells), flush=True)
 
 
 def table(*names: str) -> None:
-    row(*names)
-    row(*("---" for _ in names))
+    print(markdown_head(names), flush=True)
 
 
 def best_of(times: int, work: Callable[[], Made]) -> tuple[float, Made]:

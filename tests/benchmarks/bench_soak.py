@@ -25,6 +25,7 @@ from soak_figures import PROGRAMS, Process, Rule, Sample, Verdict, as_json, disk
 
 from meshrl.core.paths import Layout
 from meshrl.launch import demo
+from meshrl.wire.text_table import markdown_head, markdown_row
 
 READY_S = 240.0
 STALL_S = 600.0
@@ -139,7 +140,7 @@ class Soak:
 def table(verdicts: Sequence[Verdict], shown: Sequence[int]) -> str:
     """One line a figure: its values at some steps, its growth, and the verdict."""
     head = ["figure", *(f"step {step}" for step in shown), "growth a step", "scatter", "measured", "bound", "flat"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = [markdown_head(head)]
     for verdict in verdicts:
         values = [f"{verdict.values[step]:,.6g}" for step in shown]
         cells = [
@@ -150,7 +151,7 @@ def table(verdicts: Sequence[Verdict], shown: Sequence[int]) -> str:
             f"{verdict.measured:.4g}",
         ]
         cells += [f"{verdict.rule.bound:g}", "yes" if verdict.flat else "NO"]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(markdown_row(cells))
     return "\n".join(lines)
 
 

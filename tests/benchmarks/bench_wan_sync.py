@@ -26,6 +26,7 @@ from bench_weight_sync import SHAPES, build
 
 from meshrl.environments.reverse_text.model import create_model
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.wire.text_table import markdown_head, markdown_row
 from wan_rig import BAD, PERFECT, Line, Wan, open_wan, why_not
 
 START_S, RUN_S = 600.0, 1500.0
@@ -102,7 +103,7 @@ def measure(shape: str, asked: argparse.Namespace) -> None:
             f"{made_s:.2f}", f"{commit_s:.2f}", f"{record['prepare_s']:.2f}", f"{record['pause_s'] * 1e3:.0f}",
             f"{record['bytes'] * 8e-6 / record['prepare_s']:.1f}", parts.get(str(version), ""),
         )  # fmt: skip
-        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+        print(markdown_row(row), flush=True)
     total = sum(record["bytes"] for record in records)
     print(f"\n{shape}: {sent / total:.3f} bytes on the line for each byte of the versions\n", flush=True)
 
@@ -117,8 +118,7 @@ def main() -> int:
         print(reason)
         return 2
     head = ("shape", "version", "sent", "MB", "lag s", "taken and made s", "commit s", "prepared s", "pause ms", "Mb/s")
-    print(f"| {' | '.join(head)} | of the preparing, s |")
-    print("| --- " * 11 + "|", flush=True)
+    print(markdown_head((*head, "of the preparing, s")), flush=True)
     for shape in asked.shapes:
         measure(shape, asked)
     return 0

@@ -52,6 +52,7 @@ from meshrl.trainer.ranks.commands import (
     receive_commands,
 )
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.wire.text_table import markdown_head, markdown_row
 from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -320,7 +321,7 @@ def line_of(shape: str, transport: str, ranks: str, records: list[dict[str, floa
         *[f"{middle(key) * 1e3:.0f}" for key in STEPS],
         f"{moved / wire_s:.1f}" if wire_s else "-", share, f"{middle('requests_kept'):.0f}",
     ]  # fmt: skip
-    return "| " + " | ".join(fields) + " |"
+    return markdown_row(fields)
 
 
 def tiny_shape(folder: Path) -> Path:
@@ -364,11 +365,11 @@ def main() -> None:
     link = link_gbps()
     if link:
         print(f"GPU to GPU: {link:.0f} GB/s\n")
-    print(
-        "| shape | transport | ranks | GB | lag s | pause ms | take ms | group ms | encode ms | write ms | stage ms |"
-        " seal ms | prepare ms | activate ms | GB/s | of the link | requests kept |\n" + "| --- " * 17 + "|",
-        flush=True,
-    )
+    head = (
+        "shape", "transport", "ranks", "GB", "lag s", "pause ms", "take ms", "group ms", "encode ms", "write ms",
+        "stage ms", "seal ms", "prepare ms", "activate ms", "GB/s", "of the link", "requests kept",
+    )  # fmt: skip
+    print(markdown_head(head), flush=True)
     everything: dict[str, Any] = {"link_gbps": link}
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         for shape in args.shapes:
@@ -385,7 +386,7 @@ def main() -> None:
                     if records:
                         print(line_of(shape, transport, ranks, records, link), flush=True)
                     else:
-                        print(f"| {shape} | {transport} | failed |", flush=True)
+                        print(markdown_row((shape, transport, "failed")), flush=True)
                         print(mesh.last_words(), file=sys.stderr)
                     if args.json:
                         args.json.write_text(json.dumps(everything, indent=1))

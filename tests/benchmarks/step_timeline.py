@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.wire.trace_file import read_lines, spans_of, trace_files
+from meshrl.cli.trace_file import read_lines, spans_of, trace_files
 
 Interval = tuple[float, float]  # seconds
 

@@ -12,6 +12,7 @@ from loguru import logger
 from meshrl.core.durable import write_file
 from meshrl.eval.checkpoints import EvaluatedWeights
 from meshrl.eval.scores import EnvironmentScores, Estimate
+from meshrl.wire.text_table import markdown_table
 
 SUMMARY, TABLE, CURVE, METRICS = "summary.json", "table.md", "curve.png", "metrics.jsonl"
 HEAD = ("checkpoint", "environment", "rollouts", "avg@k", "pass@k", "failed", "tokens", "truncated")
@@ -43,12 +44,7 @@ def table(points: Sequence[EvaluationPoint]) -> str:
                     f"{metrics.get(f'{name}/is_truncated/mean', 0.0):.1%}",
                 )
             )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    rows = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    rows.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(rows)
+    return markdown_table(lines)
 
 
 def write_report(folder: Path, points: Sequence[EvaluationPoint]) -> None:

@@ -27,6 +27,7 @@ from meshrl.inference.config import EngineBenchConfig, InferenceConfig
 from meshrl.inference.engine import Engine, GenerateRequest, SamplingParams
 from meshrl.models.load import ModelError
 from meshrl.wire.errors import MeshError
+from meshrl.wire.text_table import plain_table
 
 LOWEST_ID = 5  # ids below are special tokens in many vocabularies; random prompts do without
 
@@ -49,15 +50,14 @@ class EngineBenchReport:
 
     def table(self) -> str:
         """The numbers for a person."""
-        return "\n".join(
-            (
-                f"{self.model}: {self.requests} requests, {self.concurrency} in flight",
-                f"  sampled       {self.tokens_per_s:12,.0f} tokens/s   {self.requests_per_s:,.1f} requests/s",
-                f"  tokens        {self.prompt_tokens:12,d} of prompts, {self.sampled_tokens:,d} sampled",
-                f"  latency       {self.latency_median_s:12.2f} s median   {self.latency_p99_s:.2f} s p99",
-                f"  tail          {self.tail:12.1%} of the time with less than half in flight",
-            )
+        rows = (
+            ("sampled", f"{self.tokens_per_s:,.0f}", f"tokens/s, {self.requests_per_s:,.1f} requests/s"),
+            ("tokens", f"{self.prompt_tokens:,d}", f"of prompts, {self.sampled_tokens:,d} sampled"),
+            ("latency", f"{self.latency_median_s:.2f}", f"s median, {self.latency_p99_s:.2f} s p99"),
+            ("tail", f"{self.tail:.1%}", "of the time with less than half in flight"),
         )
+        title = f"{self.model}: {self.requests} requests, {self.concurrency} in flight"
+        return f"{title}\n{plain_table(rows, right={1}, indent='  ')}"
 
 
 async def bench(config: InferenceConfig, settings: EngineBenchConfig, stop: asyncio.Event) -> int:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from meshrl.wire.growing_file import GrowingFile, json_records
+from meshrl.wire.text_table import plain_table
 from meshrl.wire.values import JsonObject
 
 EVAL_SCORE = re.compile(r"eval/(?P<environment>.+)/avg@\d+")
@@ -184,8 +185,7 @@ def table(summary: Summary) -> str:
             f"{summary.staleness_max}  (sampled at most {summary.max_async_level} steps ahead)",
         ),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return plain_table(rows, indent="  ")
 
 
 def write_summary(summary: Summary, path: Path) -> None:

@@ -17,10 +17,10 @@ from click.testing import CliRunner
 from made_run import add_step, make_run, rollout
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.trace_file import read_lines
 from meshrl.cli.ui import views
 from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.server import Page, ShownRun, serve
-from meshrl.wire.trace_file import read_lines
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_TIMEOUT
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from meshrl.cli.trace_file import read_lines
 from meshrl.core.telemetry import tracing as telemetry
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter, export_line
 from meshrl.core.telemetry.tracing import (
@@ -31,7 +32,6 @@ from meshrl.core.telemetry.tracing import (
     build_provider,
     traceparent_of,
 )
-from meshrl.wire.trace_file import read_lines
 from small_disk import fill, mounted
 
 REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 import click
 
 from meshrl.cli.run_folder import RunFolder
+from meshrl.wire.text_table import plain_table
 
 if TYPE_CHECKING:
     from meshrl.client.channel import ChannelOptions
@@ -80,11 +81,7 @@ def _finite(value: object) -> object:
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Prints a table without lines, as wide as its cells; None is a dash."""
-    cells = [[str(header).upper() for header in headers]]
-    cells += [["-" if cell is None else str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(headers))]
-    for row in cells:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    click.echo(plain_table([[header.upper() for header in headers], *rows]))
 
 
 def the_address(folder: RunFolder, service: str, address: str | None) -> str:

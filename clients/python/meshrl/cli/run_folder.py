@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import zstandard
 
+from meshrl.cli.trace_file import read_lines, spans_of, trace_files
 from meshrl.wire.growing_file import json_records, lines_from_the_end
 from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
 from meshrl.wire.saved_steps import steps_in
-from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:

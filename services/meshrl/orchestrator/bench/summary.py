@@ -22,6 +22,8 @@ from pathlib import Path
 
 from loguru import logger
 
+from meshrl.wire.text_table import plain_table
+
 ROWS: tuple[tuple[str, str], ...] = (
     ("time/step", "seconds a step"),
     ("time/wait_for_rollouts", "  of it waiting for rollouts"),
@@ -82,24 +84,21 @@ class BenchSummary:
     def table(self) -> str:
         """The numbers for a person."""
         said = "" if self.trainer_alone_measured else " (its rate here while busy; `trainer --bench` measures it)"
-        lines = [
-            f"sampled         {_number(self.sampled_tokens_per_s)} tokens/s",
-            f"trained         {_number(self.trained_tokens_per_s)} tokens/s"
-            f"   {_number(self.trained_tokens_per_s_busy)} while it trains",
-            f"MFU             {_share(self.mfu)}   {_share(self.mfu_busy)} while it trains",
-            f"peak memory     {_number(self.peak_memory_gib, 2)} GiB in the trainer",
-            f"idle            {_share(self.trainer_idle)} trainer   {_share(self.engines_idle)} engines",
-            f"alone           {_number(self.engines_alone_tokens_per_s)} tokens/s engines"
-            f"   {_number(self.trainer_alone_tokens_per_s)} trainer{said}",
-        ]
+        rows = [
+            ("sampled", _number(self.sampled_tokens_per_s), "tokens/s"),
+            ("trained", _number(self.trained_tokens_per_s), "tokens/s",
+             _number(self.trained_tokens_per_s_busy), "while it trains"),
+            ("MFU", _share(self.mfu), "", _share(self.mfu_busy), "while it trains"),
+            ("peak memory", _number(self.peak_memory_gib, 2), "GiB in the trainer"),
+            ("idle", _share(self.trainer_idle), "trainer", _share(self.engines_idle), "engines"),
+            ("alone", _number(self.engines_alone_tokens_per_s), "tokens/s engines",
+             _number(self.trainer_alone_tokens_per_s), f"trainer{said}"),
+            ("efficiency", _share(self.efficiency), "of the slower side alone",
+             _share(self.by_turns), "of both by turns, as on a GPU that they share"),
+        ]  # fmt: skip
         if self.efficiency is None:
-            lines.append("efficiency      not known: run `inference --bench` with this output_dir first")
-        else:
-            lines.append(
-                f"efficiency      {_share(self.efficiency)} of the slower side alone"
-                f"   {_share(self.by_turns)} of both by turns, as on a GPU that they share"
-            )
-        return "\n".join(lines)
+            rows[-1] = ("efficiency", "not known", "run `inference --bench` with this output_dir first")
+        return plain_table(rows, right={1, 3})
 
     def write(self, path: Path) -> None:
         """Writes the numbers as JSON."""
@@ -155,13 +154,13 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
     measured = records[1:]
     if not measured:
         return f"{len(records)} steps are too few to measure: run at least 2"
-    lines = [f"{'over ' + str(len(measured)) + ' steps':<34}{'mean':>12}{'min':>12}{'max':>12}"]
+    rows: list[tuple[str, ...]] = [(f"over {len(measured)} steps", "mean", "min", "max")]
     for name, label in ROWS:
         values = [metrics[name] for metrics in measured if name in metrics]
         if values:
-            mean = sum(values) / len(values)
-            lines.append(f"{label:<34}{mean:>12.4f}{min(values):>12.4f}{max(values):>12.4f}")
-    return "\n".join(lines)
+            shown = (sum(values) / len(values), min(values), max(values))
+            rows.append((label, *(f"{value:.4f}" for value in shown)))
+    return plain_table(rows, right={1, 2, 3})
 
 
 def report_bench(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
@@ -193,8 +192,8 @@ def _over(part: float | None, whole: float | None) -> float | None:
 
 
 def _number(value: float | None, digits: int = 0) -> str:
-    return f"{'?' if value is None else format(value, f',.{digits}f'):>12}"
+    return "?" if value is None else f"{value:,.{digits}f}"
 
 
 def _share(value: float | None) -> str:
-    return f"{'?' if value is None else format(value, '.1%'):>12}"
+    return "?" if value is None else f"{value:.1%}"

@@ -33,6 +33,7 @@ from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.wire.growing_file import GrowingFile
 from meshrl.wire.ledger_file import open_to_read
+from meshrl.wire.text_table import plain_table
 
 _LOST = (RolloutState.DROPPED, RolloutState.FAILED, RolloutState.CANCELLED)
 _STATES = frozenset(state.value for state in RolloutState)
@@ -91,7 +92,9 @@ class AuditReport:
             f"steps    {self.first_step} to {self.last_step} trained, {self.redone} records of steps done again",
             f"rollouts {sum(self.counts.values())}",
         ]
-        lines += [f"  {state:<10} {reason:<24} {count:>8}" for (state, reason), count in sorted(self.counts.items())]
+        if self.counts:
+            counts = [(*kind, count) for kind, count in sorted(self.counts.items())]
+            lines.append(plain_table(counts, right={2}, indent="  "))
         lines += [f"VIOLATION {text}" for text in self.violations[:SHOWN]]
         if len(self.violations) > SHOWN:
             lines.append(f"... and {len(self.violations) - SHOWN} more")

@@ -34,6 +34,7 @@ from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.wire.text_table import plain_table
 from meshrl.wire.types import MicroBatch
 
 # Kernels are sorted by the first of these that its name contains.
@@ -74,17 +75,17 @@ class BenchReport:
 
     def table(self) -> str:
         """The numbers for a person."""
-        lines = [
-            f"{self.model} on {self.ranks} x {self.device}, rows of {self.seq_len} tokens, {self.lengths} lengths",
-            f"  throughput    {self.tokens_per_s:12,.0f} tokens/s   {self.tokens_per_s_per_gpu:,.0f} a device",
-            f"  MFU           {self.mfu:12.1%}   {self.mfu_6n:.1%} at 6 operations a parameter",
-            f"  peak memory   {self.peak_memory_gib:12.1f} GiB",
-            f"  step          {self.step_s:12.3f} s   forward and backward {self.forward_backward_s:.3f}, "
-            f"optimizer {self.optimizer_s:.3f}, other {self.other_s:.3f}",
-            f"  parameters    {self.parameters:12,d}   {self.trainable_parameters:,d} trained",
+        parts = f"forward and backward {self.forward_backward_s:.3f}, optimizer {self.optimizer_s:.3f}"
+        rows = [
+            ("throughput", f"{self.tokens_per_s:,.0f}", f"tokens/s, {self.tokens_per_s_per_gpu:,.0f} a device"),
+            ("MFU", f"{self.mfu:.1%}", f"{self.mfu_6n:.1%} at 6 operations a parameter"),
+            ("peak memory", f"{self.peak_memory_gib:.1f}", "GiB"),
+            ("step", f"{self.step_s:.3f}", f"s, {parts}, other {self.other_s:.3f}"),
+            ("parameters", f"{self.parameters:,d}", f"{self.trainable_parameters:,d} trained"),
         ]
-        lines += [f"    {name:16s} {seconds * 1e3:9.1f} ms" for name, seconds in self.kernel_s.items()]
-        return "\n".join(lines)
+        rows += [(f"  {name}", f"{seconds * 1e3:.1f}", "ms") for name, seconds in self.kernel_s.items()]
+        title = f"{self.model} on {self.ranks} x {self.device}, rows of {self.seq_len} tokens, {self.lengths} lengths"
+        return f"{title}\n{plain_table(rows, right={1}, indent='  ')}"
 
     def write(self, path: Path, settings: Mapping[str, object]) -> None:
         """Writes the numbers and the settings they were measured with as JSON."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from meshrl.cli.rollouts import first_words
 from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.trace_file import read_lines, spans_of, trace_files
 from meshrl.cli.traces import RunSpan, to_run_span
-from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 from meshrl.wire.values import JsonObject
 
 FIRST_WORDS = 160

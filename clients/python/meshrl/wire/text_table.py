@@ -1,0 +1,41 @@
+"""Tables of text, for a terminal and in Markdown: commands, reports and benchmarks print theirs with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import zip_longest
+
+
+def plain_table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> str:
+    """The rows as lines of columns, two blanks apart; None is a dash. A row may end before others do.
+
+    The columns numbered in `right` are aligned at their right edge.
+    """
+    return "\n".join(indent + "  ".join(cells).rstrip() for cells in _aligned(rows, right))
+
+
+def markdown_table(rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown whose source is aligned as well; the first row is its head."""
+    head, *body = _aligned(rows)
+    rule = "|" + "|".join("-" * (len(cell) + 2) for cell in head) + "|"
+    return "\n".join([markdown_row(head), rule, *map(markdown_row, body)])
+
+
+def markdown_row(cells: Iterable[object]) -> str:
+    """A line of a table in Markdown that is printed as its rows come in."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def markdown_head(names: Iterable[str]) -> str:
+    """The two lines above such rows."""
+    names = list(names)
+    return markdown_row(names) + "\n" + "|" + "---|" * len(names)
+
+
+def _aligned(rows: Iterable[Sequence[object]], right: Collection[int] = ()) -> list[list[str]]:
+    texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
+    return [
+        [cell.rjust(widths[at]) if at in right else cell.ljust(widths[at]) for at, cell in enumerate(row)]
+        for row in texts
+    ]
