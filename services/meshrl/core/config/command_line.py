@@ -1,4 +1,9 @@
-"""Reads a command line: `@ file.toml`, `--section @ file.toml`, dotted kebab-case flags; no I/O."""
+"""Reads a command line: `@ file.toml`, `--section @ file.toml`, dotted kebab-case flags; no I/O.
+
+The command line of pydantic-settings was tried over the 627 keys of `rl` in its place. It needs 0.45 to 1.1 s a start,
+this one 0.09 s. It has no places of lists, no lists with spaces, no `--no-section` and no `None`, it stops at the first
+unknown flag, and its help is 164 KB long. So only its TOML and environment sources are used: see `sources`.
+"""
 
 from __future__ import annotations
 

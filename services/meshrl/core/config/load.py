@@ -16,7 +16,7 @@ from meshrl.core.config.help_text import help_text
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.report import explain, one_message
 from meshrl.core.config.schema import kind_of
-from meshrl.core.config.sources import Settings, read_environment, read_file
+from meshrl.core.config.sources import TomlFile, Variables
 from meshrl.core.config.spellings import Spellings, UnknownKeyError
 from meshrl.core.config.values import as_table, in_present_words
 
@@ -72,11 +72,11 @@ def build_config(
     """
     problems, meant = list(line.problems), list(line.meant)
     notes: list[str] = []
-    environment, warnings = read_environment(spellings, environ, problems)
+    environment, warnings = Variables(environ).layer(spellings, problems)
     read = [environment]
     for section, file in line.files:
         with collected(problems):
-            read.append(read_file(section, file))
+            read.append(TomlFile(section, file).layer())
     layers: list[Layer] = []
     for layer in (*read, line.layer):
         said, wrong = spellings.apply(layer)
@@ -92,7 +92,7 @@ def build_config(
     if len(read) <= len(line.files) or line.lacks_files:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     with collected(problems):
-        values = cls.complete(Settings(**as_table(spellings.root, whole.given)).model_extra or {})
+        values = cls.complete(as_table(spellings.root, whole.given))
         try:
             config = cls.model_validate(values)
         except ValidationError as error:

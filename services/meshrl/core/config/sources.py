@@ -1,4 +1,4 @@
-"""Reads TOML files and PRIME_ variables into layers, and takes all layers as settings."""
+"""Reads TOML files and PRIME_ variables into layers, through the sources of pydantic-settings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import get_args
+from typing import Any, get_args
 
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from meshrl.core.config.base import ConfigError, collected
 from meshrl.core.config.layers import Given, Layer, leaves
@@ -17,7 +17,6 @@ from meshrl.core.config.shared import LogLevel
 from meshrl.core.config.spellings import Spellings, UnknownKeyError
 from meshrl.core.config.values import decode
 
-PREFIX = "PRIME_"
 LOG_LEVEL = "PRIME_LOG_LEVEL"
 
 OTHER_TOOLS = frozenset({"PRIME_API_KEY", LOG_LEVEL})
@@ -27,31 +26,51 @@ _ENDS = ("]", "}", '"""', "'''")
 """What the last line of a value has that goes over several."""
 
 
-def read_file(section: Path, file: str) -> Layer:
-    """The layer that a TOML file makes for a section, each value with its line.
+class Settings(BaseSettings):
+    """What the sources share: `PRIME_MODEL__NAME` is `model.name`. The keys themselves are those of each program."""
+
+    model_config = SettingsConfigDict(env_prefix="PRIME_", env_nested_delimiter="__", case_sensitive=True)
+
+
+class TomlFile(TomlConfigSettingsSource):
+    """A TOML file for a section. Unlike the source that it extends, it names each value's line and skips no file.
 
     Raises ConfigError when the file is missing, unreadable or not TOML.
     """
-    name = f"config file {file!r}"
-    try:
-        text = FilePath(file).read_text(encoding="utf-8-sig")
-        values = tomllib.loads(text)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{name} does not exist (looked in {FilePath.cwd()}); check the path after @") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text ({error.reason}); expected TOML") from error
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}; expected a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name} is not valid TOML: {error}; text values need quotes, sections are [name]") from error
-    lines = key_lines(text)
-    return Layer(
-        {
-            path: Given(value, f"{file}:{line_of(path[len(section) :], lines)}")
-            for path, value in leaves(section, values)
-            if path
-        }
-    )
+
+    def __init__(self, section: Path, file: str) -> None:
+        self._section = section
+        self._lines: dict[Path, int] = {}
+        super().__init__(Settings, file)
+
+    def _read_files(self, files: Any, deep_merge: bool = False) -> dict[str, Any]:
+        name = f"config file {files!r}"
+        try:
+            text = FilePath(files).read_text(encoding="utf-8-sig")
+            values = tomllib.loads(text)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{name} does not exist (looked in {FilePath.cwd()}); check the path after @") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name} is not UTF-8 text ({error.reason}); expected TOML") from error
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {error.strerror}; expected a TOML file") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(
+                f"{name} is not valid TOML: {error}; text values need quotes, sections are [name]"
+            ) from error
+        self._lines = key_lines(text)
+        return values
+
+    def layer(self) -> Layer:
+        """The file's values at the keys of its section."""
+        start = len(self._section)
+        return Layer(
+            {
+                path: Given(value, f"{self.toml_file_path}:{line_of(path[start:], self._lines)}")
+                for path, value in leaves(self._section, self())
+                if path
+            }
+        )
 
 
 def key_lines(text: str) -> dict[Path, int]:
@@ -96,36 +115,42 @@ def line_of(path: Path, lines: dict[Path, int]) -> int:
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
 
 
-def read_environment(spellings: Spellings, environ: Mapping[str, str], problems: list[str]) -> tuple[Layer, list[str]]:
-    """The layer that PRIME_ variables make, and warnings; `__` separates levels, as in PRIME_MODEL__NAME.
-
-    Unknown names are other tools' and are left alone, but one that begins with a known section is a warning. Values
-    that cannot be read are added to the `problems`.
+class Variables(EnvSettingsSource):
+    """The PRIME_ variables of an environment. Unlike the source that it extends, it knows places of lists, lists with
+    commas and older spellings, and reads all variables before it reports one that is wrong.
     """
-    layer, warnings = Layer(), []
-    level = environ.get(LOG_LEVEL)
-    if level and spellings.root.step("log") is not None:
-        if level.lower() in get_args(LogLevel):
-            layer.put(("log", "level"), level, LOG_LEVEL)
-        else:  # another tool's level: worth a word, not an error
-            warnings.append(f"{LOG_LEVEL} is not used: {level!r} is none of {', '.join(get_args(LogLevel))}")
-    for variable, text in sorted(environ.items()):
-        written = tuple(variable.removeprefix(PREFIX).lower().split("__"))
-        others = not variable.startswith(PREFIX) or variable in OTHER_TOOLS
-        if others or spellings.root.step(written[0]) is None:
-            continue
-        try:
-            path, kind = spellings.find(written)
-        except UnknownKeyError as unknown:
-            hint = unknown.hint(lambda path: PREFIX + "__".join(path).upper())
-            warnings.append(f"{variable} is not used: {unknown}{hint}")
-            continue
-        with collected(problems):
-            layer.put(path, decode(kind, text, variable), variable)
-    return layer, warnings
 
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        super().__init__(Settings)
 
-class Settings(BaseSettings):
-    """All layers as pydantic-settings takes them, in place of its own sources."""
+    def _load_env_vars(self) -> Mapping[str, str]:
+        return self._environ
 
-    model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
+    def layer(self, spellings: Spellings, problems: list[str]) -> tuple[Layer, list[str]]:
+        """The layer that the variables make, and warnings.
+
+        Unknown names are other tools' and are left alone, but one that begins with a known section is a warning. Values
+        that cannot be read are added to the `problems`.
+        """
+        layer, warnings = Layer(), []
+        level = self._environ.get(LOG_LEVEL)
+        if level and spellings.root.step("log") is not None:
+            if level.lower() in get_args(LogLevel):
+                layer.put(("log", "level"), level, LOG_LEVEL)
+            else:  # another tool's level: worth a word, not an error
+                warnings.append(f"{LOG_LEVEL} is not used: {level!r} is none of {', '.join(get_args(LogLevel))}")
+        for variable, text in sorted(self._environ.items()):
+            written = tuple(variable.removeprefix(self.env_prefix).lower().split(self.env_nested_delimiter))
+            others = not variable.startswith(self.env_prefix) or variable in OTHER_TOOLS
+            if others or spellings.root.step(written[0]) is None:
+                continue
+            try:
+                path, kind = spellings.find(written)
+            except UnknownKeyError as unknown:
+                hint = unknown.hint(lambda path: self.env_prefix + "__".join(path).upper())
+                warnings.append(f"{variable} is not used: {unknown}{hint}")
+                continue
+            with collected(problems):
+                layer.put(path, decode(kind, text, variable), variable)
+        return layer, warnings
