@@ -27,7 +27,7 @@ LAYOUT = 2
 """The `user_version` of the file. Layout 1 was `decisions.log`, a file of entries."""
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
-CREATE TABLE run (writes INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL);
+CREATE TABLE run (one INTEGER PRIMARY KEY, writes INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL);
 CREATE TABLE versions (
   epoch INTEGER NOT NULL, version INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL,
   state TEXT AS (json_extract(row, '$.state')), PRIMARY KEY (epoch, version)
@@ -146,14 +146,19 @@ class DecisionLog:
         if len(runs) != 1:
             raise self._damaged(f"it has {len(runs)} rows of the run")
         [(writes, row, sealed)] = runs
-        run, self._writes = self._unsealed(row, sealed, "run", writes, *sorted(self._seals.values())), writes
+        run, self._writes = self._unsealed(row, sealed, "run", writes), writes
         versions = {(epoch, version): row for (epoch, version), row in rows["versions"].items()}
         return Save(run=run, versions=versions, groups={number: row for (number,), row in rows["groups"].items()})
 
-    def _unsealed(self, row: object, sealed: bytes, *key: object) -> JsonObject:
+    def _seal(self, row: str, table: str, *key: object) -> bytes:
+        """The digest of a row; that of the run covers those of all others."""
+        others = b"".join(sorted(self._seals.values())) if table == "run" else b""
+        return seal(row.encode() + others, table, *key)
+
+    def _unsealed(self, row: object, sealed: bytes, table: str, *key: object) -> JsonObject:
         """The content of a row. Raises LogError where it is not as it was written."""
-        if not isinstance(row, str) or sealed != seal(row.encode(), *key):
-            raise self._damaged(f"a row of its table {key[0]} does not have the digest that it was written with")
+        if not isinstance(row, str) or sealed != self._seal(row, table, *key):
+            raise self._damaged(f"a row of its table {table} does not have the digest that it was written with")
         content: JsonObject = json.loads(row)
         return content
 
@@ -168,9 +173,8 @@ class DecisionLog:
                     self._put(file, table, key, row)
             self._writes += 1
             run = json.dumps(rows.run)
-            sealed = seal(run.encode(), "run", self._writes, *sorted(self._seals.values()))
-            file.execute("DELETE FROM run")
-            file.execute("INSERT INTO run VALUES (?, ?, ?)", (self._writes, run, sealed))
+            sealed = self._seal(run, "run", self._writes)
+            file.execute("INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", (self._writes, run, sealed))
             file.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._trouble(error) from error
@@ -183,7 +187,7 @@ class DecisionLog:
             self._seals.pop((table, *key), None)
             return
         text = json.dumps(row)
-        sealed = self._seals[table, *key] = seal(text.encode(), table, *key)
+        sealed = self._seals[table, *key] = self._seal(text, table, *key)
         file.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks}, ?, ?)", (*key, text, sealed))
 
     def _close(self) -> None:
