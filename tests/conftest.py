@@ -10,10 +10,14 @@ import os
 import sys
 from typing import Any
 
+import hypothesis
 import pytest
 
 import side_by_side
 
+# A machine that is busy is no failure.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all tests are known: what only comes in makes no garbage
 
