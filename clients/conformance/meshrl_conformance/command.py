@@ -117,7 +117,7 @@ def _cannot_reach(why: str) -> NoReturn:
 def conformance(folder: RunFolder, address: str, service: str, full: bool, deadline_s: float, as_json: bool) -> None:
     """Check a server, in whatever language, against the contract of a service (docs/contract.md).
 
-    What is checked by default is safe on a live run: calls that only look, or that the contract says must be refused.
+    What is checked by default is safe on a live run: calls that only look, or that the contract has refused.
     --full plays rollouts, trains a step and saves a checkpoint, or publishes versions in a new epoch, which takes a
     run away from its trainer: use it on a server that is started for this alone. Credentials are those of the run's
     folder (-o), or of MESHRL_TLS_ variables.

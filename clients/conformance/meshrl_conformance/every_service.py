@@ -27,7 +27,7 @@ _CODES_OF_GRPC = ("CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVA
 
 
 def first_call(service: str, version: str, *, sound: bool = False) -> tuple[str, Message]:
-    """The call in which both sides say their contract version. A hub's is one that it must refuse unless `sound`."""
+    """The call in which both sides send their contract version. A hub's is one that it must refuse unless `sound`."""
     if service == "rollout":
         return "ListEnvironments", rollout_pb2.ListEnvironmentsRequest(contract_version=version)
     if service == "trainer":

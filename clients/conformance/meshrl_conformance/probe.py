@@ -1,4 +1,4 @@
-"""A connection to the server under test: raw calls, what they were refused with, and how a check says what it found.
+"""A connection to the server under test: raw calls, what they were refused with, and the result of a check.
 
 No retries and no conversion: a check sees the messages and the status as they came.
 """
@@ -26,11 +26,11 @@ UPLOAD_TRIES = 5
 
 
 class RuleBrokenError(Exception):
-    """The server does not keep the rule; the text says what it did."""
+    """The server does not keep the rule; the text describes the deviation."""
 
 
 class NotCheckedError(Exception):
-    """The rule cannot be checked here; the text says why."""
+    """The rule cannot be checked here; the text gives the reason."""
 
 
 class RefusedError(Exception):
@@ -171,7 +171,7 @@ def must(holds: bool, found: str) -> None:
 
 
 def broken_by(error: MeshError) -> NoReturn:
-    """Raises RuleBrokenError for what this side's own reader of a message says."""
+    """Raises RuleBrokenError for errors of this side's own reader of a message."""
     raise RuleBrokenError(str(error)) from error
 
 

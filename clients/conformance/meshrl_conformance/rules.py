@@ -1,4 +1,4 @@
-"""Every rule of the contract that `meshrl conformance` asks a server about: its id, and what the contract says.
+"""Every rule of the contract that `meshrl conformance` asks a server about: its id, and its text.
 
 docs/contract.md lists the ids, which a test compares with this list. The checks are in the modules beside, one a rule.
 """

@@ -1,4 +1,4 @@
-"""Checks of a TrainerService: what it tells and refuses, and with --full batches that it trains and a checkpoint."""
+"""Checks of a TrainerService: what it returns and refuses, and with --full batches that it trains and a checkpoint."""
 
 from __future__ import annotations
 

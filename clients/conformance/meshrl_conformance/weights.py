@@ -1,4 +1,4 @@
-"""Checks of a WeightSync: what it tells of versions and engines, and what it refuses."""
+"""Checks of a WeightSync: its answers about versions and engines, and its refusals."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def divide(
     of dp_size while a row holds several samples. Of three divisions into that many rows the one of least `waiting_cost`
     is taken: first-fit decreasing; each sample, longest first, to the row that costs least; and that with the rows
     beside a very long sample filled up first. One rank waits for nobody: there it is first-fit decreasing. `costs` are
-    those of the samples where their lengths do not tell. Raises ValueError for a sample longer than seq_len.
+    those of the samples if they do not follow from their lengths. Raises ValueError for a sample longer than seq_len.
     """
     if lengths and max(lengths) > seq_len:
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit into a row of {seq_len}; cut it first")

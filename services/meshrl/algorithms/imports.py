@@ -13,7 +13,7 @@ def load_function(
     """Imports `package.module.function` (or `package.module:function`).
 
     `key` is the config section of `import_path` and `kwargs`, and `positional` names what the function will be called
-    with ahead of `kwargs`; both are for the errors. Raises ValueError, which says what to change, when the module or
+    with ahead of `kwargs`; both are for the errors. Raises ValueError, with the remedy, when the module or
     the function is not there or the function cannot be called so.
     """
     module_name, _, name = import_path.replace(":", ".").rpartition(".")

@@ -29,7 +29,7 @@ RESERVED_METRICS = frozenset({"rl", "ce", "ref_kl", "total", "mean"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossInputs:
-    """What a loss sees of a row's sampled tokens, sequence after sequence; float32 (N,) where not said otherwise."""
+    """A row's sampled tokens, sequence after sequence, as a loss gets them; float32 (N,) by default."""
 
     logprobs: torch.Tensor  # log p; carries the gradient
     inference_logprobs: torch.Tensor  # log q, after the sampling settings (temperature, top-p, ...)
@@ -174,7 +174,7 @@ class SequenceLoss:
 def load_custom_loss(import_path: str, kwargs: Mapping[str, object], *, key: str = "loss") -> Loss:
     """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence.
 
-    A sequence's loss is spread evenly over its tokens, so that every normaliser means what it says: TOKEN divides the
+    A sequence's loss is spread evenly over its tokens, so that every normaliser keeps its meaning: TOKEN divides the
     sum of all losses by the tokens of the batch, SEQUENCE takes the mean of loss / L. So do metrics, whose step value
     is the mean over tokens. No token counts as masked. `key` is the config section that errors name. Raises
     ValueError here for a function that cannot be imported or called so, and from the loss for what is no SequenceLoss.

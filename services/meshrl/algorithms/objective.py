@@ -96,7 +96,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTokens:
-    """The predicted tokens of a row, sequence after sequence; float32 (P,) where not said otherwise.
+    """The predicted tokens of a row, sequence after sequence; float32 (P,) by default.
 
     A term's weights are None where the batch has none: rl weighs each token 1, ce and ref_kl have no token.
     """

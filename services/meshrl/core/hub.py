@@ -1,6 +1,6 @@
 """How programs ask the Hugging Face hub: what never answers is given up, and what goes wrong is known by its class.
 
-Called by whoever loads a model, a tokenizer or a dataset by its name, before the libraries do.
+Called before a library loads a model, a tokenizer or a dataset by its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def give_up_on_silence() -> None:
 
 
 def told(error: Exception) -> str:
-    """What the libraries say of a hub, in one line."""
+    """The libraries' error about a hub, in one line."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 

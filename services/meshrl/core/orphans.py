@@ -62,7 +62,7 @@ _RANK_BYTES = 4
 
 
 class WatchedRanks(Protocol):
-    """What a Lifeline needs to know of the ranks: this one's number, their number, and a way to exchange an address."""
+    """What a Lifeline needs from the ranks: this one's number, their number, and a way to exchange an address."""
 
     @property
     def rank(self) -> int: ...
@@ -78,7 +78,7 @@ class Lifeline:
     """A rank's connections to the others of its training group; `lost` is called, on its own thread, when one breaks.
 
     A collective that waits for a dead rank may hang for minutes, in code that no signal reaches. So each rank keeps a
-    TCP connection to rank 0 on which nothing is said, and a thread that watches it: when a process dies, for whatever
+    TCP connection to rank 0 on which nothing is sent, and a thread that watches it: when a process dies, for whatever
     reason, the system closes its side. Tied right after the group is up, before the model is loaded.
     """
 
@@ -242,7 +242,7 @@ def guardian_command(
 ) -> list[str]:
     """How to start a guardian. Its stdin must be a pipe; a session of its own keeps it out of what it outlives.
 
-    Without a `mark` it ends only the process groups that it is told of.
+    Without a `mark` it ends only the process groups that it is given.
     """
     lock = "" if lock_file is None else str(lock_file.absolute())
     known = [sys.executable, "-I", "-S", __file__, str(grace_s), lock, mark]

@@ -30,7 +30,8 @@ class Layout:
         return self.output_dir / "logs"
 
     def log(self, process: str) -> Path:
-        """The log of one process, by a link to that of the newest start; `log_place` says where it is written."""
+        """The log of one process, by a link to that of the newest start; `log_place` gives the file that it is written
+        to."""
         return self.logs / f"{process}.log"
 
     @property
@@ -49,7 +50,7 @@ class Layout:
 
     @property
     def lock(self) -> Path:
-        """Locked by the `rl` whose run this is, for as long as it lives; says who that is."""
+        """Locked by the `rl` whose run this is, for as long as it lives; holds that program's identity."""
         return self.output_dir / "rl.lock"
 
     @property

@@ -1,11 +1,10 @@
 """One main for all programs: configuration, logging, tracing, signals, the event loop, and exit codes.
 
-The console scripts (`entry`) come here by way of each program's `main.py`, which says what the program builds, what it
-serves and how it drains. What is the same for all of them is here.
+The console scripts (`entry`) come here by way of each program's `main.py`, which defines what the program builds, what
+it serves and how it drains. What is the same for all of them is here.
 
-Exit codes: 0 for a program that has done its work or was told to stop, 2 for a configuration that is not allowed, 1 for
-any other failure, 128 plus the signal's number for a program that a second signal ended at once.
-"""
+Exit codes: 0 for a program that has done its work or was asked to stop, 2 for a configuration that is not allowed, 1
+for any other failure, 128 plus the signal's number for a program that a second signal ended at once."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def run_program(
 ) -> NoReturn:
     """Runs a whole program under `name` and ends the process with its exit code.
 
-    `serve` is given the configuration, the event that says that the program is to stop, and the program's tracer.
+    `serve` is given the configuration, the event that asks the program to stop, and the program's tracer.
     `blocking_threads` as in `run`.
     """
     log_as(name, config)
@@ -206,9 +205,8 @@ def exit_code_of(
 ) -> int:
     """Logs the error that ends a program, and returns the exit code: BAD_CONFIGURATION for a ConfigError, else FAILED.
 
-    A MeshError and errors of the types in `told` say what to do: they are logged in one line, after `doing`, and so is
-    a disk that takes no more. Any other is a defect, logged with its traceback.
-    """
+    A MeshError and errors of the types in `told` carry the remedy: they are logged in one line, after `doing`, and so
+    is a disk that takes no more. Any other is a defect, logged with its traceback."""
     if isinstance(error, ConfigError):
         logger.error("{}", error)
         return BAD_CONFIGURATION

@@ -11,7 +11,7 @@ two a training step takes half the processor seconds of OpenMP's 300,000 (2 core
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Lets threads spin for microseconds until the next kernel, then sleep, unless `environment` says how they wait.
+    """Lets threads spin for microseconds until the next kernel, then sleep, unless `environment` sets how they wait.
 
     GNU's OpenMP has them spin for milliseconds, which is for a machine with one program: beside another that wants the
     same cores they take its time, and a kernel waits for a thread of its own that has none. It reads this while torch
@@ -22,7 +22,7 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
 
 
 def grow_segments(environment: MutableMapping[str, str]) -> None:
-    """Lets torch's allocator grow the memory that it has on a GPU, unless `environment` says how it allocates.
+    """Lets torch's allocator grow the memory that it has on a GPU, unless `environment` sets how it allocates.
 
     Rows differ in length, and blocks of one length leave gaps that another cannot use: 4.9 of 84 GiB when a 4B model
     ran out of memory beside an engine on an H200.

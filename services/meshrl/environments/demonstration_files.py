@@ -26,7 +26,7 @@ def write_rows(folder: Path, *, train: Iterable[Mapping[str, object]], val: Iter
 
 
 def run_command(write: WriteDemonstrations, *, share: float, share_of: str) -> None:
-    """The command line of an example's module `demonstrations`; `share_of` says what follows the rule."""
+    """The command line of an example's module `demonstrations`; `share_of` makes the examples that follow the rule."""
     parser = argparse.ArgumentParser(description="Write the warm-up's demonstrations.")
     parser.add_argument("folder", type=Path, help="where to write train.jsonl and val.jsonl")
     parser.add_argument("--share", type=float, default=share, help=f"share of {share_of} (default {share})")

@@ -74,7 +74,7 @@ class HarnessHost:
     """What the process that hosts the harness gives its conversations: connections, which they leave open, and a
     listener.
 
-    `doing(trace_id, what)` is told what a conversation waits for besides the model, and "" when that is over.
+    `doing(trace_id, what)` gets what a conversation waits for besides the model, and "" when that is over.
     `turns(trace_id)` takes its turns; None where they go over HTTP. `tools` are connections to its tool servers.
     """
 

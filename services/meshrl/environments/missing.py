@@ -1,4 +1,4 @@
-"""Says why an environment's module cannot be loaded, and how to install it.
+"""Explains why an environment's module cannot be loaded, and how to install it.
 
 Used by the rollout program, and by the preflight checks of `rl`, when verifiers finds no taskset behind an id.
 """

@@ -2,7 +2,7 @@
 
 Hosted by the rollout service, which plays and scores them. A game is made from seed and index alone, in the process
 that plays it; nothing is downloaded, so games that need word lists, keys or files from elsewhere are refused with what
-they lack. The policy gets what the game says as the user's turns, and each reply is a move.
+they lack. The policy gets the game's messages as the user's turns, and each reply is a move.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TextArenaGameEnvConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers i
 
 
 class TextArenaGameEnv(vf.Env[TextArenaGameEnvConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Steps the game: whose move it is gets what the game says, and the reply is the move."""
+    """Steps the game: the player to move gets the game's messages, and the reply is the move."""
 
     async def run(self, task: TextArenaGameTask, agents: vf.Agents) -> None:
         match = Match(task.data)
@@ -155,7 +155,7 @@ class Match:
         return int(self._env.state.current_player_id)
 
     def observation(self) -> str:
-        """What the game has said to the mover since its last move."""
+        """The game's messages to the mover since its last move."""
         kinds = _package().ObservationType
         with self._own_numbers():
             player, messages = self._env.get_observation()

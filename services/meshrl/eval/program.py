@@ -32,7 +32,7 @@ class Evaluation:
         self._points: list[EvaluationPoint] = []
 
     async def run(self, run: TrialRun) -> int:
-        """Returns the exit code: 0 also where rollouts failed, which the table says. Raises RunError."""
+        """Returns the exit code: 0 even if rollouts failed; the table lists them. Raises RunError."""
         if self._config.weights_dir is not None and run.facts.api != "generate":
             raise RunError(
                 f"the server at {run.facts.urls[0]} does not load checkpoints; start an engine of ours with the base"

@@ -26,7 +26,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentScores:
-    """What an evaluation says of one environment."""
+    """The result of an evaluation in one environment."""
 
     environment: str
     group_size: int

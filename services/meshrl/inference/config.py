@@ -298,7 +298,7 @@ class InferenceConfig(BaseConfig):
 
 
 def only_vllm(keys: Sequence[str]) -> str:
-    """Says that the embedded engine does not know some keys, and what to change."""
+    """Rejects keys that the embedded engine does not have, with the remedy."""
     named = ", ".join(f"inference.{key}" for key in keys)
     out = "it" if len(keys) == 1 else "them"
     return f"the embedded engine has no {named}; leave {out} out, or set inference.engine = 'vllm'"

@@ -1,4 +1,4 @@
-"""The `Engine` protocol: what the HTTP server and the weight agent need of what runs the model, and its data types.
+"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, and its data types.
 
 A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
 two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on

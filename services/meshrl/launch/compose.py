@@ -75,12 +75,11 @@ def compose(
 ) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
-    Addresses of programs that are started here replace whatever the configuration says about them; for a service that
-    runs already, in orchestrator.services, there is no part, and the others get its address. `session` names this
-    launch, so that a program that is started again knows that it goes on. `gpus` are those that may be used; over
-    several nodes `placement` says instead who has which, and `engine_hosts` where each engine listens. Raises
-    ConfigError when there are too few GPUs.
-    """
+    Addresses of programs that are started here replace those of the configuration; for a service that runs already, in
+    orchestrator.services, there is no part, and the others get its address. `session` names this launch, so that a
+    program that is started again knows that it goes on. `gpus` are those that may be used; over several nodes
+    `placement` lists instead which program has which, and `engine_hosts` where each engine listens. Raises ConfigError
+    when there are too few GPUs."""
     placement = placement or place(config, gpus)
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)

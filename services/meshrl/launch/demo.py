@@ -46,12 +46,12 @@ MADE_HERE = frozenset({"model", "data", "sft", "rl", "metrics.jsonl", "summary.j
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why and what to look at."""
+    """The demo cannot go on; the message gives the reason and the logs to look at."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The arguments of the command line."""
 
     engine: str
     seed: int

@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 class ReportError(Exception):
-    """The metrics of a run lack what the report is about; the message says what."""
+    """The metrics of a run lack what the report is about; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def place(config: RLConfig, gpus: Sequence[str]) -> Placement:
-    """Gives every program its GPUs. Raises ConfigError, saying what to change, when there are too few.
+    """Gives every program its GPUs. Raises ConfigError, with the remedy, if they are too few.
 
     On a machine without GPUs nothing is placed, and lists, which preflight refuses there, are taken as they are.
     """

@@ -1,4 +1,5 @@
-"""The lock on a run's output folder: one `rl` at a time writes there, and a second one is told who holds it."""
+"""The lock on a run's output folder: one `rl` at a time writes there, and a second one gets an error that names the
+first."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class FolderInUseError(ConfigError):
 class FolderLock:
     """Holds an output folder for as long as a `with` block lasts; makes one that is missing, and leaves none empty.
 
-    A file in the folder says who holds it: process id, host and since when. The lock itself is the kernel's (flock), so
+    A file in the folder names the holder: process id, host and since when. The lock itself is the kernel's (flock), so
     it ends with the last process that has the file open: rl, and the guardian that ends its programs when rl is killed.
     Programs that are started by hand on the folder of a run take no part in it.
     """

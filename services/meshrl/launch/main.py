@@ -269,7 +269,7 @@ def temporary_folders(parts: Sequence[Part]) -> list[Path]:
 
 
 def placed(parts: Sequence[Part]) -> list[str]:
-    """Says which programs work on which GPUs."""
+    """Logs which programs work on which GPUs."""
     lines = []
     for part in parts:
         if part.environ.get(VARIABLE):

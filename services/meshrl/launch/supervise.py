@@ -91,7 +91,7 @@ class _Child:
 
 
 class Supervisor:
-    """Runs programs until the leader is done, one dies, or it is told to stop. Nothing is left running after `run`.
+    """Runs programs until the leader is done, one dies, or a stop is requested. Nothing is left running after `run`.
 
     Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
     process is killed, holds `lock_fd` until then, and in any case ends what left its program's session and removes the

@@ -163,7 +163,7 @@ class PackedLayout:
         kernels: Kernels | None = None,
         prefixes: PrefixPlan | None = None,
     ) -> PackedLayout:
-        """Builds the layout of a row from (S + 1,) offsets; unfused unless `kernels` says otherwise."""
+        """Builds the layout of a row from (S + 1,) offsets; unfused unless `kernels` is given."""
         kernels = kernels or Kernels()
         starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
         offsets = torch.from_numpy(sample_offsets.astype(np.int64))

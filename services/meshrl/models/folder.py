@@ -37,7 +37,7 @@ ROWS_AT_ONCE = 16384  # of a matrix, while two are compared
 
 
 class ModelError(Exception):
-    """A model could not be loaded; the message says what to change."""
+    """A model could not be loaded; the message names the remedy."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from meshrl.wire.types import Batch, RunInfo
 
 
 class Run:
-    """A run that goes on where the journal says; `info` is what the trainer said of it when the process began."""
+    """A run that continues from the journal; `info` is the trainer's description of it when the process began."""
 
     def __init__(
         self,

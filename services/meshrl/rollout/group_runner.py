@@ -116,8 +116,7 @@ class GroupRunner:
         return stopped
 
     async def report_waits(self) -> None:
-        """Says in the log, for as long as it is not cancelled, what the rollouts wait for longest and how many failed
-        as others had."""
+        """Logs, until it is cancelled, the longest waits of the rollouts and the number of repeated failures."""
         report = WaitingReport()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

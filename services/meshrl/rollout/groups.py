@@ -204,7 +204,7 @@ class CancelAnswers:
         self._given: OrderedDict[str, tuple[frozenset[str], int]] = OrderedDict()
 
     def once(self, request_id: str, group_ids: Collection[str], cancel: Callable[[], int]) -> int:
-        """Runs `cancel` for a new id, else returns what it said then; a call without an id is always new.
+        """Runs `cancel` for a new id, else returns its first answer; a call without an id is always new.
 
         Raises MeshError DUPLICATE_REQUEST for an id that came with other groups.
         """
@@ -224,7 +224,7 @@ class CancelAnswers:
 def rollout_failure(
     request: RolloutRequest, error: MeshError, rollout_id: str, traceparent: str = ""
 ) -> RolloutFailure:
-    """What a group's stream says of a rollout that ended in `error`."""
+    """The event of a group's stream for a rollout that ended in `error`."""
     return RolloutFailure(
         rollout_id=rollout_id,
         group_id=request.group_id,

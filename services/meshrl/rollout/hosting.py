@@ -135,7 +135,7 @@ class HostedEnvironment:
         return merged if merged.seed is None else replace(merged, seed=merged.seed + index)
 
     async def play(self, task: Task, sampling: Sampling, on_trace: Callable[[Trace], None]) -> Episode:
-        """One scored episode of `task`, retried as the environment's own configuration says."""
+        """One scored episode of `task`, retried as in the environment's own configuration."""
         set_values = {name: value for name in SAMPLING_KEYS if (value := getattr(sampling, name)) is not None}
         context = ModelContext(model=self._model, client=self._endpoint, sampling=VfSampling(**set_values))
         assert self._host is not None  # it is served
@@ -241,7 +241,7 @@ def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict
     """The `[env]` block of verifiers for one entry of ours.
 
     `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`); a
-    bundled family of tasksets is told which of them behind a colon (`reasoning_gym:leg_counting`). In `args`, names of
+    bundled family of tasksets gets the name of one behind a colon (`reasoning_gym:leg_counting`). In `args`, names of
     agents and of environment options (timeout, retries, ...) go to the environment, all others to the taskset.
     """
     env_id, _, taskset_id = config.id.rpartition("+")

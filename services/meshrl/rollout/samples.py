@@ -40,8 +40,8 @@ def rollouts_of(
     environment: str,
     conversations: bool = False,
 ) -> tuple[Rollout, ...]:
-    """The rollouts of an episode, one for each agent whose tokens train the policy, with `conversations` also what was
-    said.
+    """The rollouts of an episode, one for each agent whose tokens train the policy, with `conversations` also their
+    messages.
 
     Raises MeshError, with the reason to report, when the episode failed or was not scored to its end.
     """
@@ -249,7 +249,7 @@ def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
 
 
 def conversations_of(trace: Trace) -> tuple[str, ...]:
-    """What was said in each branch of a trace that trains, in the form of OpenAI's chat API: {"messages", "tools"}.
+    """The messages of each branch of a trace that trains, in the form of OpenAI's chat API: {"messages", "tools"}.
 
     A trace has several branches where it keeps several histories, as after a compaction.
     """

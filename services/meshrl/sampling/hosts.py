@@ -1,6 +1,6 @@
 """The rollout services of a run: what each hosts, whether it is there, what it achieves, and which plays a group next.
 
-No I/O and no clock: `pool` tells it what health, status and streams say, with the time, and asks it where to go.
+No I/O and no clock: `pool` reports health, status and streams to it, with the time, and asks it where to go.
 """
 
 from __future__ import annotations
@@ -199,9 +199,8 @@ class HostTable:
         """Where a group of `size` rollouts is expected to be over first; None while none takes it.
 
         A service is expected to need (what it has + size) rollouts times its pace. One that is not serving, that has
-        refused and said until when, or whose address is in `avoid` is passed over. So is one in quarantine, and one
-        whose engines are known to be older than `min_version`, as long as others serve.
-        """
+        refused until a later time, or whose address is in `avoid` is passed over. So is one in quarantine, and one
+        whose engines are known to be older than `min_version`, as long as others serve."""
         hosting = self.hosting(environment)
         open_to = [
             host

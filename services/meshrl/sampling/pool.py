@@ -1,8 +1,7 @@
 """The rollout services that a run's groups are played at: one client each, their health, and where each group is.
 
-Asked by the sampler for a service for each group, and by whoever cancels groups. While it is `watching`, it asks each
-service for its health and status, so that the loss of one moves its groups and its return is used.
-"""
+Asked by the sampler for a service for each group, and by callers that cancel groups. While it is `watching`, it asks
+each service for its health and status, so that the loss of one moves its groups and its return is used."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class RolloutPool:
 
     @property
     def slots(self) -> int | None:
-        """Rollouts that the services which serve run at once, all together; None where one does not say."""
+        """Rollouts that the services which serve run at once, all together; None if one does not report them."""
         said = [host.slots for host in self.table.hosts if host.state is HostState.SERVING]
         known = [slots for slots in said if slots is not None]
         return sum(known) if said and len(known) == len(said) else None

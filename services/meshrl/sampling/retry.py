@@ -17,7 +17,7 @@ AWAY = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED})
 
 
 class RunError(Exception):
-    """The run cannot go on; the message says why and what to change."""
+    """The run cannot go on; the message gives the reason and the remedy."""
 
 
 class Patience:
@@ -26,7 +26,7 @@ class Patience:
     A service that is away (AWAY) may come back for `unreachable_s`, counted anew after it answers;
     other retryable refusals go on for `retry_s` in all. The wait is at least what the service asked for, else it
     doubles from `base_s` to `most_s`, with jitter so that many callers spread out. `also` names further reasons to
-    try again for; one of AWAY that is among them counts as a refusal, for a call that cannot tell.
+    try again for; one of AWAY that is among them counts as a refusal, for a call that cannot distinguish them.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Fed with tickets by a training loop or an evaluation, which get a `RolloutGroup` back. A group that loses its service is
 completed at another one, or at the same once it is back: what has come back stays, and only the rest is sampled again.
-`GroupAttempts` says where a group is asked for next, after which wait, and when that is given up.
+`GroupAttempts` decides where a group is asked for next, after which wait, and when to give up.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class GroupSampler:
     ) -> RolloutGroup:
         """Returns the group once it is over; what was lost on the way counts as failures of the group.
 
-        With `scores_only` nothing trains on it, so its logprobs may be any; with `conversations` its rollouts hold what
-        was said. A rollout of which `problems_of` finds some
-        counts as failed. Once `is_wanted` says no, the group is asked for nowhere any more.
+        With `scores_only` nothing trains on it, so its logprobs may be any; with `conversations` its rollouts hold
+        their messages. A rollout of which `problems_of` finds some counts as failed. Once `is_wanted` is false, the
+        group is not asked for again.
 
         Raises RunError when no service is there, or one refuses the group for good.
         """

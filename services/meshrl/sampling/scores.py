@@ -1,4 +1,4 @@
-"""What an evaluation says of a policy: scores of groups of rollouts in one environment; read by the metrics."""
+"""The result of an evaluation: scores of groups of rollouts in one environment; read by the metrics."""
 
 from __future__ import annotations
 

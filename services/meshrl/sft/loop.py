@@ -27,7 +27,8 @@ from meshrl.training.learner import Learner, StepResult
 
 
 class SFTLoop:
-    """Trains until `max_steps` or until any rank is told to stop, whichever is first; every rank runs the same loop."""
+    """Trains until `max_steps` or until any rank is asked to stop, whichever is first; every rank runs the same
+    loop."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class Synthesis:
         self._config = config
 
     async def run(self, run: TrialRun) -> int:
-        """Returns the exit code: 0 also where rollouts failed, which the summary says. Raises RunError."""
+        """Returns the exit code: 0 even if rollouts failed; the summary lists them. Raises RunError."""
         config = self._config
         keep = RowFilter(min_reward=config.min_reward, keep_truncated=config.keep_truncated)
         path, field = config.dataset_path, config.reasoning_field

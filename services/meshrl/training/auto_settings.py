@@ -114,7 +114,7 @@ def choose(
 ) -> Chosen:
     """The least checkpointing that fits, and what goes with it. `free_bytes` is before the model is loaded.
 
-    Where nothing tells what is free, everything is taken to fit.
+    If the free memory is unknown, everything is taken to fit.
     """
     most, room = (LOGITS_GPU if on_gpu else LOGITS_CPU), None
     if free_bytes is not None:

@@ -8,7 +8,7 @@ For N tokens, E experts of a layer and k of them for each token:
     routing_confidence  mean over the tokens of the softmax probability that the router gives the k experts together
 
 Both are means over the layers that have routers, with the tokens of all ranks and rows. A block that torch.compile has
-compiled tells nothing of its routers.
+compiled reports nothing about its routers.
 """
 
 from __future__ import annotations

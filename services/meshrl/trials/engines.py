@@ -30,7 +30,7 @@ OURS = "logprobs_mode"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What the servers said they are."""
+    """The servers' descriptions of themselves."""
 
     urls: tuple[str, ...]
     """As configured for chat servers, without /v1 for engines."""
@@ -41,7 +41,7 @@ class ServerFacts:
 class PolicyEndpoints:
     """The servers of one command. Use as an async context manager.
 
-    `urls` are without a trailing /v1; `started` says that they are started by this command, and with the base model.
+    `urls` are without a trailing /v1; `started` means that they are started by this command, and with the base model.
     """
 
     def __init__(self, config: TrialsConfig, urls: Sequence[str], *, started: bool) -> None:

@@ -27,7 +27,8 @@ OnEnd = Callable[[Trial, RolloutGroup], None]
 
 
 class TrialPlayer:
-    """Plays trials with one sampler. `slots` says how many rollouts the service runs at once; None is unknown."""
+    """Plays trials with one sampler. `slots` is the number of rollouts that the service runs at once; None is
+    unknown."""
 
     def __init__(
         self, config: TrialsConfig, sampler: GroupSampler, *, slots: Callable[[], int | None], conversations: bool

@@ -37,7 +37,7 @@ def layer_and_part(name: str) -> tuple[str, str] | None:
 
 
 def config_table(adapter: AdapterConfig, *, dropout: float = 0.0) -> dict[str, object]:
-    """What adapter_config.json says of a plain LoRA adapter, scaled by lora_alpha / rank."""
+    """The adapter_config.json of a plain LoRA adapter, scaled by lora_alpha / rank."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -145,7 +145,7 @@ def take_snapshot(
     """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer, and digests them.
 
     `tensors` need no digests yet. A sender without rows of a tensor need not have it in `shards`. `reuse` is the buffer
-    of an earlier snapshot that is not read any more. Raises ValueError when there are not the rows that the plan says.
+    of an earlier snapshot that is not read any more. Raises ValueError if the rows are not those of the plan.
     """
     num_bytes = sender_bytes(tensors, plan, sender)
     fits = reuse is not None and reuse.numel() == num_bytes and reuse.device == device

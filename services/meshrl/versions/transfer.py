@@ -1,9 +1,8 @@
 """Uploads the chunks of a version to the hub and resumes a broken upload; `downloads` is the other direction.
 
-Used by the trainer's publisher. It sends what the hub says it misses, to a hub far away over several connections. There
-is no deadline for the whole upload, since a large version may take as long as its link needs: it ends when for a while
-no call made progress. Every chunk, in both directions, is sent with a CRC32C of its own.
-"""
+Used by the trainer's publisher. It sends the chunks that the hub lists as missing, to a hub far away over several
+connections. There is no deadline for the whole upload, since a large version may take as long as its link needs: it
+ends when for a while no call made progress. Every chunk, in both directions, is sent with a CRC32C of its own."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class Attempts:
     async def another(self, failure: MeshError, *, left: int | None) -> None:
         """Waits a little before the next attempt. Raises `failure` when there is none.
 
-        `left` is what is still to be moved; None while nobody can say, which counts as progress once.
+        `left` is what is still to be moved; None while it is unknown, which counts as progress once.
         """
         now_s = asyncio.get_running_loop().time()
         further = self._progressed if left is None else left < self._left

@@ -33,7 +33,7 @@ REMEDIES = {
 
 
 class CliError(click.ClickException):
-    """A command cannot do what it was asked; the message says what to change. Exit code 1."""
+    """A command cannot do what it was asked; the message names the remedy. Exit code 1."""
 
 
 class UsageLineError(click.ClickException):

@@ -1,4 +1,4 @@
-"""`meshrl rollouts`: what became of each rollout, from the run's ledger, and what was said in those that are kept."""
+"""`meshrl rollouts`: the fate of each rollout, from the run's ledger, and the messages of those that are kept."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _show(found: Sequence[JsonObject], *, as_json: bool) -> None:
 @click.argument("rollout_id")
 @json_option
 def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
-    """Tell the story of one rollout: its group, the step it trained, its advantage, its trace.
+    """Show the story of one rollout: its group, the step it trained, its advantage, its trace.
 
     The beginning of its id is enough, and so is that of its trace's id.
     """
@@ -252,7 +252,7 @@ def _beginning(line: JsonObject) -> str:
 
 
 def first_words(line: JsonObject, most: int) -> str:
-    """What the policy said first in a kept rollout, in one line of at most `most` characters; "" for nothing."""
+    """The policy's first reply in a kept rollout, in one line of at most `most` characters; "" for nothing."""
     said = (
         message["text"]
         for sample in line.get("samples", ())

@@ -71,7 +71,8 @@ class RunFolder:
         return (_reach(server),)
 
     def credentials(self) -> Credentials | None:
-        """How the run's services know an operator; None where the environment says it, or the folder has nothing."""
+        """The operator's credentials for the run's services; None if the environment has them, or the folder has
+        none."""
         from meshrl.client.credentials import PREFIX, CredentialFiles, credentials_of  # gRPC takes 0.1 s to import
 
         folder = self.path / "credentials"
@@ -118,11 +119,11 @@ class RunFolder:
         return False
 
     def is_running(self) -> bool:
-        """Whether programs run here: an `rl`, or some that were started by hand and said so a moment ago."""
+        """Whether programs run here: an `rl`, or some that were started by hand and reported a moment ago."""
         return self.is_held() or any(time.time() - state.at_s < SILENT_AFTER_S for state in self.states().values())
 
     def states(self) -> dict[str, ProgramState]:
-        """What the programs say of themselves, also those that are gone."""
+        """The programs' reports, also of those that are gone."""
         return read_states(self.path)
 
     def disk_trouble(self) -> str:

@@ -70,13 +70,14 @@ class RunStatus:
 
     @property
     def is_well(self) -> bool:
-        """Whether all answer, and no program of the run has said nothing for too long or is stuck."""
+        """Whether all answer, and no program of the run is silent for too long or stuck."""
         in_trouble = any(program.trouble(time.time()) for program in self.programs)
         return bool(self.rows) and all(row.is_well for row in self.rows) and not in_trouble
 
 
 async def read_status(folder: RunFolder) -> RunStatus:
-    """Asks every service that the folder names. Raises nothing: what does not answer is said in its row."""
+    """Asks every service that the folder names. Raises nothing: a service that does not answer has the error in its
+    row."""
     asked: list[Awaitable[list[ServiceRow]]] = [
         _ask(folder, service, address, ask)
         for service, ask in (

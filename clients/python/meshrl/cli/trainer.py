@@ -31,7 +31,7 @@ def trainer() -> None:
 @click.option("--weights-only", is_flag=True, help="Only what an engine can serve, in Hugging Face's format.")
 @json_option
 def checkpoint(folder: RunFolder, address: str | None, run_id: str, weights_only: bool, as_json: bool) -> None:
-    """Save a checkpoint now, between two steps, and say where it is."""
+    """Save a checkpoint now, between two steps, and print its place."""
 
     async def save() -> tuple[int, str]:
         async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:

@@ -108,7 +108,7 @@ def engines(folder: RunFolder, address: str | None, pool: str, as_json: bool) ->
 @folder_option
 @json_option
 def pin(step: int, folder: RunFolder, as_json: bool) -> None:
-    """Keep what was saved of STEP, whatever ckpt.keep_last says."""
+    """Keep the saved files of STEP, overriding ckpt.keep_last."""
     _require_saved(folder, step, to_resume=False)
     with _changing(folder):
         pin_step(folder.weights, step)
@@ -134,7 +134,7 @@ def unpin(step: int, folder: RunFolder, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask: a run that goes on ends with it.")
 @json_option
 def rollback(step: int, folder: RunFolder, deadline_s: float, yes: bool, as_json: bool) -> None:
-    """End the run, and say how it goes on from STEP.
+    """End the run, and print the command that continues from STEP.
 
     Versions go forward only, so a run that goes on is never given older weights. Resumed, it publishes those of STEP
     as its first version, and sets checkpoints of later steps aside. STEP is pinned, too.

@@ -35,7 +35,7 @@ SERVER_NAMES = 8
 
 
 class AuthorityError(ValueError):
-    """The authority's folder, or a request to it, is not what it must be; the message says what to do."""
+    """The authority's folder, or a request to it, is not what it must be; the message names the remedy."""
 
 
 class Authority:

@@ -96,8 +96,8 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
 class Outgoing:
     """The messages of a stream that goes up. Setting `stopped` ends it before the next message.
 
-    An error of their source ends the call as cancelled, which is all that grpc.aio says: `raise_failure` says why.
-    """
+    An error of their source ends the call as cancelled, which is all that grpc.aio says: `raise_failure` has the
+    reason."""
 
     def __init__(self, source: AsyncGenerator[object, None]) -> None:
         self._source = source
@@ -187,7 +187,7 @@ class ServiceClient:
     async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
         """Returns once the server's health answers SERVING.
 
-        `on_wait` is told why it does not, at once and whenever that changes. Raises UNREACHABLE after `deadline_s`, and
+        `on_wait` gets the reason, at once and whenever it changes. Raises UNREACHABLE after `deadline_s`, and
         NOT_SUPPORTED at once for a server that has no health service.
         """
         loop = asyncio.get_running_loop()

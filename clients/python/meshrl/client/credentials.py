@@ -31,7 +31,7 @@ TRUST_FILE = "trust.sqlite"
 
 
 class CredentialError(ValueError):
-    """A file of credentials is missing, unreadable or none; the message says which and what to change."""
+    """A file of credentials is missing, unreadable or none; the message names the file and the remedy."""
 
 
 class Credentials(Protocol):
@@ -54,11 +54,11 @@ class Credentials(Protocol):
         """Has a server that is not started listen at `address`; returns the port. Raises RuntimeError as grpc does."""
 
     def metadata(self) -> Metadata:
-        """What goes with each call to say who calls."""
+        """The metadata that identifies the caller of each call."""
 
 
 class InsecureCredentials:
-    """Plain connections that say nothing of who calls: for loopback, and networks where every host is trusted."""
+    """Plain connections without a caller's identity: for loopback, and networks where every host is trusted."""
 
     encrypted = False
 

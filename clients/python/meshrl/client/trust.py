@@ -34,7 +34,7 @@ EXPIRED = "has expired"
 
 
 class Role(enum.StrEnum):
-    """The role of a member of a run; `meshrl.core.rpc.roles` says what each role may call."""
+    """The role of a member of a run; `meshrl.core.rpc.roles` lists what each role may call."""
 
     PUBLISHER = "publisher"
     """A trainer: publishes versions."""
@@ -66,7 +66,7 @@ SERVING = frozenset(Role) - {Role.OPERATOR, Role.VIEWER}
 
 
 class TokenError(ValueError):
-    """A join token does not count; the message says why and what to do."""
+    """A join token does not count; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Trust:
-    """What the file said when it was read."""
+    """The file's content when it was read."""
 
     tokens: dict[str, KnownToken]
     revoked: frozenset[tuple[str, str]]

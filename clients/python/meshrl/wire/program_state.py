@@ -22,12 +22,11 @@ STUCK_AFTER_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class WaitState:
-    """One wait that lasts now, or several of one kind: `name` says which kind, `what` which one, in words.
+    """One wait that lasts now, or several of one kind: `name` names the kind, `what` which one, in words.
 
     `on` names whom it waits for: programs, as their state files are called, or URLs of engines. `usual_s` is the median
-    of the waits of its kind that are over, None before there were any. `overdue` says that it is worth a line in the
-    log, `reported` that the program has a report of its own for such waits.
-    """
+    of the waits of its kind that are over, None before there were any. `overdue` marks it as worth a line in the log,
+    `reported` that the program has a report of its own for such waits."""
 
     name: str
     what: str
@@ -40,7 +39,7 @@ class WaitState:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramState:
-    """What a program said of itself at `at_s` (time.time).
+    """A program's report at `at_s` (time.time).
 
     `loop_lag_s` is how late its event loop was at most since the state before, `stuck_s` for how long it has not
     answered at all. `serves` lists addresses by which others may name it.
@@ -89,7 +88,7 @@ def from_json(text: str) -> ProgramState:
 
 
 def read_states(output_dir: Path) -> dict[str, ProgramState]:
-    """What the programs of a run say, by their names; those that have ended well have left nothing."""
+    """The reports of a run's programs, by their names; those that have ended well have left nothing."""
     states = {}
     for path in sorted((output_dir / FOLDER).glob("*.json")):
         try:

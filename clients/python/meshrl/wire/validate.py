@@ -1,6 +1,6 @@
 """Checks the requests that a server receives: each function raises one MeshError that names every bad field.
 
-Only what a message shows by itself is checked here; whether an environment or a run exists is for the service to say.
+Only what a message shows by itself is checked here; whether an environment or a run exists is for the service to check.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def validate_checkpoint_request(message: trainer_pb2.SaveCheckpointRequest) -> N
 
 
 def validate_register_request(message: weights_pb2.RegisterRequest) -> None:
-    """Raises CONTRACT_MISMATCH or INVALID_REQUEST unless the agent can be told apart, reached and served."""
+    """Raises CONTRACT_MISMATCH or INVALID_REQUEST unless the agent can be identified, reached and served."""
     validate_contract_version(message.contract_version)
     violations = _Violations()
     violations.identifier(message.engine_id, "engine_id")

@@ -42,7 +42,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
-    """What the scoring model says of a sample's tokens."""
+    """The scoring model's logprobs of a sample's tokens."""
 
     logprobs: NDArray[np.float32]  # (T,) NaN for a token that has none, as the first of a sequence
     top_ids: NDArray[np.int32] | None = None  # (T, K) the likeliest tokens in the place of each; -1: none
@@ -101,7 +101,7 @@ class Recipe:
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Goes back to what `state` said."""
+        """Restores the state that `state` said."""
 
 
 def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:

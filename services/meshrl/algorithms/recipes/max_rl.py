@@ -21,7 +21,7 @@ def max_rl_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> N
     """A_i = (R_i - mean) / mean, 0 where the mean is 0 (MaxRL, arXiv 2602.02710).
 
     Tasks that are seldom solved weigh most: with more rollouts a task the gradient goes from that of the expected
-    reward to that of the log-likelihood of success. Raises ValueError for rewards below 0, whose mean says nothing.
+    reward to that of the log-likelihood of success. Raises ValueError for rewards below 0, whose mean has no use here.
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if rewards.size == 0 or len(lengths_G) != rewards.size:

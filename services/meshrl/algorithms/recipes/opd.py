@@ -16,7 +16,8 @@ LEAST_LOGPROB = -20.0
 class OnPolicyDistillation(Recipe):
     """ref_kl alone, towards the teacher's logprobs of the policy's own tokens: the reverse KL of the policy from the
     teacher (https://thinkingmachines.ai/blog/on-policy-distillation/), token by token, whatever the reward. With
-    `top_k` the teacher also says its likeliest tokens in each place, and the KL is summed over them instead of sampled.
+    `top_k` the teacher also returns its likeliest tokens at each position, and the KL is summed over them instead of
+    sampled.
 
     The teacher must read the policy's tokens, so it has the same tokenizer. Groups may be of one rollout.
     """

@@ -12,7 +12,8 @@ from meshrl.wire.types import Rollout
 
 
 class SelfDistillation(Recipe):
-    """ref_kl alone, towards what the policy says of the same tokens after a demonstration (SDFT, arXiv 2601.19897).
+    """ref_kl alone, towards the policy's own logprobs of the same tokens after a demonstration (SDFT, arXiv
+    2601.19897).
 
     The paper's teacher is a moving average of the policy. Here it is the live policy, or with `scored_by` TEACHER an
     engine that keeps the weights from which the run began.

@@ -13,7 +13,7 @@ from meshrl.core.config.schema import Path, ReadTable, Table
 
 
 class ConfigError(Exception):
-    """A configuration cannot be used; the message says what was expected, what came and what to change."""
+    """A configuration cannot be used; the message names the expected value, the actual value and the remedy."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ class BaseConfig(BaseModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there is to say about how its keys were written; for the program's log."""
+        """Notes on how its keys were written, for the program's log."""
         return self._notes
 
     def __eq__(self, other: object) -> bool:

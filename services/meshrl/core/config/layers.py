@@ -1,4 +1,4 @@
-"""A layer: what one place (a file, the environment, the command line) says of the configuration, key by key."""
+"""A layer: the keys that one place (a file, the environment, the command line) sets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Layer:
     given: dict[Path, Given] = field(default_factory=dict)
 
     def put(self, path: Path, value: object, origin: str) -> None:
-        """Sets a key, or a table key by key, in place of what the layer says of it so far."""
+        """Sets a key, or a table key by key, in place of the layer's earlier value."""
         self.given = {place: given for place, given in self.given.items() if not _starts(place, path)}
         self.lay({place: Given(plain, origin) for place, plain in leaves(path, value)})
 
@@ -44,7 +44,8 @@ class Layer:
         return value == {} or (value == [] and part.isdecimal())
 
     def taken(self, path: Path, value: object) -> Path | None:
-        """The place of what the layer says of a key itself, above it or below it; None where the key may be set."""
+        """The place at which the layer sets the key, a section above it or a key below it; None if the key may be
+        set."""
         if path in self.given:
             return path
         return next(
@@ -57,7 +58,7 @@ class Layer:
         )
 
     def offer(self, path: Path, part: Mapping[Path, Given]) -> None:
-        """Sets keys below `path`, but for those of which the layer says something itself."""
+        """Sets keys below `path`, except those that the layer sets itself."""
         free = {
             (*path, *rest): given for rest, given in part.items() if self.taken((*path, *rest), given.value) is None
         }

@@ -35,7 +35,7 @@ def load_config(
     """The configuration that the command line asks for; `argv` is without the program's name, None takes sys.argv.
 
     `instead` is what is done with it in place of running the program here, such as submitting it, given whether it is a
-    dry run: it returns what to tell the user, and the process ends with code 0; None lets the program run. `spellings`
+    dry run: it returns a message for the user, and the process ends with code 0; None lets the program run. `spellings`
     are taken beside the configuration's own.
 
     Ends the process: with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.

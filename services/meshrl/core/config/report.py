@@ -1,4 +1,4 @@
-"""Turns what validation found wrong into one message that says what was expected, what came and what to change."""
+"""Turns the errors of validation into one message: for each the expected value, the actual value and the remedy."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class TomlFile(TomlConfigSettingsSource):
 def key_lines(text: str) -> dict[Path, int]:
     """The line, from 1, on which each key and table of a valid TOML text is set; entries of lists by their places.
 
-    The standard library's parser does not tell it.
+    The standard library's parser does not report it.
 
     Keys of an inline table and items of a list stand on the line of the key that they are the value of.
     """

@@ -1,8 +1,7 @@
 """The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`.
 
-A record that goes to the monitor is filled by one program (sft), or by two (the orchestrator adds what the trainer
-says of a step). The catalogue keeps them apart: a name has one declaration, which says who fills it.
-"""
+A record that goes to the monitor is filled by one program (sft), or by two (the orchestrator adds the trainer's metrics
+of a step). The catalogue keeps them apart: a name has one declaration, which names the program that fills it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ class Source(enum.Enum):
 
 
 class UndeclaredMetricError(Exception):
-    """A program fills a name that is not declared, or that is another's; the message says where to declare it."""
+    """A program fills a name that is not declared, or that is another's; the message names the place to declare it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Statistics of many values under one metric's name; used by whoever makes a record of metrics."""
+"""Statistics of many values under one metric's name; used by all makers of metric records."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _MEMBER = re.compile(r"spiffe://meshrl/(?P<run>[^/]+)/(?P<role>[^/]+)/(?P<name>[
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who calls: a member by certificate, or whoever has a token. `expires_s` in seconds of the epoch."""
+    """The caller: a member by certificate, or the holder of a token. `expires_s` in seconds of the epoch."""
 
     role: Role
     name: str
@@ -38,7 +38,7 @@ class Caller:
 
 
 class Guard:
-    """Checks callers. `trust`: tokens and revocations, None knows neither; `mutual`: certificates say who calls."""
+    """Checks callers. `trust`: tokens and revocations, None knows neither; `mutual`: certificates identify callers."""
 
     def __init__(self, trust: TrustFile | None, *, mutual: bool) -> None:
         self._file, self._mutual = trust, mutual
@@ -123,7 +123,7 @@ def certificate_of(context: grpc.aio.ServicerContext) -> bytes:
 
 @lru_cache(maxsize=1024)
 def member(pem: bytes) -> Caller:
-    """Who a certificate says its owner is. Raises UNAUTHENTICATED for one that names no member of a run."""
+    """The identity of a certificate's owner. Raises UNAUTHENTICATED for one that names no member of a run."""
     certificate = x509.load_pem_x509_certificate(pem)
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

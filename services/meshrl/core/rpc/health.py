@@ -1,6 +1,6 @@
 """The standard gRPC health service of every server of the mesh, with a status for each service that it hosts.
 
-Set by `serve` as a program comes up and drains; read by `wait_until_serving` and by whoever probes a server. The
+Set by `serve` as a program comes up and drains; read by `wait_until_serving` and by the probes of a server. The
 servicer of the grpc_health package is not used: in it, a watcher that leaves makes all others of the same service deaf.
 """
 
@@ -24,7 +24,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         self._changed = Pulse()
 
     def set(self, services: Iterable[str], serving: bool) -> None:
-        """Sets what is said about `services` and the server, and tells the watchers."""
+        """Sets the status of `services` and the server, and notifies the watchers."""
         self._serving.update(dict.fromkeys((*services, ""), serving))
         self._changed.beat()
 

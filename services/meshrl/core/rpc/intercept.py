@@ -97,9 +97,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     A MeshError that a servicer raises becomes its gRPC status with details; any other exception is logged and becomes
     INTERNAL. Bytes that are no message of the method are INVALID_ARGUMENT, and so is a call without its message:
     requests are read and parsed here, since gRPC itself logs a traceback and answers UNKNOWN for the first, and never
-    answers the second. Services whose name starts with "meshrl." are counted as well and
-    refused in a drain, a guard says who may call them, and the caller's trace context is current inside the servicer.
-    """
+    answers the second. Services whose name starts with "meshrl." are counted as well and refused in a drain, a guard
+    decides who may call them, and the caller's trace context is current inside the servicer."""
 
     def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
         """guard: checks callers of services whose name starts with "meshrl."; None lets everybody in."""
@@ -123,14 +122,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return await self._in_flight.idle_within(deadline_s)
 
     async def cut_off(self, why: str, deadline_s: float) -> None:
-        """Ends the calls that are being served and tells their callers why; waits until they have heard it."""
+        """Ends the calls in service with a reason for their callers; waits until it has been sent."""
         self._cut_off_why = why
         for task in self._tasks:
             task.cancel()
         await self.wait_idle(deadline_s)
 
     def shut_out(self) -> None:
-        """Ends the calls of callers whose credentials have been revoked, and tells them so."""
+        """Ends the calls of callers whose credentials have been revoked, with that reason."""
         for task, caller in list(self._callers.items()):
             why = (
                 self._guard.why_not(caller, standing=True)

@@ -86,7 +86,7 @@ def script_of(job: BatchJob, slurm: SlurmConfig) -> str:
 def submit(job: BatchJob, slurm: SlurmConfig, *, dry_run: bool) -> str:
     """Writes configuration and script below output_dir and, unless it is a dry run, submits the script.
 
-    Returns a sentence that says what was done. Raises ConfigError when the files cannot be written or sbatch refuses.
+    Returns a sentence about the outcome. Raises ConfigError when the files cannot be written or sbatch refuses.
     """
     layout = Layout(job.output_dir.absolute())
     path = layout.slurm / SCRIPT

@@ -1,1 +1,1 @@
-"""What every program says about itself: logs, traces, metrics."""
+"""The telemetry of every program: logs, traces, metrics."""

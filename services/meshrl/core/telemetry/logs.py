@@ -105,7 +105,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
     """Sends everything at `level` or above to stdout, and to `log_file` if given.
 
     `name` is the process name in each line; with `json_logging` a line is a JSON object. Replaces what was set up
-    before. `log_file` is left to whoever started this process when stdout already goes to a file of its folder. Ends
+    before. `log_file` is left to the starter of this process when stdout already goes to a file of its folder. Ends
     the process with one sentence where that file cannot be made.
     """
     level = level.upper()

@@ -1,6 +1,6 @@
 """Writes a run's metrics to its sinks: console, a JSONL file, W&B and others; used by the orchestrator, sft and eval.
 
-A sink that fails loses metrics but never ends the run: the log says so once, with what to do, and again when it works.
+A sink that fails loses metrics but never ends the run: it is logged once, with the remedy, and again when it works.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SampleRow:
 
 
 class SinkError(Exception):
-    """A destination does not take metrics now; the message says what to do about it."""
+    """A destination does not take metrics now; the message names the remedy."""
 
 
 class Sink(Protocol):

@@ -30,9 +30,8 @@ class JsonLinesSpanExporter(SpanExporter):
     """Appends each batch of spans to a file as one frame; runs on the thread of its span processor.
 
     With `max_bytes` the file is moved to `NAME.1.jsonl.zst` when it holds half of that, in place of the one moved
-    before: the two hold the latest spans, at most `max_bytes` of them but for a single frame that is longer. What is
-    removed is said in the log.
-    """
+    before: the two hold the latest spans, at most `max_bytes` of them but for a single frame that is longer. Removals
+    are logged."""
 
     def __init__(self, path: Path, max_bytes: int | None = None) -> None:
         self._path = path
@@ -42,7 +41,7 @@ class JsonLinesSpanExporter(SpanExporter):
         self._failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Writes one frame; a disk that is full loses the batch and says so, but never stops the program."""
+        """Writes one frame; a full disk loses the batch, which is logged, but never stops the program."""
         try:
             frame = zstandard.ZstdCompressor().compress(f"{export_line(spans)}\n".encode())
             if self._file is None:

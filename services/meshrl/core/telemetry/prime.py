@@ -74,7 +74,7 @@ class PrimeSink:
         self._send("distributions", {"step": step, "distributions": finite})
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """A table in Parquet, put where the platform says. Raises SinkError where pyarrow is not installed."""
+        """A table in Parquet, put at the platform's URL. Raises SinkError where pyarrow is not installed."""
         if not self._run_id or not rows:
             return
         table = _parquet(self._run_id, step, rows)
@@ -86,7 +86,7 @@ class PrimeSink:
             raise SinkError(f"the Prime platform named no place for the samples of step {step}") from error
 
     def close(self) -> None:
-        """Says that the run is completed, or that it failed where it ends before its last step."""
+        """Reports the run as completed, or as failed if it ends before its last step."""
         if self._registered:
             status = "completed" if self._step >= self._max_steps else "failed"
             self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})

@@ -174,7 +174,7 @@ class RecordedSpan(trace.Span):
         self.add_links([trace.Link(context, attributes)])
 
     def add_links(self, links: Sequence[trace.Link]) -> None:
-        """Adds links; one that leads nowhere and says nothing is left out."""
+        """Adds links; one without target and attributes is left out."""
         if self._ended:
             return
         limits = self._tracer.provider.limits

@@ -26,7 +26,7 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class CountedWait:
-    """One of many waits of a kind, such as a rollout in its scoring; `key` tells it from the others.
+    """One of many waits of a kind, such as a rollout in its scoring; `key` distinguishes it from the others.
 
     `began_s` is of time.time. Those of one name and `on` are one line: how many they are, and the oldest one's words.
     """
@@ -72,7 +72,7 @@ class Waits:
                 self._past_s[name].append(self._now() - self._open.pop(key).since_s)
 
     def count(self, counted: CountedWaits) -> None:
-        """Asks `counted` at each look, on the event loop, for waits that are too many to be told one by one."""
+        """Asks `counted` at each look, on the event loop, for waits that are too many to be reported one by one."""
         self._counted.append(counted)
 
     def look(self, wall_s: float) -> tuple[WaitState, ...]:

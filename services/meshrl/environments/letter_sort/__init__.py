@@ -1,4 +1,4 @@
-"""The sorting example: letters come in over three turns, each reply says all of them in alphabetical order."""
+"""The sorting example: letters come in over three turns, each reply lists all of them in alphabetical order."""
 
 __all__ = ["LetterSortEnv", "LetterSortTaskset"]
 

@@ -18,7 +18,7 @@ Turns = list[list[str]]
 
 
 def right_reply(named: Turns) -> str:
-    """What is to be said after these turns: every letter so far in alphabetical order."""
+    """The right reply after these turns: every letter so far in alphabetical order."""
     return " ".join(sorted(letter for letters in named for letter in letters))
 
 

@@ -1,6 +1,6 @@
 """Writes warm-up data for `sft`: games of three kinds of players, of which only one plays by the rule.
 
-Some players say every word so far; others say the newest word alone, or the list backwards. A model that learned from
+Some players repeat every word so far; others only the newest word, or the list backwards. A model that learned from
 them can do each and does not know which is wanted. RL finds out. Each row is a whole game, since a model that has
 seen first turns only has never learned to look further back.
 
@@ -34,7 +34,7 @@ OTHER_READINGS: tuple[Callable[[list[str]], str], ...] = (newest_word, newest_fi
 
 
 def conversation(words: list[str], reading: Callable[[list[str]], str]) -> list[dict[str, str]]:
-    """The messages of a game, whose user goes on whatever the player says."""
+    """The messages of a game, whose user goes on after any reply."""
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
     for number, word in enumerate(words):
         messages.append({"role": "user", "content": word})

@@ -12,7 +12,7 @@ GAMES = {"train": 1536, "held_out": 128}
 
 
 def right_reply(words: list[str]) -> str:
-    """What the player says after these words: every word of the game so far, the oldest first."""
+    """The player's right reply after these words: every word of the game so far, the oldest first."""
     return " ".join(words)
 
 

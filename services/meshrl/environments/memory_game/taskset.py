@@ -61,7 +61,7 @@ class MemoryGameEnvConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers is u
 
 
 class MemoryGameEnv(vf.Env[MemoryGameEnvConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Plays the user: names a word each turn, whatever the player says."""
+    """Plays the user: names a word each turn, after any reply."""
 
     async def run(self, task: MemoryGameTask, agents: vf.Agents) -> None:
         async with agents.player.interaction(task) as player:

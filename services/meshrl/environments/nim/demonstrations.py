@@ -24,7 +24,7 @@ Messages = list[dict[str, str]]
 
 
 def played_game(heap: int, *, shares: tuple[float, float], source: random.Random) -> tuple[Messages, Messages]:
-    """What the two players of a game read and say; `shares` is how often each makes the winning move on purpose."""
+    """The messages of the two players of a game; `shares` is how often each makes the winning move on purpose."""
     both: tuple[Messages, Messages] = ([], [])
     mover = 0
     while heap:

@@ -51,7 +51,7 @@ class NimEnvConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers is untyped 
 
 
 class NimEnv(vf.Env[NimEnvConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Keeps the heap: whose turn it is reads how many matches are left, and the reply says how many are taken.
+    """Keeps the heap: the player in turn reads how many matches are left, and replies with the number to take.
 
     A reply that is no move loses the game at once.
     """

@@ -89,7 +89,7 @@ class HubFollower:
             await self._leave(CLOSE_S)
 
     async def follow(self, hub: str, url: str, token: str = "") -> None:
-        """Follows the hub at `hub` from now on and tells it that this engine is reached at `url`; returns once the hub
+        """Follows the hub at `hub` from now on, and registers this engine there at `url`; returns once the hub
         has answered. The hub that is followed already is followed on. `token` is what the hub wants to be shown; empty
         shows it what this program has. With another token it is another hub at the same address, that of the next run.
 

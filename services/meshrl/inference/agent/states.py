@@ -222,7 +222,7 @@ class AgentMachine:
         return self._apply() if self.target.committed else [SendReport()]
 
     def fetch_failed(self, artifact_id: str, fault: AgentFault) -> list[Action]:
-        """The artifact cannot be fetched or is not what its manifest says: the old version stays."""
+        """The artifact cannot be fetched or does not match its manifest: the old version stays."""
         if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
             return []
         refused = self.target

@@ -1,6 +1,6 @@
 """Loads one version into an engine's shadow copy of the weights, while the engine generates.
 
-Used by the agent for each version that it is told to prepare. The manifest comes from the hub, the bytes by the way
+Used by the agent for each version that it is to prepare. The manifest comes from the hub, the bytes by the way
 that it names: files, chunks, deltas or a broadcast. A version that is refused leaves the live weights as they are.
 """
 

@@ -43,7 +43,7 @@ class SlotLayer:
         self.values = value_like.new_zeros((num_slots, self.num_heads, max_len, value_like.shape[-1]))
 
     def write(self, key_1HTD: torch.Tensor, value_1HTD: torch.Tensor, plan: StepPlan) -> None:
-        """Puts the step's keys and values where its plan says."""
+        """Puts the step's keys and values at the places of its plan."""
         index = plan.flat_index(self.num_heads)
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, index, _flat(key_1HTD))
         self.values.view(-1, self.values.shape[-1]).index_copy_(0, index, _flat(value_1HTD))

@@ -61,7 +61,7 @@ class RowStore(SlotStore, Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptScores:
-    """What the model says of a prompt's tokens but the first; K alternatives a token, likeliest first."""
+    """The model's logprobs of a prompt's tokens but the first; K alternatives a token, likeliest first."""
 
     logprobs: NDArray[np.float32]  # (P,) NaN for the first
     top_ids: NDArray[np.int32] | None  # (P, K)

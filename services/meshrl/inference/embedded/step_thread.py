@@ -2,7 +2,7 @@
 
 Fed by `engine` through an inbox that it empties before each step; what a step produced goes back to the event loop in
 one call. A command runs between two steps and never inside one. If a step fails the thread ends, and every request and
-command, whenever it comes, is answered with an error that says so.
+command, whenever it comes, is answered with that error.
 """
 
 from __future__ import annotations

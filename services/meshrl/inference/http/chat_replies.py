@@ -47,7 +47,7 @@ class ChatReplies:
 
     @classmethod
     def load(cls, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> ChatReplies | None:
-        """By the options of a renderer; without any by the model's name, and None where that says nothing.
+        """By the options of a renderer; without any by the model's name, and None for an unknown name.
 
         Raises: ModelError when the options name no renderer, or one that does not fit the tokenizer.
         """

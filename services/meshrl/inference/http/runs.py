@@ -259,7 +259,7 @@ async def _send(response: web.StreamResponse, event: str) -> None:
 
 
 def as_mesh_error(error: Exception, request: web.Request) -> MeshError:
-    """What the client is told of an error; one that is no MeshError is a defect here and is logged."""
+    """The client's answer for an error; one that is no MeshError is a defect here and is logged."""
     if isinstance(error, MeshError):
         return error
     logger.opt(exception=error).error("{} {} failed", request.method, request.path)

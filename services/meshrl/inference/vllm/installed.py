@@ -21,7 +21,7 @@ OLDEST, NEWEST = (0, 26), (0, 32)
 
 
 class VllmError(ValueError):
-    """vLLM cannot be used as asked; the message says what to change."""
+    """vLLM cannot be used as asked; the message names the remedy."""
 
 
 def version() -> tuple[int, int]:
@@ -58,9 +58,10 @@ def client_errors() -> tuple[type[Exception], ...]:
 
 
 def kv_tokens_of(config: VllmConfig) -> int:
-    """Tokens that the KV cache of a running vLLM has room for, over all its data-parallel parts; 0 if it did not say.
+    """Tokens that the KV cache of a running vLLM has room for, over all its data-parallel parts; 0 if it did not report
+    it.
 
-    0.32 says how many a part holds, which for models with several kinds of layers is not blocks times their size.
+    0.32 reports how many a part holds, which for models with several kinds of layers is not blocks times their size.
     """
     cache, parts = config.cache_config, config.parallel_config.data_parallel_size
     of_one_part: int | None = getattr(cache, "kv_cache_size_tokens", None)
@@ -68,7 +69,7 @@ def kv_tokens_of(config: VllmConfig) -> int:
 
 
 def process_bytes(device: torch.device) -> int | None:
-    """What this process holds of a GPU, by the driver's count; None where the driver does not list it.
+    """Bytes of a GPU's memory that this process holds, by the driver's count; None where the driver does not list it.
 
     Unlike what is free, this does not count a trainer that grows on the same GPU.
     """

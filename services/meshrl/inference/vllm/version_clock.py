@@ -55,7 +55,7 @@ class VersionClock:
     def spans(self, record: CompletionRecord, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Spans over a finished completion of `num_tokens`; empty ones are left out, equal neighbours joined.
 
-        The first one says which version computed the prompt, where that is another.
+        The first one names the version that computed the prompt, if that is another.
         """
         prompt_pause = record.get("prompt_pause")
         prompt_version = None if prompt_pause is None else self._after_pause[prompt_pause]

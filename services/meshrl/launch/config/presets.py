@@ -58,7 +58,7 @@ PRESETS: Mapping[str, Preset] = {
 def apply_preset(layer: Layer) -> None:
     """Puts the `algorithm` of one layer of configuration where it belongs; a component's own key wins.
 
-    What lower layers say of the same loss is unset, so that an algorithm on the command line replaces the whole loss of
+    Keys of the same loss in lower layers are unset, so that an algorithm on the command line replaces the whole loss of
     a file. A loss whose type the same layer chooses itself is left alone, and so is its advantage.
     """
     name, origin = layer.given.get(("algorithm",), (None, ""))

@@ -24,7 +24,7 @@ def member_folder(credentials: Path, node: str) -> Path:
 
 
 def main() -> None:
-    """Does what argv says."""
+    """Runs the command in argv."""
     node = os.environ["SLURMD_NODENAME"]
     own = member_folder(Path(sys.argv[1]), node)
     os.umask(0o077)

@@ -1,4 +1,5 @@
-"""Run once on each node of a job, with the standard library alone: says what `rl` must know of it, as a line of JSON.
+"""Run once on each node of a job, with the standard library alone: prints what `rl` must know about it, as a line of
+JSON.
 
 python -m meshrl.launch.nodes.probe TOKEN_FILE NUM_PORTS
 """

@@ -74,7 +74,7 @@ def check_wandb(plan: Plan) -> Iterator[Finding]:
 
 
 def why_not_free(host: str, port: int) -> str | None:
-    """What the system says against listening at this address; None for nothing."""
+    """The system's error when it listens at this address; None without one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:

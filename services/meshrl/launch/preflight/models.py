@@ -82,7 +82,7 @@ def stored_size(folder: Path) -> ModelSize | None:
 
 
 def is_offline() -> bool:
-    """True when transformers is told not to fetch anything."""
+    """True when transformers is set to fetch nothing."""
     words = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(word.strip().upper() in {"1", "ON", "YES", "TRUE"} for word in words)
 

@@ -49,7 +49,7 @@ class AloneRates:
 
     @classmethod
     def read(cls, folder: Path) -> AloneRates:
-        """From what `--bench` of the programs left in a folder; a file that is not there or holds none says nothing."""
+        """From what `--bench` of the programs left in a folder; a missing or empty file adds nothing."""
         return cls(engines=_rate(folder / "inference.json"), trainer=_rate(folder / "trainer.json"))
 
 
@@ -63,7 +63,7 @@ def _rate(path: Path) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSummary:
-    """Both sides over the measured steps; shares of their wall time. What no record tells is None."""
+    """Both sides over the measured steps; shares of their wall time. Values without a record are None."""
 
     steps: int
     step_s: float
@@ -150,7 +150,7 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
 
 
 def summary_table(records: Sequence[Mapping[str, float]]) -> str:
-    """Mean, least and most of each row; says so when there is no step to measure."""
+    """Mean, least and most of each row; a note if no step was measured."""
     measured = records[1:]
     if not measured:
         return f"{len(records)} steps are too few to measure: run at least 2"
@@ -164,7 +164,7 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
 
 
 def report_bench(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
-    """Logs what the steps' records say of a benchmark, and writes `run.json` to its folder."""
+    """Logs the benchmark's figures from the steps' records, and writes `run.json` to its folder."""
     summary = summarise(records, AloneRates.read(folder))
     text = summary_table(records)
     if summary is not None:

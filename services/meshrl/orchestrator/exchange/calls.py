@@ -1,6 +1,6 @@
 """For each group that one worker plays: which of its events have arrived, and which were recorded. No I/O, no clock.
 
-An event is received when it arrives (its number says whether it is new) and taken once the caller, who asked for the
+An event is received when it arrives (its number shows whether it is new) and taken once the caller, who asked for the
 group, has recorded it; only then is it acknowledged. A stream that breaks changes nothing here.
 """
 

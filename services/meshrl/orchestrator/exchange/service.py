@@ -57,7 +57,7 @@ class RolloutExchange:
         await self._server.drain(grace_s=0.0)
 
     def attach(self, hello: pb.WorkerHello, owner: str) -> tuple[DialedInWorker, WorkerStream]:
-        """A worker dials in; `owner` is who its credentials say it is. Raises MeshError for one that may not."""
+        """A worker dials in; `owner` is the identity in its credentials. Raises MeshError for one that may not."""
         validate.validate_worker_hello(hello)
         worker = self.workers.get(hello.worker)
         if worker is None:

@@ -82,7 +82,7 @@ class DialedInWorker:
 
     @property
     def silent_s(self) -> float:
-        """How long nothing was heard of it."""
+        """How long it has been silent."""
         return self._now() - self._heard_s
 
     def attach(self, hello: pb.WorkerHello) -> WorkerStream:
@@ -210,7 +210,7 @@ class DialedInWorker:
         return self._environments
 
     async def get_status(self, deadline_s: float | None = None) -> RolloutStatus:
-        """What it said last."""
+        """Its last status."""
         if self._status is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} has not said what it does")
         return self._status

@@ -4,7 +4,7 @@
 
 prints a table of the last run and exits with 1 when a rule is broken:
 
-    state     each rollout has one row and one state; lost ones say why, and a restart is no reason to drop one
+    state     each rollout has one row and one state; lost ones carry the reason, and a restart is no reason to drop one
     trained   a step trains what its record names, no rollout is named by two steps
     steps     trained steps follow one another without a gap, and each has its record in metrics.jsonl, once but for
               those that were done again

@@ -39,8 +39,8 @@ def write_state(layout: Layout, record: StepRecord) -> None:
 
 
 def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], dict[str, dict[str, float]]]:
-    """Totals and tasks drawn up to a step, as its checkpoint says, and what algorithms remember; zeros when it says
-    nothing.
+    """Totals and tasks drawn up to a step, from its checkpoint, and the state of algorithms; zeros without a
+    checkpoint.
 
     Raises RunError when the file is damaged.
     """

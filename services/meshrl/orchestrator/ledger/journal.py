@@ -101,7 +101,7 @@ class Journal:
         return self._ledger.is_open(rollout_id)
 
     def close_group(self, group: RolloutGroup, *, cancelled_for: str) -> None:
-        """A group is over; what an earlier process has of it joins it."""
+        """A group is over; its rollouts of an earlier process join it."""
         self._ledger.close_group(
             group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short
         )
@@ -212,7 +212,7 @@ class Journal:
     async def state_checkpoint(self, last_step: int | None = None) -> None:
         """Writes the orchestrator's part of the newest durable checkpoint, unless it is there.
 
-        The last step's is written ahead: the trainer saves that step when nobody is left to hear of it.
+        The last step's is written ahead: the trainer saves that step after its watchers have gone.
         """
         step = last_step if last_step is not None and self._saves_last else self._durable
         if step > self._stated and step in self._records:

@@ -64,9 +64,8 @@ def plan_resume(
 ) -> ResumePlan:
     """Decides about everything that is open.
 
-    `fits` says whether the trainer can take a batch as it is, `environments` are those that the run trains on, with the
-    rollouts that a group of each needs at least.
-    """
+    `fits` tests whether the trainer can take a batch as it is, `environments` are those that the run trains on, with
+    the rollouts that a group of each needs at least."""
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
         if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:
@@ -140,7 +139,7 @@ def _unfinished(
 
 
 def restore(ledger: Ledger, past: Past, plan: ResumePlan) -> None:
-    """Brings the ledger to where the plan says."""
+    """Brings the ledger to the state of the plan."""
     ledger.restore(past.entries, past.ended)
     for step in plan.trained:
         ledger.train(step)

@@ -49,7 +49,7 @@ class LedgerError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """One rollout. `key` is its place in its group, known before it has an id; `reason` says why it was lost.
+    """One rollout. `key` is its place in its group, known before it has an id; `reason` is the reason for its loss.
     `trace_id` is that of its own trace, in hexadecimal, from when it has come back; "" where it has none.
     """
 

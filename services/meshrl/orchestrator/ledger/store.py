@@ -50,7 +50,7 @@ _UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
 
 
 class LedgerStore:
-    """A ledger file. What changes it never blocks; `flush` and `close` tell when everything before is on disk.
+    """A ledger file. What changes it never blocks; `flush` and `close` return when everything before is on disk.
 
     Reading blocks: call it beside an event loop. Everything raises LedgerFileError when the file cannot be used.
     """

@@ -20,11 +20,11 @@ Change = Callable[[sqlite3.Connection], object]
 
 
 class LedgerFileError(RunError):
-    """The file of the ledger cannot be read or written; the message says what to do."""
+    """The file of the ledger cannot be read or written; the message names the remedy."""
 
 
 def unusable(path: Path, error: Exception) -> LedgerFileError:
-    """The error for what SQLite, or the file system below it, said about the file."""
+    """The error for a failure of SQLite, or of the file system below it."""
     code = getattr(error, "sqlite_errorcode", None)
     primary = None if code is None else code & 0xFF  # the rest says where in SQLite
     if primary == sqlite3.SQLITE_FULL or primary == sqlite3.SQLITE_IOERR:

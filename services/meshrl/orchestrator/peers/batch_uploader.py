@@ -50,7 +50,7 @@ class BatchRefusal:
 
 
 class UploadedRun(Protocol):
-    """What the uploader needs of the run whose batches it uploads; `orchestrator.run.Run` is one."""
+    """The uploader's view of the run whose batches it uploads; `orchestrator.run.Run` is one."""
 
     @property
     def info(self) -> RunInfo: ...
@@ -109,7 +109,7 @@ class BatchUploader:
 
     @property
     def came_back_at(self) -> int:
-        """Where the trainer stood when its process was first heard of: no version before that one comes any more."""
+        """Where the trainer stood when its process was first seen: no version before that one comes any more."""
         return self._watcher.step
 
     async def restarts(self, epoch: int) -> bool:

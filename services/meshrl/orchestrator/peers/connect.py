@@ -47,7 +47,7 @@ class Services:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """What the services said they are. `run` is the trainer's run to feed."""
+    """The services' descriptions of themselves. `run` is the trainer's run to feed."""
 
     environments: Mapping[str, EnvironmentInfo]
     trainer: TrainerInfo
@@ -154,7 +154,7 @@ def _wanted(config: OrchestratorConfig) -> list[tuple[str, str]]:
 
 
 def check_hosted(config: OrchestratorConfig, table: HostTable) -> None:
-    """Raises RunError for environments that no service hosts; it says who hosts what."""
+    """Raises RunError for environments that no service hosts; the error lists the hosts of each environment."""
     missing = [(name, section) for name, section in _wanted(config) if not table.hosting(name)]
     if not missing:
         return

@@ -1,7 +1,7 @@
 """Follows the steps of one run at the trainer, over every restart of the trainer; read by the batch uploader.
 
 Each process of a trainer is an epoch: its events are numbered from 1 (revisions), its steps go on from its checkpoint.
-Steps done after that checkpoint are lost with the old process: whoever waits for one gets StepUndoneError, and waits
+Steps done after that checkpoint are lost with the old process: a waiter for one gets StepUndoneError, and waits
 for it again in the new epoch.
 """
 
@@ -71,7 +71,7 @@ class StepWatcher:
 
     @property
     def step(self) -> int:
-        """Where the trainer stood when this epoch was first heard of."""
+        """Where the trainer stood when this epoch was first seen."""
         return self._run.step
 
     async def follow(self) -> None:
@@ -105,7 +105,7 @@ class StepWatcher:
         return event
 
     def withdraw(self, step: int) -> None:
-        """The trainer does not have the batch of `step`: who waits for the step is told."""
+        """The trainer does not have the batch of `step`: the waiters for the step are notified."""
         if (future := self._done.pop(step, None)) is not None:
             self._fail_wait(future)
 

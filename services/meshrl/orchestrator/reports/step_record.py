@@ -51,7 +51,7 @@ def step_metrics(
     seq_len: int,
     seconds: float,
 ) -> Metrics:
-    """What the orchestrator knows of one step; `seconds` is the wall time since the step before ended."""
+    """The orchestrator's data about one step; `seconds` is the wall time since the step before ended."""
     judged = [ready.group for ready in groups] + tally.discarded
     return (
         rollout_metrics(judged)
@@ -75,7 +75,7 @@ def step_metrics(
 def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
     """One record of the orchestrator's own metrics and of other sources', each by its name.
 
-    The catalogue says which names are the orchestrator's. What another source calls the same is entered behind the name
+    The catalogue lists the orchestrator's names. What another source calls the same is entered behind the name
     of that source (`trainer/progress/tokens`), so that nobody overwrites a total of the run. Names of others come over
     the wire from whatever is there, and need no declaration.
     """
@@ -187,7 +187,8 @@ def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:
 
 
 def slot_metrics(tally: StepTally) -> Metrics:
-    """What of the rollout services' slots was idle since the batch before; nothing where they do not say how many."""
+    """The idle share of the rollout services' slots since the previous batch; nothing if they do not report their
+    slots."""
     if tally.idle_slots is None:
         return {}
     idle, tail = tally.idle_slots

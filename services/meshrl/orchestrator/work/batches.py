@@ -70,8 +70,8 @@ def assemble(
 ) -> AssembledBatch:
     """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
 
-    `streams` says what each sample trains, `environments` has the most tokens of one sample of each environment, at
-    most `seq_len`, and `min_shared_prefix` is what the trainer says (TrainerInfo). Raises ValueError when no sample has
+    `streams` decides what each sample trains, `environments` has the most tokens of one sample of each environment, at
+    most `seq_len`, and `min_shared_prefix` is the trainer's TrainerInfo. Raises ValueError when no sample has
     a token to train on within its length.
     """
     env_index = {name: index for index, name in enumerate(environments)}
@@ -140,7 +140,7 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
     These are the rollouts that break a rule which is known here. If none does, they are all rollouts in the rows that
     the trainer's error names; if it names no row, all rollouts of the batch.
 
-    `error`: the trainer's answer to the batch. `vocab_size`: the trainer's, None where it has not said.
+    `error`: the trainer's answer to the batch. `vocab_size`: the trainer's, None until it is known.
     """
     assembled = submitted.assembled
     rollouts = [rollout for ready in submitted.groups for rollout in ready.kept]

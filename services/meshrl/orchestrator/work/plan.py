@@ -1,7 +1,7 @@
 """The plan of work: how many groups may be in flight, and which step takes which; driven by the loop, no I/O.
 
 Every group outstanding (in flight, or finished and not yet taken) holds as many slots as its environment's groups have
-rollouts. A step has `batch_size` slots, and the law says up to which step slots are open, so generation cannot run
+rollouts. A step has `batch_size` slots, and the law sets the last step with open slots, so generation cannot run
 further ahead than the law allows however groups finish, fail or are filtered. A group is begun while a slot is open,
 and a step takes whole groups, first dispatched first, until it has `batch_size` slots: where groups differ in size,
 either may go beyond by less than one group. A group that lost rollouts still counts whole.

@@ -84,7 +84,7 @@ class Recipes:
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: AlgorithmState) -> None:
-        """Goes back to what `state` said; what is said of environments that are no more is left."""
+        """Goes back to what `state` returned; entries of environments that are no more are left."""
         for name, recipe in self.by_environment.items():
             recipe.restore(state.get(name, {}))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 class SlotUse:
-    """Adds up slot-seconds. `slots` are the rollouts that the services run at once; None while they have not said."""
+    """Adds up slot-seconds. `slots` are the rollouts that the services run at once; None until they report it."""
 
     def __init__(self, now: Callable[[], float], slots: Callable[[], int | None]) -> None:
         self._now = now

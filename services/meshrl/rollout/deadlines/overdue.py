@@ -1,6 +1,6 @@
 """Ends rollouts that overstep a deadline of their environment, in the process that plays them.
 
-Between whoever asks for a rollout and `episodes`, which plays it; only where the environment has a deadline. A rollout
+Between the caller for a rollout and `episodes`, which plays it; only where the environment has a deadline. A rollout
 whose code blocks the event loop is ended by the front of the workers instead, which does not play; the time in which
 the loop stood still counts for none of the rollouts on it.
 """

@@ -1,6 +1,6 @@
 """The stages of a rollout, and what makes it overdue. No I/O, no clock: the time comes with each question.
 
-`episodes` says which stage a rollout is in, `overdue` and the workers' front hold it against the deadlines of its
+`episodes` holds the stage of a rollout, `overdue` and the workers' front hold it against the deadlines of its
 environment, and the log and the failures name it.
 """
 
@@ -53,7 +53,7 @@ class RolloutStage:
         )
 
     def describe(self, now_s: float) -> str:
-        """For the message of whoever ends the rollout."""
+        """For the message of the one that ends the rollout."""
         return f"it was {self.what}, {self.seconds(now_s):.1f} s into this stage"
 
 

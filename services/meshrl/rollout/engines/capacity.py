@@ -1,4 +1,4 @@
-"""How many rollouts may run at once: a number from the configuration, or what the engines say they can hold. No I/O.
+"""How many rollouts may run at once: a number from the configuration, or the capacity that the engines report. No I/O.
 
 The group runner reads it whenever engines were asked for their state, and reports what finished rollouts took. An
 engine runs at most `slots` sequences, and only as many as its KV cache has room for; ours have both in the answer to
@@ -36,7 +36,7 @@ REMEMBERED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapacity:
-    """What an engine says it can hold: sequences decoded at once, tokens in its KV cache; None where it does not."""
+    """An engine's reported capacity: sequences decoded at once, tokens in its KV cache; None if it reports none."""
 
     slots: int | None = None
     kv_tokens: int | None = None
@@ -53,7 +53,7 @@ NOTHING_SAID = EngineCapacity()
 
 
 def capacity_of(payload: object) -> EngineCapacity:
-    """Reads the answer of GET /version; a field that is no positive number counts as not said."""
+    """Reads the answer of GET /version; a field that is no positive number counts as missing."""
     said = payload if isinstance(payload, dict) else {}
     values = {name: said.get(name) for name in ("slots", "kv_tokens")}
     return EngineCapacity(**{name: value for name, value in values.items() if type(value) is int and value > 0})

@@ -2,7 +2,7 @@
 
 Takes the place of router and model client where `rollout.client.api` is `chat_completions`. verifiers' own client makes
 the HTTP calls, so every harness and API dialect goes; here a server is chosen for each call, a call moves on from a
-server that does not answer, and one that is told to wait does. Nothing can be trained on what comes back.
+server that does not answer, and one with a Retry-After waits. Nothing can be trained on what comes back.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         return await self._ask(Session(), lambda client: client.relay_aux(dialect, route, body, headers))
 
     def doing(self, session_id: str, what: str) -> None:
-        """The agent's harness says what it waits for; "" when that is over."""
+        """Notes what the agent's harness waits for; "" when that is over."""
         if (session := self._book.get(session_id)) is not None:
             session.doing = what
 

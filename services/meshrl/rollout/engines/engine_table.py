@@ -1,6 +1,6 @@
 """Chooses the engine of each model call: who is healthy, which version each holds, how busy and how fast. No I/O.
 
-Fed by the router with what probes and answers say, asked by it before every call. Engines get calls in proportion to
+The router feeds it with probes and answers, and asks it before every call. Engines get calls in proportion to
 the tokens/s that they were seen to make, so that one of half the speed has half the calls.
 """
 
@@ -129,8 +129,8 @@ class EngineTable:
         logprobs_mode: str | None = None,
         capacity: EngineCapacity = NOTHING_SAID,
     ) -> None:
-        """An engine answered: it is healthy, serves `version`, and says (or not) what its logprobs are of and what it
-        can hold."""
+        """An engine answered: it is healthy, serves `version`, and may report the kind of its logprobs and its
+        capacity."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
             engine.trouble, engine.refuses_key = "", False
@@ -176,7 +176,7 @@ class EngineTable:
     def biased(self, need: Requirement) -> tuple[KnownEngine, ...]:
         """The engines that are up, if `need` wants right logprobs and none of them reports such; waiting will not help.
 
-        An engine without a version yet counts: what its logprobs are of does not change with its weights.
+        An engine without a version yet counts: the kind of its logprobs does not change with its weights.
         """
         up = tuple(engine for engine in self.candidates(need) if engine.healthy)
         return up if need.reshaped_by and all(engine.logprobs_mode != PROCESSED for engine in up) else ()

@@ -21,7 +21,7 @@ PROCESSED: LogprobsMode = "processed_logprobs"
 
 
 def logprobs_mode_of(payload: object) -> str | None:
-    """What an engine says of its logprobs in the answer of GET /version; None when it says nothing."""
+    """The kind of an engine's logprobs in its answer to GET /version; None if it is missing."""
     mode = payload.get("logprobs_mode") if isinstance(payload, dict) else None
     return mode if isinstance(mode, str) else None
 

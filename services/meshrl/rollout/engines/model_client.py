@@ -192,7 +192,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         return sampled
 
     def doing(self, session_id: str, what: str) -> None:
-        """The agent's harness says what it waits for; "" when that is over."""
+        """Notes what the agent's harness waits for; "" when that is over."""
         if (session := self._book.get(session_id)) is not None:
             session.doing = what
 
@@ -213,7 +213,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
 
 
 class PolicyTurns(Protocol):
-    """Samples the policy's turns, and is told when an agent has got the address for them."""
+    """Samples the policy's turns, and is notified when an agent has got the address for them."""
 
     def reachable(self, session_id: str) -> None: ...
 

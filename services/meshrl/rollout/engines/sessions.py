@@ -44,16 +44,15 @@ class Call:
 
 @dataclass
 class Session:
-    """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made.
+    """One agent's run. `engine` is the URL that answered last; `failure` is the reason why a model call could not be
+    made.
 
-    `turns` takes its turns in this process; None while it has none, or where they go over HTTP.
-    `reachable`: set-up has come to its tool servers. `doing` says what it waits for afterwards, as far as its harness
-    or its model call told.
+    `turns` takes its turns in this process; None while it has none, or where they go over HTTP. `reachable`: set-up has
+    come to its tool servers. `doing` is what it waits for afterwards, as far as its harness or its model call reported.
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
-    `seq_len` is the environment's longest sequence, where it has one of its own.
-    `syncs` are the trace contexts of the commits that brought the versions it was sampled from.
-    `scores_only`: nothing trains on its tokens, so the logprobs of any engine will do.
-    """
+    `seq_len` is the environment's longest sequence, where it has one of its own. `syncs` are the trace contexts of the
+    commits that brought the versions it was sampled from. `scores_only`: nothing trains on its tokens, so the logprobs
+    of any engine will do."""
 
     requirement: Requirement = field(default_factory=Requirement)
     stop_token_ids: tuple[int, ...] = ()

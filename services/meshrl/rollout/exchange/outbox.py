@@ -1,9 +1,8 @@
 """The events that a worker has yet to deliver, in order, until the orchestrator has acknowledged them.
 
-No I/O. Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it says what is sent
+No I/O. Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it lists what is sent
 again. An event goes numbered -> stored (it is in the spool) -> sent -> acknowledged, and back to stored when the stream
-that it was sent over breaks.
-"""
+that it was sent over breaks."""
 
 from __future__ import annotations
 
@@ -126,7 +125,7 @@ class Outbox:
             self.held_bytes -= sum(len(event.message) for event in call.events.values())
 
     def resume(self, cursors: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A new stream stands; `cursors` says from which number each call that is wanted is sent again.
+        """A new stream stands; `cursors` has for each wanted call the number from which it is sent again.
 
         Returns the calls that were dropped since nobody needs them, and those that need an end: an earlier process
         played them.

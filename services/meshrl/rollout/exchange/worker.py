@@ -110,19 +110,19 @@ class ExchangeWorker:
                 task.cancel()
 
     def beat_now(self) -> None:
-        """Tells the orchestrator what this worker does without waiting for the next heartbeat."""
+        """Reports this worker's state to the orchestrator at once, before the next heartbeat."""
         self._beat_now = True
         self._changed.beat()
 
     def waits(self) -> Iterator[CountedWait]:
-        """That the orchestrator is away, for whoever watches what this program waits for."""
+        """That the orchestrator is away, for the record of this program's waits."""
         if not self.attached.is_set():
             yield CountedWait(
                 self._incarnation, "exchange", (self._config.address,), self._away_since_s, "orchestrator to be dialled"
             )
 
     async def delivered(self, deadline_s: float) -> None:
-        """Waits until all that this worker has is acknowledged; says what is not."""
+        """Waits until all results of this worker are acknowledged; logs those that are not."""
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._outbox.is_empty:

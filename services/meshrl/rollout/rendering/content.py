@@ -1,6 +1,7 @@
-"""Finds what messages say among the tokens that a chat template made of them; the rest of a message is its markup.
+"""Finds the content of messages among the tokens that a chat template made of them; the rest of a message is its
+markup.
 
-Used by `renderer` around the renderer for unknown chat templates, which does not tell the two apart, as others do.
+Used by `renderer` around the renderer for unknown chat templates, which does not separate the two, as others do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIRST_WINDOW = 16
 
 
 def tell_content(renderer: Renderer, tokenizer: Any) -> None:
-    """Has the renderer for unknown chat templates say which tokens are content (`is_content`)."""
+    """Has the renderer for unknown chat templates mark the tokens of content (`is_content`)."""
     if type(renderer) is not DefaultRenderer:
         return
     render = renderer.render

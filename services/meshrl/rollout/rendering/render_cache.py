@@ -40,7 +40,7 @@ class RenderCache(Generic[ValueT]):
 
     @staticmethod
     def key(*parts: object) -> str | None:
-        """None for what cannot be told apart by its JSON."""
+        """None for messages that JSON does not distinguish."""
         try:
             return json.dumps(parts)
         except (TypeError, ValueError):

@@ -41,7 +41,7 @@ class UnrenderableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RenderedPrompt:
-    """A turn's prompt in tokens. `attribution` says which message each comes from.
+    """A turn's prompt in tokens. `attribution` gives the message that each comes from.
 
     `bridged`: it extends the tokens of the turn before as they stand, those that were sampled included.
     """

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a folder without torch, where the folder's files say enough about it.
+"""Loads the tokenizer of a folder without torch, if the folder's files suffice.
 
 AutoTokenizer of transformers reads the model's configuration first, and that imports torch wherever it is installed:
 three seconds of a core and 500 MiB in every process that plays. Used by `renderer`, and by the front of the workers to
@@ -27,7 +27,8 @@ _VISION = ("vision_config", "vision_tower", "image_token_id")
 
 
 def known_class(name: str) -> str | None:
-    """The class of transformers that AutoTokenizer would choose for the folder `name`, or None where only it can say.
+    """The class of transformers that AutoTokenizer would choose for the folder `name`, or None where only it can
+    choose.
 
     A folder that has one is that of a model of text alone.
     """

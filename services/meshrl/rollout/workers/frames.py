@@ -28,7 +28,7 @@ HEARTBEAT_EVERY_S = 0.5
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame says. Those up to STOP go to the worker, the others come from it."""
+    """The kind of a frame. Those up to STOP go to the worker, the others come from it."""
 
     OPEN = 1
     """Find the task of this RunRolloutsRequest; the group has this number from now on."""
@@ -126,7 +126,7 @@ def pack_rollouts(played: SerializedRollouts) -> bytes:
 
 
 def unpack_rollouts(payload: bytes) -> SerializedRollouts:
-    """What FINISHED says."""
+    """The content of FINISHED."""
     sizes = EpisodeSizes(*SIZES.unpack_from(payload))
     messages, position = [], SIZES.size
     while position < len(payload):
@@ -165,7 +165,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Says that a worker's event loop runs.
+    """Reports that a worker's event loop runs.
 
     `stages` are the rollout stages that changed since the last heartbeat, as (group, rollout, stage); `in_flight` has
     the worker's model calls by engine URL.

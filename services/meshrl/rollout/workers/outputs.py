@@ -1,9 +1,8 @@
 """Where a worker's output goes: a file for each environment it hosts, and one for what belongs to none.
 
 logs/envs/{train,eval}/NAME/env_worker_N.log has what was logged or printed while the environment NAME played in worker
-N. A worker of one environment writes everything there; of several, what cannot be told apart (a program that one of
-them starts, a crash of the interpreter) goes to logs/envs/env_worker_N.log.
-"""
+N. A worker of one environment writes everything there; of several, output without a known environment (a program that
+one of them starts, a crash of the interpreter) goes to logs/envs/env_worker_N.log."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
 
 
 def log_environments(config: RolloutConfig) -> None:
-    """Sends what the front says of an environment, or plays itself, to the environment's env_server.log too."""
+    """Sends the front's log about an environment, or its own play of it, to the environment's env_server.log too."""
     for entry in config.env:
         path = env_folder(config.output_dir, entry) / SERVER_LOG
         logger.add(

@@ -1,4 +1,4 @@
-"""What the fork server imports beside `preload` where only AutoTokenizer can say which class a tokenizer is of.
+"""What the fork server imports beside `preload` where only AutoTokenizer can choose a tokenizer's class.
 
 Named to `multiprocessing`, imported by nobody else. It imports torch wherever that is installed.
 """

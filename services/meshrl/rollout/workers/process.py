@@ -136,7 +136,7 @@ class WorkerProcess:
         self._loaded_mib = 0
 
     async def start(self) -> None:
-        """Starts the process; `ready` tells when its environments are loaded, or why they cannot be (ConfigError)."""
+        """Starts the process; `ready` returns when its environments are loaded, or why they cannot be (ConfigError)."""
         front, its_front = socket.socketpair()
         alarm, its_alarm = socket.socketpair()
 
@@ -170,7 +170,7 @@ class WorkerProcess:
         return self.ready.done() and not self.gone.is_set() and not self.ended_by and not self._asked_to_stop
 
     def hold(self) -> Hold | None:
-        """What holds its event loop up now, as it says itself."""
+        """The code that blocks its event loop now, by its own report."""
         if self._held is None:
             return None
         hold, said_s = self._held
@@ -221,7 +221,7 @@ class WorkerProcess:
             self._front.send(FrameKind.CLOSE, group)
 
     def stage(self, group: int, index: int) -> RolloutStage | None:
-        """What a rollout does, as far as it was told."""
+        """A rollout's reported stage."""
         assigned = self.rollouts.get((group, index))
         if assigned is None:
             return None
@@ -268,7 +268,7 @@ class WorkerProcess:
             self._front.send(FrameKind.STOP)
 
     async def wait_gone(self) -> str:
-        """Waits for its end; says how it came. Nothing of it runs on afterwards."""
+        """Waits for its end; returns the cause. Nothing of it runs on afterwards."""
         await self.gone.wait()
         process = self._process
         if process is None:
@@ -288,7 +288,7 @@ class WorkerProcess:
                 channel.close()
 
     def grown_mib(self) -> int:
-        """Memory that it has taken since its environments were loaded, in MiB; 0 where the system does not say."""
+        """Memory that it has taken since its environments were loaded, in MiB; 0 if the system does not report it."""
         return self._rss_mib() - self._loaded_mib
 
     def _rss_mib(self) -> int:

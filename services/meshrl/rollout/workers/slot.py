@@ -1,6 +1,6 @@
 """One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next.
 
-The fleet owns slots and is told of each worker that is lost and why; who is to blame is its business.
+The fleet owns slots and gets each lost worker with the cause; who is to blame is its business.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class WorkerSlot:
             self._kill(worker, Loss(f"was replaced: it took {grown_mib} MiB of memory, and max_memory_mib is {most}"))
 
     def forgive(self, stood_still_s: float) -> None:
-        """This process stood still itself: the worker may have been heard."""
+        """This process stood still itself: the worker may have reported."""
         if self.worker is not None:
             self.worker.heard_s += stood_still_s
 

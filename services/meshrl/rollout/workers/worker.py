@@ -1,8 +1,8 @@
 """One worker process: hosts environments and plays the rollouts that the service's front hands it.
 
-The front says in frames what to play. The worker plays with `local`, as a service without workers would, calls engines
-itself, and sends back each rollout as the bytes that the service's caller will get. It ends when the front ends.
-"""
+The front sends frames with the rollouts to play. The worker plays with `local`, as a service without workers would,
+calls engines itself, and sends back each rollout as the bytes that the service's caller will get. It ends when the
+front ends."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Tool = Row
 
 
 class DataError(Exception):
-    """The data cannot be used; the message says which row and what to change."""
+    """The data cannot be used; the message names the row and the remedy."""
 
 
 MARKS = ("weight", "loss_mask", "trainable", "train")

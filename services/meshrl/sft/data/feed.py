@@ -29,7 +29,7 @@ _ROWS, _ERROR = b"R", b"E"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRows:
-    """What a rank needs of a step: everybody's rows, and on rank 0 what was dealt."""
+    """A rank's input for a step: all ranks' rows, and on rank 0 the rows that were dealt."""
 
     micro_batches: Sequence[MicroBatch]
     batch: SFTBatch | None

@@ -1,7 +1,7 @@
 """Turns conversations into token ids with a mask of what is learned; between data and batches.
 
-What an assistant said is found in one of four ways, in this order: by the renderer that the run names; by the
-`generation` marks of the chat template; by prefixes of the conversation; and, where those fail, by the renderer that
+An assistant's tokens are found in one of four ways, in this order: by the renderer that the run names, by the
+`generation` marks of the chat template, by prefixes of the conversation, and, if those fail, by the renderer that
 makes the same tokens as the template.
 """
 

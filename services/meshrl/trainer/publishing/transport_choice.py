@@ -84,9 +84,9 @@ def files_folder(
     one_host: bool,
     version_bytes: int,
 ) -> Path:
-    """Folder for the files of versions, and a log line that says why. `one_host`: all ranks of the trainer are on it.
+    """Folder for the files of versions, and a log line with the reason. `one_host`: all ranks of the trainer are on it.
 
-    Whoever cannot read the files gets their bytes from the hub, so it is the hub that must be here.
+    An engine that cannot read the files gets their bytes from the hub, so the hub must be here.
     """
     if configured is not None:
         logger.info("files of versions go to {} (weight_broadcast.broadcast_dir)", configured)
@@ -109,7 +109,7 @@ def files_folder(
 
 
 def handover_folder(output_dir: Path, on_disk: Path, *, version_bytes: int) -> Path:
-    """Folder in which the ranks of one host write the rows that rank 0 streams, and a log line that says why."""
+    """Folder in which the ranks of one host write the rows that rank 0 streams, and a log line with the reason."""
     room = SHM.is_dir() and shutil.disk_usage(SHM).free >= version_bytes
     folder = private_folder(versions_folder(output_dir)) if room else on_disk
     why = "in memory" if room else f"{SHM} has no room for the {version_bytes} bytes of a version"

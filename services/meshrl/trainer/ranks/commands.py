@@ -135,7 +135,7 @@ def _frames(batch: Batch) -> Iterator[bytes]:
 
 
 class Broadcaster(Protocol):
-    """What commands need of a RankGroup."""
+    """The part of a RankGroup that commands use."""
 
     @property
     def world_size(self) -> int: ...

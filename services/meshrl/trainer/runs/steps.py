@@ -149,7 +149,7 @@ class StepBook:
         return tuple(event for index, event in enumerate(self._events) if index >= skip)
 
     def info(self) -> RunInfo:
-        """The run as GetTrainer tells it; step n made version n."""
+        """The run as GetTrainer returns it; step n made version n."""
         return RunInfo(
             run_id=self.run_id,
             step=self.step,
@@ -226,7 +226,7 @@ class StepBook:
         self._next_step = step
 
     def saved(self, step: int) -> None:
-        """A checkpoint of the step is on disk; the next event says so."""
+        """A checkpoint of the step is on disk; the next event reports it."""
         self.durable_step = max(self.durable_step, step)
 
     def fail_all(self, reason: Reason, message: str) -> None:

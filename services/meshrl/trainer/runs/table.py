@@ -51,7 +51,7 @@ class TrainerRun:
         return self.queue.book.run_id
 
     def info(self) -> RunInfo:
-        """The run as GetTrainer and ListRuns tell it."""
+        """The run as GetTrainer and ListRuns return it."""
         return self.queue.book.info()
 
 

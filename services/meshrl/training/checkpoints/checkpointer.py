@@ -144,7 +144,7 @@ class Checkpointer:
     ) -> None:
         """Copies the state to the host's memory and writes it on a thread; waits first for the save under way.
 
-        `on_durable` hears the step and its folder, on that thread. A failure is raised by the next call of `check`,
+        `on_durable` gets the step and its folder, on that thread. A failure is raised by the next call of `check`,
         `wait_for_save` or a save.
         """
         self.wait_for_save()

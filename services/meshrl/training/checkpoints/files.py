@@ -26,7 +26,7 @@ _BLOCK_BYTES = 2**24
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written, found or read; the message says what to change."""
+    """A checkpoint could not be written, found or read; the message names the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class FileMark:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """What a checkpoint says about itself; the last file that is written into it."""
+    """A checkpoint's description of itself; the last file that is written into it."""
 
     step: int
     ranks: int

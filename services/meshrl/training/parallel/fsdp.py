@@ -46,7 +46,7 @@ _ATTENTION = frozenset(
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated layers of a model: what its lists hold of the classes that transformers does not split.
+    """The repeated layers of a model: the members of its lists whose classes transformers does not split.
 
     For a model that names no such class, the longest list. Raises ValueError when it has no list at all.
     """

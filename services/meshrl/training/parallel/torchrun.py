@@ -1,6 +1,6 @@
 """Starts the ranks of a training program on this machine and watches over them: torchrun's agent, with an orderly end.
 
-The plain `torchrun` command fails when it is told to end, and gives its workers 30 s. Here SIGTERM, SIGINT and SIGHUP
+The plain `torchrun` command fails when it is asked to end, and gives its workers 30 s. Here SIGTERM, SIGINT and SIGHUP
 reach rank 0 as SIGTERM, which drains and stops the others, and the exit code is theirs. A SIGHUP that was ignored when
 the agent started, as under `nohup`, stays so. Both trainers become this agent when they are to run as several
 processes; the ranks are the same program with the same arguments.

@@ -45,7 +45,7 @@ _ENVIRONMENT = threading.Lock()  # the environment is the process's own, and so 
 def open_store(host: str, *, deadline_s: float) -> TCPStore:
     """The store that a publisher hosts; its port is a free one. Raises MeshError GROUP_BROKEN.
 
-    It listens at `host` and nowhere else: whoever reaches a store may read and write it.
+    It listens at `host` and nowhere else: any process that reaches a store may read and write it.
     """
 
     def connect(attempt: timedelta) -> TCPStore:
@@ -97,7 +97,7 @@ def _persist(connect: Callable[[timedelta], TCPStore], failed: str, deadline_s: 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Broadcast:
-    """A broadcast under way. On a GPU `event` comes once it is over; NCCL's own word says so of a failed one, too."""
+    """A broadcast under way. On a GPU `event` comes once it is over; NCCL's own call also returns for a failed one."""
 
     work: Work
     event: torch.cuda.Event | None = None

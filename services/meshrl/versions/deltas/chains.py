@@ -1,9 +1,10 @@
 """The chain of versions below a delta, in the hub's spool, and the deltas merged from it.
 
 A delta's chain is its base, the base of that, and so on down to a full version, the anchor. The folder of a delta has
-its base in `base`, as hard links to the base's own files, and that one's base in `base/base`. So whoever may fetch a
-version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once no version needs
-it. `joined/ROOT` holds the deltas merged into one, for engines that missed versions and still have the weights of ROOT.
+its base in `base`, as hard links to the base's own files, and that one's base in `base/base`. So an engine that may
+fetch a version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once no
+version needs it. `joined/ROOT` holds the deltas merged into one, for engines that missed versions and still have the
+weights of ROOT.
 
 Blocking: call it off the event loop.
 """

@@ -38,7 +38,7 @@ class DeltaRule:
         return base
 
     def pays(self, version: int, *, delta_bytes: int, changed_bytes: int, num_bytes: int) -> bool:
-        """Whether a version of `num_bytes` leaves as a delta of `delta_bytes`; says so in the log."""
+        """Whether a version of `num_bytes` leaves as a delta of `delta_bytes`; logs the reason."""
         share, changed = delta_bytes / max(1, num_bytes), changed_bytes / max(1, num_bytes)
         if share > PAYS_BELOW or self._deltas >= self._anchor_every:
             logger.info("version {} leaves in full: {:.1%} of its weights changed", version, changed)

@@ -38,7 +38,7 @@ class PublishCall:
 
 
 class RankShare(Protocol):
-    """One rank's part in publishing a version; `progress` says whether it still moves."""
+    """One rank's part in publishing a version; `progress` shows whether it still moves."""
 
     @property
     def calls(self) -> Sequence[type[PublishCall]]:
@@ -115,7 +115,7 @@ class VersionTransport(Protocol):
     def progress(self) -> Progress: ...
 
     async def prepare(self, version: int, captured: Captured) -> Prepared:
-        """Does what comes before the hub hears of the version. Raises MeshError and OSError."""
+        """Does the work before the version is declared at the hub. Raises MeshError and OSError."""
 
     async def deliver(self, version: int) -> Mapping[str, float]:
         """Sends a sealed version to the engines where they do not fetch it themselves; returns seconds by part."""

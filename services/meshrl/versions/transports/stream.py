@@ -1,7 +1,7 @@
 """The stream transport: a version's bytes go through the hub, from a buffer on rank 0, and engines fetch them there.
 
 Where all ranks are on one host, each contributes its own rows; else rank 0 has gathered them all, and its share is the
-only one. Where deltas are on, the ranks' shares say what changed and `DeltaRule` decides what leaves.
+only one. Where deltas are on, the ranks' shares list the changes and `DeltaRule` decides what leaves.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class Coordinator:
         return [*actions, *self._next_actions(now_s)]
 
     def sleep(self, engine_pool: str) -> tuple[SleepRound, list[Action]]:
-        """Tells the engines of a pool (empty: all) to give their memory back until there is work."""
+        """Has the engines of a pool (empty: all) release their memory until they get work."""
         self._sleeps += 1
         return SleepRound.begin(self.pool.of_pool(engine_pool), self._sleeps)
 

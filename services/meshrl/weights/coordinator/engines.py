@@ -46,7 +46,7 @@ class EnginePool:
         return engine
 
     def expire(self, now_s: float) -> list[Action]:
-        """Drops every engine that was not heard of for a lease."""
+        """Drops every engine that was silent for a lease."""
         gone = [engine for engine in self.engines.values() if not self._live(engine, now_s)]
         for engine in gone:
             engine.connected = False
@@ -89,7 +89,7 @@ class EnginePool:
         )
 
     def describe(self, ready: Collection[str], faults: Mapping[str, AgentFault], unreachable: Mapping[str, str]) -> str:
-        """Says for a person why engines are not ready; `unreachable` is why some cannot get the version."""
+        """Explains to a person why engines are not ready; `unreachable` is why some cannot get the version."""
         if not self.engines:
             return "no engine is registered; start one that points at this hub"
         parts = []

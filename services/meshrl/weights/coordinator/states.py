@@ -1,4 +1,4 @@
-"""What the hub knows of versions and engines, the legal moves of a version, and what the coordinator can ask for.
+"""The hub's records of versions and engines, the legal moves of a version, and the coordinator's actions.
 
 Plain data without I/O: the coordinator turns events and the time into the actions below, the hub carries them out in
 order. Times are seconds of one monotonic clock.

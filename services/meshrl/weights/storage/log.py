@@ -44,7 +44,7 @@ _KEYS = {"versions": "epoch, version", "groups": "generation"}
 
 
 class LogError(Exception):
-    """The log cannot be used; the message says what to do about it."""
+    """The log cannot be used; the message names the remedy."""
 
 
 class DecisionLog:

@@ -2,7 +2,7 @@
 
 Called by the hub for CreateVersion and Fetch, and by relays for Fetch; the other ends are `versions.transfer` at
 publishers and `versions.downloads` at agents. A fetch that waits for bytes which have not arrived yet sends an empty
-chunk now and then, so that its caller can tell this from a broken link.
+chunk now and then, so that its caller can distinguish this from a broken link.
 """
 
 from __future__ import annotations

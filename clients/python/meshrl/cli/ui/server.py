@@ -1,8 +1,8 @@
-"""The web server of `meshrl ui`: a page, what it asks for as JSON, and an event stream that says when a run went on.
+"""The web server of `meshrl ui`: a page, what it asks for as JSON, and an event stream with a run's progress.
 
-It reads the folders that it was given and asks the services that they name; it changes nothing. Whoever opens the page
-sees what policies wrote, so it listens on loopback; elsewhere every request needs the token that its address carries.
-"""
+It reads the folders that it was given and asks the services that they name; it changes nothing. Anyone who opens the
+page sees what policies wrote, so it listens on loopback; elsewhere every request needs the token that its address
+carries."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class ShownRun:
                 ) from error
 
     def window(self, sample: JsonObject, number: int) -> JsonObject:
-        """What there is of the tokens of a window, and what they say where that is known. Blocks."""
+        """The kept tokens of a window, with their text if it is known. Blocks."""
         found = tokens_of(sample, number)
         return {**found, "pieces": self.pieces.of(found["token_ids"])}
 
     async def status(self) -> JsonObject:
-        """What the services and the files say now, at most STATUS_S old."""
+        """The present state by services and files, at most STATUS_S old."""
         async with self._asking:
             if self._status is None or time.monotonic() - self._status[0] > STATUS_S:
                 now = await read_status(self.folder)

@@ -54,8 +54,7 @@ class RolloutRequest:
     """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
 
     `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training. `conversations`: the
-    rollouts are to hold what was said.
-    """
+    rollouts are to hold their messages."""
 
     request_id: str
     group_id: str
@@ -96,9 +95,8 @@ class VersionSpan:
 class MessageSpan:
     """Tokens [start, end) belong to one message of `role`; `text` is what people read of it.
 
-    Of them [content_start, content_end) are what the message says, the others markup of the chat template. Both are
-    None where nobody told them apart.
-    """
+    Of them [content_start, content_end) are the message's content, the others markup of the chat template. Both are
+    None if they were not separated."""
 
     start: int
     end: int
@@ -191,7 +189,7 @@ class EngineEndpoint:
 
     `logprobs_mode`: processed_logprobs when its logprobs are of the distribution sampled from, raw_logprobs when of
     that before temperature and cuts; empty while unknown. `slots`: the sequences that it decodes at once; `kv_tokens`:
-    what its KV cache holds; None while it does not say.
+    the tokens that its KV cache holds. None if it does not report them.
     """
 
     url: str
@@ -207,7 +205,7 @@ class EngineEndpoint:
 class RolloutStatus:
     """What a rollout server is doing; counts of rollouts, not groups.
 
-    At most `max_concurrent` run at once now, for `limit_reason`; 0 where the server does not say.
+    At most `max_concurrent` run at once now, for `limit_reason`; 0 if the server does not report it.
     """
 
     running: int

@@ -136,7 +136,7 @@ class FoundVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentRegistration:
-    """What an agent tells the hub about its engine."""
+    """An agent's report to the hub about its engine."""
 
     engine_id: str
     url: str
@@ -261,7 +261,7 @@ class GroupMember:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedGroup:
-    """A group that the hub has told its engines to join."""
+    """A group that the hub has asked its engines to join."""
 
     generation: int
     members: tuple[GroupMember, ...]
@@ -278,7 +278,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedVersion:
-    """What the hub holds of an upload; `missing_offsets` is empty when it can be sealed."""
+    """The hub's part of an upload; `missing_offsets` is empty when it can be sealed."""
 
     artifact_id: str
     missing_offsets: tuple[int, ...]
