@@ -22,6 +22,8 @@ RULES = {
 
 QUOTED = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"\n]{1,200}\"|(?<!\w)'[^'\n]{1,100}'(?!\w)|https?://\S+")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"'(*\[0-9]|\w+:)")
+BLOCK = re.compile(r"\n\s*\n|\n(?=\s*- |[^\n]*\S {2,}\S)")
+"""Between the paragraphs, list entries and table rows of a docstring."""
 GENERATED = "v1"
 
 
@@ -134,6 +136,7 @@ def _docstrings(path: Path, scope: ast.Module | ast.ClassDef, *, private: bool) 
 def _own_docstring(
     path: Path, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Iterator[Passage]:
-    text = ast.get_docstring(node)
-    if text:
-        yield Passage(path, node.body[0].lineno, text)
+    text = ast.get_docstring(node) or ""
+    for block in BLOCK.split(text):
+        if block.strip():
+            yield Passage(path, node.body[0].lineno, block)

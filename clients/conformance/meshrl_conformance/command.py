@@ -117,7 +117,7 @@ def _cannot_reach(why: str) -> NoReturn:
 def conformance(folder: RunFolder, address: str, service: str, full: bool, deadline_s: float, as_json: bool) -> None:
     """Check a server, in whatever language, against the contract of a service (docs/contract.md).
 
-    What is checked by default is safe on a live run: calls that only look, or that the contract has refused.
+    What is checked by default is safe on a live run: calls that only look, or that must be refused.
     --full plays rollouts, trains a step and saves a checkpoint, or publishes versions in a new epoch, which takes a
     run away from its trainer: use it on a server that is started for this alone. Credentials are those of the run's
     folder (-o), or of MESHRL_TLS_ variables.
@@ -126,7 +126,7 @@ def conformance(folder: RunFolder, address: str, service: str, full: bool, deadl
     rollout worker is started with that as its exchange.address.
 
     \b
-    Exit codes: 0 it keeps every rule that was checked; 1 it breaks one; 2 it cannot be reached.
+    Exit codes: 0 it keeps every rule that was checked, 1 it breaks one, 2 it cannot be reached.
     """
     if service == EXCHANGE:
         examining = examine_worker(address, full=full, deadline_s=deadline_s, credentials=default_credentials())

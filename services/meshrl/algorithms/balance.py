@@ -44,7 +44,7 @@ def divide(
 
     There are as many rows as first-fit decreasing needs (at most 11/9 of the fewest plus one), rounded up to a multiple
     of dp_size while a row holds several samples. Of three divisions into that many rows the one of least `waiting_cost`
-    is taken: first-fit decreasing; each sample, longest first, to the row that costs least; and that with the rows
+    is taken: first-fit decreasing, each sample, longest first, to the row that costs least, or the latter with the rows
     beside a very long sample filled up first. One rank waits for nobody: there it is first-fit decreasing. `costs` are
     those of the samples if they do not follow from their lengths. Raises ValueError for a sample longer than seq_len.
     """

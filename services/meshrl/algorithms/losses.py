@@ -99,8 +99,8 @@ def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossO
 
     A clipped token (A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low) has no gradient and counts as masked.
     For A < 0 there is no upper bound on r, as in the papers. GRPO's KL term to a reference is the objective's ref_kl.
-    Normaliser: GRPO averages over each sequence, then over sequences (SEQUENCE); DAPO over the tokens of the batch
-    (TOKEN); Dr. GRPO (2503.20783) divides each sequence by one constant length (FIXED).
+    Normaliser: GRPO averages over each sequence, then over sequences (SEQUENCE). DAPO averages over the tokens of the
+    batch (TOKEN). Dr. GRPO (2503.20783) divides each sequence by one constant length (FIXED).
     """
     return _clipped_surrogate(inputs, saturated_ratio(_log_ratio(inputs)), clip_low, clip_high)
 

@@ -1,8 +1,7 @@
 """Packs the samples of a step into rows of at most `seq_len` tokens; last thing the orchestrator does to a batch.
 
 A sample is packed when a term of the objective has a token of it: loss_mask marks those of rl, ce and ref_kl have those
-whose weight is not 0. Which row a sample goes to is for `balance` to say, which samples share their beginning for
-`prefixes`.
+whose weight is not 0. `balance` chooses the row of each sample, `prefixes` the samples that share their beginning.
 
 Shapes: T tokens of a sample or row, S samples of a row, K candidates of a token.
 """

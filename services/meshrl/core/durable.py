@@ -18,7 +18,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_file(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
     """Puts `content` (text as UTF-8) at `path`, in place of what is there; on disk on return.
 
-    Until then whoever opens `path` finds the earlier content. What is broken off leaves `NAME.tmp`, which the next
+    Until then readers of `path` get the earlier content. What is broken off leaves `NAME.tmp`, which the next
     attempt replaces. `mode` is who may read it, less the umask.
     """
     unfinished = path.with_name(path.name + ".tmp")

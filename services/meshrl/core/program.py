@@ -4,7 +4,8 @@ The console scripts (`entry`) come here by way of each program's `main.py`, whic
 it serves and how it drains. What is the same for all of them is here.
 
 Exit codes: 0 for a program that has done its work or was asked to stop, 2 for a configuration that is not allowed, 1
-for any other failure, 128 plus the signal's number for a program that a second signal ended at once."""
+for any other failure, 128 plus the signal's number for a program that a second signal ended at once.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +207,8 @@ def exit_code_of(
     """Logs the error that ends a program, and returns the exit code: BAD_CONFIGURATION for a ConfigError, else FAILED.
 
     A MeshError and errors of the types in `told` carry the remedy: they are logged in one line, after `doing`, and so
-    is a disk that takes no more. Any other is a defect, logged with its traceback."""
+    is a disk that takes no more. Any other is a defect, logged with its traceback.
+    """
     if isinstance(error, ConfigError):
         logger.error("{}", error)
         return BAD_CONFIGURATION

@@ -1,7 +1,8 @@
 """How a program reports to its starter that it is ready, by creating a file that the starter named.
 
 `rl` uses it to distinguish a program that dies at every start, which is given up, from one that died after it had
-served. The starter names the file in an environment variable."""
+served. The starter names the file in an environment variable.
+"""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How to sample one completion.
 
-    First logits are reweighted, in vLLM's order: logit_bias is added; then, of tokens in the prompt or the completion,
-    positive ones are divided by repetition_penalty and negative ones multiplied; then frequency_penalty is taken off
+    First logits are reweighted, in vLLM's order. logit_bias is added. Then, of tokens in the prompt or the completion,
+    positive logits are divided by repetition_penalty and negative ones multiplied. Then frequency_penalty is subtracted
     for each time that a token is in the completion, and presence_penalty once. The processed distribution is
     softmax(reweighted / temperature), cut by min_p, then top_k, then top_p, and normalised again after the cuts. A
     temperature of 0 takes the most likely token; its logprob is then that of the uncut distribution at temperature 1.
@@ -150,7 +150,7 @@ class EngineStats:
 class HostVersion:
     """A version in this host's memory, every digest checked, ready to be staged.
 
-    `tensors` has Hugging Face names, or PEFT's where `adapter` says that they are a LoRA adapter of the served base
+    `tensors` has Hugging Face names, or PEFT's if `adapter` describes them as a LoRA adapter of the served base
     model. `files` are safetensors files that hold the same tensors, for engines that `stages_from_files`.
     """
 
@@ -169,7 +169,7 @@ class CollectiveSupport:
 
 
 class Engine(Protocol):
-    """What the HTTP server and the weight agent need of an engine.
+    """The interface of an engine for the HTTP server and the weight agent.
 
     Raised everywhere: `MeshError` with ENGINE_FAILED once the engine is unfit (a failed apply), DRAINING after close.
     """
@@ -184,7 +184,8 @@ class Engine(Protocol):
 
     @property
     def logprobs_mode(self) -> Literal["processed_logprobs", "raw_logprobs"]:
-        """What the logprobs of chunks are of: the distribution sampled from, or that before temperature and cuts."""
+        """The kind of the chunks' logprobs: of the distribution sampled from, or of that before temperature and
+        cuts."""
 
     @property
     def max_model_len(self) -> int:

@@ -21,7 +21,8 @@ class EngineChoice:
 
 
 def choose_engine(config: InferenceConfig) -> EngineChoice:
-    """What `engine` says, or what `auto` comes to here. Raises ValueError for keys that the engine does not have."""
+    """The engine of the key `engine`, or the choice of `auto` on this machine. Raises ValueError for keys that the
+    engine does not have."""
     has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
     choice = decide(config, has_vllm=has_vllm, has_gpu=has_gpu)
     if cost := cost_of(choice, config, has_gpu=has_gpu):
@@ -37,7 +38,7 @@ def choose_engine(config: InferenceConfig) -> EngineChoice:
 
 
 def cost_of(choice: EngineChoice, config: InferenceConfig, *, has_gpu: bool) -> str:
-    """What the embedded engine costs on a GPU where nobody asked for it; empty where there is nothing to say."""
+    """A warning about the embedded engine's speed on a GPU if `auto` chose it; empty without a reason for one."""
     if choice.engine != "embedded" or config.engine != "auto" or not has_gpu or config.model.device.startswith("cpu"):
         return ""
     return (

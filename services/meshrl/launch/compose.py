@@ -79,7 +79,8 @@ def compose(
     orchestrator.services, there is no part, and the others get its address. `session` names this launch, so that a
     program that is started again knows that it goes on. `gpus` are those that may be used; over several nodes
     `placement` lists instead which program has which, and `engine_hosts` where each engine listens. Raises ConfigError
-    when there are too few GPUs."""
+    when there are too few GPUs.
+    """
     placement = placement or place(config, gpus)
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)

@@ -2,10 +2,9 @@
 
 Three answers, the same for the trainers and the embedded engine:
 
-- packed: attention is replaced by ours, which reads packed rows in training and the slots of the cache in the engine;
-- plain: the model's own forward pass over whole sequences. The trainers pad rows for it; the engine computes every
-  sequence again for each token, which is slow and right;
-- refused, in one sentence that names the alternative.
+- packed: attention is replaced by ours, which reads packed rows in training and the slots of the cache in the engine; -
+plain: the model's own forward pass over whole sequences. The trainers pad rows for it, and the engine computes every
+sequence again for each token, which is slow and right; - refused, in one sentence that names the alternative.
 
 What follows from a configuration or a class is a rule; a model type that those rules would misjudge is in a table.
 `tests/contract/models/test_families.py` holds every family that transformers lists against its plain forward pass.

@@ -64,7 +64,8 @@ class PackedPolicy(nn.Module):
     padded rows of one sample each, which costs padding and gives the same numbers. `max_logits_bytes` bounds the
     float32 logits there are at once; they are made a piece at a time, and again in the backward pass. `kernels` is what
     rows must be laid out for. `prefix_reason` is the reason why samples of a row cannot share their beginning, None if
-    they can."""
+    they can.
+    """
 
     def __init__(
         self,

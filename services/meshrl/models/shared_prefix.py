@@ -10,8 +10,8 @@ blocks of keys:
 A backward kernel computes p = exp(score - l) from the l that it is given. Given the common one and the common output,
 each set's kernel gives its part of the gradients, and the parts add up: no score is computed twice, none is masked out.
 
-Shapes: T tokens of a row, S samples, H query heads, K key-value heads, D head size; of a block B samples and L tokens;
-of a span N queries and P tokens of the prefix.
+Shapes: T tokens of a row, S samples, H query heads, K key-value heads, D head size. A block has B samples and L tokens,
+a span N queries and P tokens of the prefix.
 """
 
 from __future__ import annotations

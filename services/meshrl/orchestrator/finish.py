@@ -2,7 +2,7 @@
 
 consumes   steps that are done, from the uploader
 produces   versions on the engines, one record of metrics a step, evaluations
-waits for  the trainer's next step; the weight hub; the evaluation where the run is synchronous
+waits for  the trainer's next step, the weight hub, and the evaluation where the run is synchronous
 unblocks   sampling, which a new version admits; the uploader, through room at the trainer
 """
 

@@ -200,7 +200,8 @@ class HostTable:
 
         A service is expected to need (what it has + size) rollouts times its pace. One that is not serving, that has
         refused until a later time, or whose address is in `avoid` is passed over. So is one in quarantine, and one
-        whose engines are known to be older than `min_version`, as long as others serve."""
+        whose engines are known to be older than `min_version`, as long as others serve.
+        """
         hosting = self.hosting(environment)
         open_to = [
             host

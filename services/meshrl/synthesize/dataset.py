@@ -1,7 +1,8 @@
 """The dataset that `synthesize` writes: one row for each conversation kept, in the columns that `sft` reads.
 
 A row has `messages` and, where there are some, `tools` (JSON), both in the form of OpenAI's chat API; the other columns
-hold its origin. Rows are only appended; a rollout whose id is there is not added again."""
+hold its origin. Rows are only appended; a rollout whose id is there is not added again.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The learner: a policy with its optimizer, which makes one step from the packed micro-batches of a batch.
 
-The loops of the trainer and of sft call it and get a record of the step back. Every rank is given the whole batch and
-trains the rows that its ParallelPlan says; the collectives are inside.
+The loops of the trainer and of sft call it and get a record of the step back. Every rank gets the whole batch and
+trains the rows of its ParallelPlan; the collectives are inside.
 
 Shapes: P predicted tokens of a row, N rl tokens of the whole batch.
 """

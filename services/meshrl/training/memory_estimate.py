@@ -1,7 +1,7 @@
 """Estimates before a model is loaded whether it can be trained in the memory there is.
 
-Both trainers ask it once they have joined their group, so that a run that cannot fit ends with a sentence that says
-what to change, instead of being killed by the system.
+Both trainers ask it once they have joined their group, so that a run that cannot fit ends with an error that names the
+remedy, instead of being killed by the system.
 
 The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once, and the snapshot
 of a trainer that publishes versions meanwhile. Activations and what the libraries take come on top, so a model that
@@ -99,7 +99,7 @@ def check_has_device(device: torch.device, environment: Mapping[str, str]) -> No
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU, or of this machine (or of the container that limits it); None where nothing tells."""
+    """Free memory of a GPU, or of this machine (or of the container that limits it); None if it is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     memory = machine_memory()

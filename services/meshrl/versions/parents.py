@@ -26,7 +26,8 @@ PROBE_WINDOWS = 8  # measured windows after which more connections are tried onc
 
 @dataclass(frozen=True, kw_only=True)
 class TransferLimits:
-    """connections: the most of them; mbps: the most megabits per second, 0 for no limit; stall_s: give up after."""
+    """The most connections, the most megabits per second (0 for no limit), and the seconds without a byte until it
+    gives up."""
 
     connections: int = 48
     mbps: float = 0.0

@@ -2,7 +2,8 @@
 
 Used by the trainer's publisher. It sends the chunks that the hub lists as missing, to a hub far away over several
 connections. There is no deadline for the whole upload, since a large version may take as long as its link needs: it
-ends when for a while no call made progress. Every chunk, in both directions, is sent with a CRC32C of its own."""
+ends when for a while no call made progress. Every chunk, in both directions, is sent with a CRC32C of its own.
+"""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def main() -> None:
     A command finds the services in the run's output folder (-o, or MESHRL_OUTPUT_DIR); --address names one anywhere.
 
     \b
-    Exit codes: 0 all is well; 1 what was asked for is missing or not well; 2 the command line is wrong.
+    Exit codes: 0 all is well, 1 something is missing or unhealthy, 2 the command line is wrong.
     Completion: eval "$(_MESHRL_COMPLETE=bash_source meshrl)", or zsh_source, fish_source.
     """
 

@@ -39,9 +39,10 @@ _T = TypeVar("_T")
 class ChannelOptions:
     """How a client talks to its server; the defaults suit a cluster as well as a laptop.
 
-    unary_deadline_s: a unary call; upload_deadline_s: a batch; transfer_stall_s: without a chunk of a version;
-    stream_margin_s: what a group's stream may take beyond the deadline_s of its request; reconnect_s: how long a watch
-    looks for its server before it gives up; keepalive_s: time between pings, keepalive_timeout_s: wait for an answer.
+    In seconds: unary_deadline_s for a unary call, upload_deadline_s for a batch, transfer_stall_s without a chunk of a
+    version, stream_margin_s for a group's stream beyond the deadline_s of its request. reconnect_s is how long a watch
+    looks for its server before it gives up. keepalive_s is the time between pings, keepalive_timeout_s the wait for an
+    answer.
     """
 
     unary_deadline_s: float = 30.0
@@ -96,8 +97,9 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
 class Outgoing:
     """The messages of a stream that goes up. Setting `stopped` ends it before the next message.
 
-    An error of their source ends the call as cancelled, which is all that grpc.aio says: `raise_failure` has the
-    reason."""
+    An error of their source ends the call as cancelled, which is all that grpc.aio reports: `raise_failure` has the
+    reason.
+    """
 
     def __init__(self, source: AsyncGenerator[object, None]) -> None:
         self._source = source

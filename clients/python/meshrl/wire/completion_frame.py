@@ -1,14 +1,14 @@
 """Completions as bytes: how an engine sends sampled tokens to `rollout` without JSON for each token.
 
 The answer of POST /inference/v1/generate to a client that sends `Accept: application/x-meshrl-completion`, encoded by
-`inference` and decoded by `rollout`. Everything is little-endian; C choices, T tokens and S version spans of a choice:
+`inference` and decoded by `rollout`. Everything is little-endian. C choices, T tokens and S version spans of a choice:
 
     header      4s magic "MRCF", u16 format (1), u16 zero, u32 C, u32 prompt tokens, u32 bytes of the id, u32 zero
     request id  UTF-8, padded with zeros to a multiple of 8 bytes
     C times     u32 T, u32 S, i64 stop token (-1: none), u8 finish reason, u8 what follows, 6 bytes zero
                 spans (S,) of u32 start, u32 end, i64 version
                 if its bit is set, i64 prompt version: the first span's, see VersionSpan
-                token ids (T,) int32; then, each if its bit is set, logprobs (T,) and raw logprobs (T,) float32
+                token ids (T,) int32, then, each if its bit is set, logprobs (T,) and raw logprobs (T,) float32
 
 Finish reasons are numbered as in FINISH_REASONS, 0 for none. Arrays of a decoded frame are views into its bytes.
 """

@@ -26,7 +26,8 @@ class WaitState:
 
     `on` names whom it waits for: programs, as their state files are called, or URLs of engines. `usual_s` is the median
     of the waits of its kind that are over, None before there were any. `overdue` marks it as worth a line in the log,
-    `reported` that the program has a report of its own for such waits."""
+    `reported` marks waits for which the program has a report of its own.
+    """
 
     name: str
     what: str

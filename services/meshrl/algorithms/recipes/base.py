@@ -101,7 +101,7 @@ class Recipe:
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restores the state that `state` said."""
+        """Restores a state that `state` returned."""
 
 
 def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:

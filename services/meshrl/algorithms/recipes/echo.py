@@ -15,7 +15,7 @@ from meshrl.wire.types import Rollout, Sample
 
 
 class Echo(GroupRelative):
-    """The policy samples, nothing is scored; what messages of `roles` say weighs `weight` a token in the ce term.
+    """The policy samples, nothing is scored; each content token of messages of `roles` has `weight` in the ce term.
 
     The markup of the chat template around a message is left out if the renderer marks it: the policy never writes
     it, and a model to which it is new would learn little else. A group of equal rewards has observations to learn from

@@ -1,7 +1,8 @@
 """The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`.
 
 A record that goes to the monitor is filled by one program (sft), or by two (the orchestrator adds the trainer's metrics
-of a step). The catalogue keeps them apart: a name has one declaration, which names the program that fills it."""
+of a step). The catalogue keeps them apart: a name has one declaration, which names the program that fills it.
+"""
 
 from __future__ import annotations
 

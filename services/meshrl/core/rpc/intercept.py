@@ -98,7 +98,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     INTERNAL. Bytes that are no message of the method are INVALID_ARGUMENT, and so is a call without its message:
     requests are read and parsed here, since gRPC itself logs a traceback and answers UNKNOWN for the first, and never
     answers the second. Services whose name starts with "meshrl." are counted as well and refused in a drain, a guard
-    decides who may call them, and the caller's trace context is current inside the servicer."""
+    decides who may call them, and the caller's trace context is current inside the servicer.
+    """
 
     def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
         """guard: checks callers of services whose name starts with "meshrl."; None lets everybody in."""

@@ -3,7 +3,8 @@
 Served from a thread, so that a program whose event loop is stuck can still report it. Every process of a run (each
 worker of the rollout program, too) writes where it is scraped into `metrics_targets/PROGRAM.json`, the form of
 Prometheus' file_sd_configs. What is served: the process itself, its waits and its event loop; at the orchestrator also
-every metric of the last record, by the catalogue's name with slashes as underscores and placeholders as labels."""
+every metric of the last record, by the catalogue's name with slashes as underscores and placeholders as labels.
+"""
 
 from __future__ import annotations
 

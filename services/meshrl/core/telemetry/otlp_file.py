@@ -31,7 +31,8 @@ class JsonLinesSpanExporter(SpanExporter):
 
     With `max_bytes` the file is moved to `NAME.1.jsonl.zst` when it holds half of that, in place of the one moved
     before: the two hold the latest spans, at most `max_bytes` of them but for a single frame that is longer. Removals
-    are logged."""
+    are logged.
+    """
 
     def __init__(self, path: Path, max_bytes: int | None = None) -> None:
         self._path = path

@@ -27,7 +27,7 @@ class LetterSortData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped
 
 
 class LetterSortTask(vf.Task[LetterSortData]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Say every letter so far in alphabetical order, each turn anew."""
+    """List every letter so far in alphabetical order, each turn anew."""
 
     @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def closeness(self, trace: vf.Trace) -> float:

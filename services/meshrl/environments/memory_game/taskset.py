@@ -23,7 +23,7 @@ class MemoryGameData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped
 
 
 class MemoryGameTask(vf.Task[MemoryGameData]):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Say every word of the game so far, each turn anew."""
+    """Repeat every word of the game so far, each turn anew."""
 
     @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def closeness(self, trace: vf.Trace) -> float:

@@ -66,9 +66,9 @@ class VersionFetcher:
     async def fetch(self, manifest: Manifest, artifact_id: str) -> HostBytes:
         """Returns the verified bytes of a version, to be released once it is staged.
 
-        Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest; CHUNK_CORRUPT when a link damages
-        every copy; UNKNOWN_VERSION when they are gone; UNREACHABLE when nothing came; OVERLOADED when
-        there is no room for them.
+        Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest, CHUNK_CORRUPT when a link damages
+        every copy, UNKNOWN_VERSION when they are gone, UNREACHABLE when nothing came, OVERLOADED when there is no room
+        for them.
         """
         held = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
         return held or await self._streamed(manifest, artifact_id)

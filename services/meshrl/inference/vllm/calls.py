@@ -24,7 +24,7 @@ class EngineCalls:
         self._llm = llm
 
     async def rpc(self, method: str, *args: object, deadline_s: float = RPC_DEADLINE_S) -> Any:
-        """Calls every worker; the first one that failed, else the first one's answer; None while any has none."""
+        """Calls every worker and returns the first failure, else the first answer; None while any has none."""
         call = self._llm.collective_rpc(method, timeout=deadline_s, args=args)
         answers = await self.core(call, deadline_s)
         for answer in answers:

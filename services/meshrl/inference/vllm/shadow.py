@@ -41,7 +41,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face name
 
 
 class WorkerShadow(Protocol):
-    """Weights that are not live yet. `add` what came, in any number of calls; `finish`; then `apply` in a pause."""
+    """Weights that are not live yet. Call `add` any number of times, `finish`, then `apply` in a pause."""
 
     def begin(self) -> None:
         """Forgets what was added."""

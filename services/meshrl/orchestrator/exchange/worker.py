@@ -218,8 +218,8 @@ class DialedInWorker:
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Yields the rollouts and failures of one group, then its summary, as `RolloutClient.run_rollouts` does.
 
-        What the caller has come back for is acknowledged to the worker. Raises MeshError: what the worker refused it
-        for; OVERLOADED while it has no room; UNREACHABLE when it is away, or stays away for its whole lease.
+        What the caller has come back for is acknowledged to the worker. Raises MeshError: the worker's own refusal,
+        OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away for its whole lease.
         """
         if self._stream is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} is away: {await self.why_not_serving(0.0)}")

@@ -37,8 +37,9 @@ def open_journal(
 ) -> Journal:
     """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
 
-    `session`: that of the configuration; `least_rollouts`: what a group must have left, by training environment;
-    `checkpoints`: whether the trainer saves steps on the way; `saves_last`: whether it saves the last one.
+    `session` is that of the configuration, `least_rollouts` the fewest rollouts that a group must have left, by
+    training environment. `checkpoints` is whether the trainer saves steps on the way, `saves_last` whether it saves the
+    last one.
     """
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)

@@ -1,9 +1,9 @@
 """Plans how a run goes on after an earlier process, from what that left and where the trainer stands; no I/O.
 
-A trainer at step k has trained every step up to k and nothing after. So what a step up to k took is trained; the
-batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can
-take them; what later steps took is finished again. Finished rollouts become groups again, in flight ones are over. A
-group that was cut off is completed: what has not come back is sampled again, so nothing that is finished is lost.
+A trainer at step k has trained every step up to k and nothing after. So the groups of steps up to k are trained. The
+batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can take
+them. The groups of later steps count as finished again. Finished rollouts become groups again, in flight ones are over.
+A group that was cut off is completed: what has not come back is sampled again, so nothing that is finished is lost.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def plan_resume(
     """Decides about everything that is open.
 
     `fits` tests whether the trainer can take a batch as it is, `environments` are those that the run trains on, with
-    the rollouts that a group of each needs at least."""
+    the rollouts that a group of each needs at least.
+    """
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
         if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:

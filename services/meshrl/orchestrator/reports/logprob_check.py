@@ -2,7 +2,8 @@
 
 The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens that the engines
 sampled with the very version that the step trains, the two may differ by rounding alone. A step with older tokens
-proves nothing and is skipped."""
+proves nothing and is skipped.
+"""
 
 from __future__ import annotations
 

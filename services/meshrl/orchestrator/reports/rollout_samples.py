@@ -3,7 +3,8 @@
 Asked by the step finisher once a step is recorded; read by `meshrl rollouts`. A line is one whole rollout: its
 messages, its rewards, and every token with its logprob, mask and version. Of each environment there are the best, the
 worst and a few drawn by chance, of those that trained and those that were dropped; and every rollout that failed. Those
-that trained have the trainer's logprobs beside the engine's: the batch asks for them."""
+that trained have the trainer's logprobs beside the engine's: the batch asks for them.
+"""
 
 from __future__ import annotations
 

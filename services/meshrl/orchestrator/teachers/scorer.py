@@ -68,7 +68,7 @@ class GroupScorer:
             await server.close()
 
     async def score(self, groups: Iterable[Sequence[Rollout]]) -> Scores:
-        """The scores of these groups that the algorithms need. Raises RunError when a server does not tell."""
+        """The scores of these groups that the algorithms need. Raises RunError when a server does not return them."""
         wanted: list[tuple[ScoreRequest, str]] = []
         for group in groups:
             if group and (environment := group[0].environment) in self._servers:

@@ -108,7 +108,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One completion of a turn. Raises ProviderError; the session's `failure` then says what to report."""
+        """One completion of a turn. Raises ProviderError; the session's `failure` is then the error to report."""
         session, model = self._session(session_id), str(body.get("model", ""))
         with self._tracer.start_as_current_span(
             f"chat {model}", context=context_from(session.traceparent), kind=SpanKind.CLIENT

@@ -83,7 +83,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         return response
 
     async def respond(self, model: str, sampling: SamplingConfig, session_id: str, turn: PendingTurn) -> Response:
-        """One completion of a turn. Raises ProviderError; the session's `failure` then says what to report."""
+        """One completion of a turn. Raises ProviderError; the session's `failure` is then the error to report."""
         return await self._respond(model, sampling, session_id, turn, turn.prompt, turn.tools, turn.tail)
 
     async def _respond(

@@ -52,7 +52,8 @@ class Session:
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
     `seq_len` is the environment's longest sequence, where it has one of its own. `syncs` are the trace contexts of the
     commits that brought the versions it was sampled from. `scores_only`: nothing trains on its tokens, so the logprobs
-    of any engine will do."""
+    of any engine will do.
+    """
 
     requirement: Requirement = field(default_factory=Requirement)
     stop_token_ids: tuple[int, ...] = ()

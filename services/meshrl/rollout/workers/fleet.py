@@ -5,7 +5,8 @@ they ask for their own. When a shared worker is lost, the environment whose code
 it costs the others nothing from then on; if the cause is unknown, each that played there gets its own, and the next
 loss shows it. Where code blocks a shared worker, the worker is left to its environment for good within about a second,
 and the others go on elsewhere. A standby, which has loaded the shared environments too, takes the place of a lost
-worker at once, and the lost one's slot starts the next standby."""
+worker at once, and the lost one's slot starts the next standby.
+"""
 
 from __future__ import annotations
 

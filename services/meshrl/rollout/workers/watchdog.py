@@ -3,7 +3,8 @@
 A thread looks at what the loop runs. The code of an environment runs in a context that names it (`playing`), and the
 loop's own frame at the bottom of the stack holds that context. What the thread finds goes to the front on a socket of
 its own, since the loop's is not to be written from a thread. It is silent while code in C holds the interpreter's lock;
-the front then receives nothing at all."""
+the front then receives nothing at all.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The front sends frames with the rollouts to play. The worker plays with `local`, as a service without workers would,
 calls engines itself, and sends back each rollout as the bytes that the service's caller will get. It ends when the
-front ends."""
+front ends.
+"""
 
 from __future__ import annotations
 

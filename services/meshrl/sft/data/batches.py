@@ -92,7 +92,7 @@ def training_batches(
 ) -> Iterator[SFTBatch]:
     """Endless steps; each is divided among `dp_size` ranks.
 
-    `parts` are the names of the data's parts with their identity. `drawn` continues from `progress` says. With
+    `parts` are the names of the data's parts with their identity. `drawn` continues from `progress`. With
     pack_function cat a step takes samples until one more would exceed batch_size * seq_len tokens, and at least one;
     with stack it takes batch_size. The sample that did not fit is the first of the next step. Raises DataError when a
     whole epoch has nothing to learn.

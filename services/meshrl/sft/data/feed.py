@@ -51,7 +51,7 @@ class Feed:
         self._validation: Sequence[MicroBatch] | None = None
 
     def start(self, progress: DataProgress | None, *, steps_done: int) -> None:
-        """Goes on where `progress` says, on rank 0. Without it the batches of `steps_done` steps are left out.
+        """Continues from `progress`, on rank 0. Without it the batches of `steps_done` steps are left out.
 
         Raises DataError, on all ranks.
         """

@@ -79,8 +79,8 @@ class Publisher:
         """Publishes a captured version; returns once it is sealed and, by broadcast, was sent to the engines.
 
         Publishing the same content of a version again is harmless. Raises MeshError: STALE_EPOCH when a newer trainer
-        took over; VERSION_CONFLICT or VERSION_SUPERSEDED; DIGEST_MISMATCH when bytes changed between hashing and
-        sealing; UNREACHABLE after `retry_for_s`. Raises OSError for files that cannot be written.
+        took over, VERSION_CONFLICT or VERSION_SUPERSEDED, DIGEST_MISMATCH when bytes changed between hashing and
+        sealing, UNREACHABLE after `retry_for_s`. Raises OSError for files that cannot be written.
         """
         async with self._busy:
             prepared = await self._transport.prepare(version, captured)

@@ -57,7 +57,7 @@ class CheckpointManifest:
 
     @classmethod
     def read(cls, folder: Path, *, step: int | None = None) -> CheckpointManifest:
-        """Reads it; `step` is the one that the folder's name says.
+        """Reads it; `step` is the one in the folder's name.
 
         Raises CheckpointError for a folder that this program did not write, or that is damaged or of another step.
         Manifests from before they had a checksum are read without that check.

@@ -67,8 +67,8 @@ class Receiver:
         """Receives a version; `sink` gets the whole tensors of one bucket after the other, valid during the call only.
 
         On a GPU everything, the sink's work included, is on the current stream. Raises MeshError: GROUP_BROKEN when
-        nothing moves for `stall_s` or the group was ended; DIGEST_MISMATCH naming the tensor; what the sink raises.
-        The group outlives a wrong digest, and nothing else of these.
+        nothing moves for `stall_s` or the group was ended, DIGEST_MISMATCH naming the tensor, and the errors of the
+        sink. The group outlives a wrong digest, and nothing else of these.
         """
         plan = manifest.collective
         if plan is None or plan.num_senders != len(self._communicators):

@@ -117,8 +117,8 @@ class Coordinator:
     def stage(self, manifest: Manifest, artifact: str, now_s: float) -> tuple[VersionRecord, list[Action]]:
         """Takes a manifest. The same artifact again is the same record, whatever its state.
 
-        Raises: RUN_LIMIT_REACHED for another run; STALE_EPOCH; INVALID_REQUEST for an epoch beyond the next;
-        VERSION_CONFLICT for another artifact of a version that was not aborted; VERSION_SUPERSEDED when a later version
+        Raises: RUN_LIMIT_REACHED for another run, STALE_EPOCH, INVALID_REQUEST for an epoch beyond the next,
+        VERSION_CONFLICT for another artifact of a version that was not aborted, VERSION_SUPERSEDED when a later version
         is decided.
         """
         self._check_owner(manifest.run_id, manifest.epoch)
@@ -197,7 +197,7 @@ class Coordinator:
     def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
         """Forms a group and has its engines join it. The same request again gets the first answer.
 
-        Raises: RUN_LIMIT_REACHED for another run; STALE_EPOCH; GROUP_BROKEN when no engine can take part.
+        Raises: RUN_LIMIT_REACHED for another run, STALE_EPOCH, GROUP_BROKEN when no engine can take part.
         """
         answer = self.groups.answer(request.request_id)
         if answer is not None:

@@ -163,7 +163,8 @@ class EngineGroups:
         """Returns in words why an engine cannot get a version now; None when it can.
 
         An engine of another layout needs no group: it gets the command to prepare the version, and refuses it with the
-        difference."""
+        difference.
+        """
         if record.transport not in engine.registration.transports:
             return f"it does not take transport {record.transport.value}"
         if record.transport is not Transport.NCCL or not engine.fits(record):

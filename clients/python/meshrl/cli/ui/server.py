@@ -2,7 +2,8 @@
 
 It reads the folders that it was given and asks the services that they name; it changes nothing. Anyone who opens the
 page sees what policies wrote, so it listens on loopback; elsewhere every request needs the token that its address
-carries."""
+carries.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory | None:
     """The memory of this machine, or what the tightest of this process's cgroups allows of it.
 
     Files that the system can drop from memory count as available. `root` is where /proc and /sys are found. Returns
-    None if it is unknown."""
+    None if it is unknown.
+    """
     found = _whole_machine(root)
     if found is None:
         return None

@@ -106,7 +106,8 @@ class BatchReader:
         """Returns the whole batch.
 
         Raises INVALID_REQUEST when messages are missing, loss_tokens is not the count of the masks or no token is
-        trained at all, and BATCH_DIGEST_MISMATCH when the tensors are not those of the header."""
+        trained at all, and BATCH_DIGEST_MISMATCH when the tensors are not those of the header.
+        """
         header = self._header
         if header is None:
             raise invalid([FieldViolation("header", "must be the first message")], "the batch")

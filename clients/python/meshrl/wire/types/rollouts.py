@@ -54,7 +54,8 @@ class RolloutRequest:
     """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
 
     `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training. `conversations`: the
-    rollouts are to hold their messages."""
+    rollouts are to hold their messages.
+    """
 
     request_id: str
     group_id: str
@@ -96,7 +97,8 @@ class MessageSpan:
     """Tokens [start, end) belong to one message of `role`; `text` is what people read of it.
 
     Of them [content_start, content_end) are the message's content, the others markup of the chat template. Both are
-    None if they were not separated."""
+    None if they were not separated.
+    """
 
     start: int
     end: int

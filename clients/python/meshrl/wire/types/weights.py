@@ -182,7 +182,8 @@ class ApplyReport:
 class AgentReport:
     """One message from an agent; doubles as a heartbeat. `target_artifact_id` is the content of `target_version`.
 
-    `sleep_answered` is the number of the last Sleep that was carried out or declined; `sleeping` says which.
+    `sleep_answered` is the number of the last Sleep that was carried out or declined; `sleeping` is true if it was
+    carried out.
     """
 
     lease_id: str
