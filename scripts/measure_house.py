@@ -2,7 +2,7 @@
 
     python scripts/measure_house.py OLD_CHECKOUT .
 
-Nothing of a checkout is imported: its files are read as they are. Generated modules (folders `v1`) are left out.
+Nothing of a checkout is imported: its files are read as they are. Generated modules are left out.
 """
 
 import ast
@@ -23,12 +23,6 @@ WORDS = {
     "where": r"where",
 }
 """The list of words whose number in 1,000 is measured, beside semicolons."""
-
-
-def product(root: Path) -> list[Path]:
-    """The modules under services/, and those of the Python packages under clients/."""
-    found = [path for tree in ("services", "clients") for path in (root / tree).rglob("*.py")]
-    return [path for path in found if not {"v1", "node_modules", ".venv", "build"} & set(path.parts)]
 
 
 def lines(paths: Iterable[Path]) -> int:
@@ -112,7 +106,7 @@ def per_thousand(text: str, phrase: str) -> float:
 
 
 def measure(root: Path) -> dict[str, float]:
-    modules, tests = product(root), list((root / "tests").rglob("*.py"))
+    modules, tests = prose.sources(root), list((root / "tests").rglob("*.py"))
     pages = "\n".join(path.read_text() for path in prose.pages(root))
     docs = "\n".join(path.read_text() for path in sorted((root / "docs").glob("*.md")))
     docstrings = all_docstrings(modules)

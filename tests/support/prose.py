@@ -24,7 +24,8 @@ QUOTED = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"\n]{1,200}\"|(?<!\w)'[^'\n]{1,100}
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"'(*\[0-9]|\w+:)")
 BLOCK = re.compile(r"\n\s*\n|\n(?=\s*- |[^\n]*\S {2,}\S)")
 """Between the paragraphs, list entries and table rows of a docstring."""
-GENERATED = "v1"
+NOT_OURS = frozenset({"v1", "node_modules", "build", ".venv"})
+"""Folders of generated and of installed modules."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def _blank(found: re.Match[str]) -> str:
 
 
 def sources(root: Path) -> list[Path]:
-    """Every hand-written module of the services and the Python client."""
-    found = [path for tree in ("services", "clients/python") for path in sorted((root / tree / "meshrl").rglob("*.py"))]
-    return [path for path in found if GENERATED not in path.parts]
+    """Every hand-written module of the services and of the Python packages under clients/."""
+    found = [path for tree in ("services", "clients") for path in sorted((root / tree).rglob("*.py"))]
+    return [path for path in found if not NOT_OURS & set(path.relative_to(root).parts)]
 
 
 def help_texts(root: Path) -> Iterator[Passage]:

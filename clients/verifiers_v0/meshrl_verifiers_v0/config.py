@@ -43,7 +43,7 @@ class OldEnv(Strict):
 
 
 class ServiceConfig(Strict):
-    """Everything that the program is told."""
+    """The whole configuration of the program."""
 
     env: list[OldEnv] = Field(min_length=1)
     model: str

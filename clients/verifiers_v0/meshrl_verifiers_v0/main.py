@@ -43,7 +43,7 @@ def main() -> None:
 
 
 async def serve(config: ServiceConfig, loaded: Sequence[vf.Environment]) -> None:
-    """Serves the environments of `config.env`, loaded in this order, until the process is told to stop."""
+    """Serves the environments of `config.env`, loaded in this order, until the process is asked to stop."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -19,7 +19,7 @@ Spans = list[tuple[int, int, int]]
 
 @dataclass
 class Sampled:
-    """What the wire needs of one completion beside what verifiers keeps."""
+    """The fields of one completion that the wire needs and verifiers does not keep."""
 
     spans: Spans
     prompt_version: int | None = None

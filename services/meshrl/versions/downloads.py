@@ -62,9 +62,8 @@ class Downloader:
 
         `on_bytes` is called with the number of bytes whenever some were put.
 
-        Raises MeshError: CHUNK_CORRUPT when the link damages every copy; UNKNOWN_VERSION when the bytes are gone;
-        DIGEST_MISMATCH when they changed at the hub; UNREACHABLE when nothing came for `stall_s`.
-        """
+        Raises MeshError: CHUNK_CORRUPT when the link damages every copy, UNKNOWN_VERSION when the bytes are gone,
+        DIGEST_MISMATCH when they changed at the hub, UNREACHABLE when nothing came for `stall_s`."""
         return await _Download(self, held, artifact_id, on_bytes).run() if held.missing else 0
 
     async def close(self) -> None:

@@ -2,9 +2,9 @@
 
 Filled by uploads (CreateVersion), checked when a version is sealed, read by fetches (Fetch).
 
-`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`; for a delta also the chain of
-versions below it (`deltas.chains`); for a version that is broadcast (nccl) the manifest alone. Which chunks of a
-payload are here, a restarted hub finds out by hashing it again (`version_bytes`).
+`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`. For a delta it also holds the
+chain of versions below it (`deltas.chains`), for a version that is broadcast (nccl) the manifest alone. Which chunks of
+a payload are here, a restarted hub finds out by hashing it again (`version_bytes`).
 
 Deletion belongs to the hub, since only it knows who may still fetch: it deletes its spool and, for versions made of
 files, the publisher's files, provided that the manifest of the same artifact lies beside them.

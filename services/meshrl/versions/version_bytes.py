@@ -172,7 +172,7 @@ class VersionBytes:
     def read(self, offset: int, end: int, chunk_bytes: int) -> Iterator[Chunk]:
         """Yields [offset, end) in pieces of at most `chunk_bytes`, none of them across chunks of the manifest.
 
-        Raises: UNKNOWN_VERSION when the bytes are gone; DIGEST_MISMATCH when they changed at rest; NOT_SUPPORTED for a
+        Raises: UNKNOWN_VERSION when the bytes are gone, DIGEST_MISMATCH when they changed at rest, NOT_SUPPORTED for a
         version whose bytes never come here.
         """
         if self.manifest.transport is Transport.NCCL:
@@ -218,7 +218,7 @@ def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
 
 @contextmanager
 def room_for(manifest: Manifest, spool_dir: Path) -> Iterator[None]:
-    """Turns the error of a full disk into one with which a publisher, or a relay, can tell what to do."""
+    """Turns the error of a full disk into one from which a publisher, or a relay, can choose what to do."""
     try:
         yield
     except OSError as error:

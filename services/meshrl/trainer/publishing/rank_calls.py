@@ -67,7 +67,7 @@ class RankCalls:
         return answers
 
     def shut_down(self) -> None:
-        """Tells every other rank to shut its publishing thread down."""
+        """Has every other rank shut its publishing thread down."""
         self._send(None)
 
     def _send(self, call: PublishCall | None) -> None:

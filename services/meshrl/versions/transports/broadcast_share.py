@@ -31,7 +31,7 @@ class MeetEngines(PublishCall):
 
 @dataclass(frozen=True, kw_only=True)
 class SendVersion(PublishCall):
-    """Send the group what the rank holds of a version."""
+    """Send the group the rank's rows of a version."""
 
     version: int
 

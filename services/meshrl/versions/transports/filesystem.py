@@ -26,7 +26,7 @@ from meshrl.wire.types import Manifest, Transport
 
 @dataclass(frozen=True, kw_only=True)
 class WriteFiles(PublishCall):
-    """Write what the rank holds of a version into its files."""
+    """Write the rank's rows of a version into its files."""
 
     version: int
 
