@@ -1,4 +1,4 @@
-"""The journal of a run: its ledger, batches and totals, kept on disk so that any process can go on from them.
+"""The journal of a run: its ledger, batches and totals, kept on disk so that any process can continue from them.
 
 The loop reports to it every event that counts. A batch is submitted only when it and the rollouts in it are
 on disk; payloads go when their step is durable and has its record.

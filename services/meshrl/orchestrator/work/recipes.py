@@ -1,4 +1,5 @@
-"""Makes the algorithm of each training environment from the configuration, and asks them what a step trains."""
+"""Makes the algorithm of each training environment from the configuration, and asks it for the tokens that a step
+trains."""
 
 from __future__ import annotations
 

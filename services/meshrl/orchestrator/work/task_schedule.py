@@ -1,4 +1,4 @@
-"""Which task comes next: environments mixed by ratio, each shuffled anew every epoch; read by the plan of work."""
+"""Which task comes next: environments mixed by ratio, each shuffled anew every pass; read by the plan of work."""
 
 from __future__ import annotations
 

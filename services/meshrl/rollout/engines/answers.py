@@ -1,4 +1,4 @@
-"""Reads what an engine answered to a model call: a completion frame, or JSON in our spelling or vLLM's. No I/O.
+"""Reads an engine's answer to a model call: a completion frame, or JSON in our spelling or vLLM's. No I/O.
 
 Fed by the model client with the bytes that the router got; the tokens go to verifiers and the spans to the session.
 T tokens of a completion.

@@ -1,4 +1,4 @@
-"""Chooses the engine of each model call: who is healthy, which version each holds, how busy and how fast. No I/O.
+"""Chooses the engine of each model call by health, version, load and speed. No I/O.
 
 The router feeds it with probes and answers, and asks it before every call. Engines get calls in proportion to
 the tokens/s that they were seen to make, so that one of half the speed has half the calls.

@@ -1,4 +1,4 @@
-"""The front's side of one worker process: sends it groups and rollouts, receives what came of them, and ends it.
+"""The front's side of one worker process: sends it groups and rollouts, receives their results, and ends it.
 
 Owned by a slot of the fleet, which starts another process when this one is lost. Every question to a worker ends with
 an answer or with `WorkerLostError`.

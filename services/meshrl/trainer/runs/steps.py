@@ -1,4 +1,4 @@
-"""Keeps the state of a run's steps: which batches wait, what happened to each, and the events for watchers.
+"""Keeps the state of a run's steps: the waiting batches, the state of each, and the events for watchers.
 
 No clock, sockets or tasks. The TrainingQueue calls it when the service takes a batch and when the training loop reports
 a step. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order,
