@@ -14,8 +14,9 @@ from typing import Literal
 import aiohttp
 from loguru import logger
 
-from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.secret import read_secret
+from meshrl.core.rpc.blocking_http import error_text
+from meshrl.core.rpc.engine_http import NO_ANSWER, ask, engine_session
 from meshrl.sampling.retry import RunError
 from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialsConfig
 
@@ -59,10 +60,7 @@ class PolicyEndpoints:
         key = read_secret(
             "client.api_key", None, file=client.api_key_file, variable=client.api_key_var, environ=os.environ
         )
-        self._http = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            connector=aiohttp.TCPConnector(ssl=client_context() or True),
-        )
+        self._http = engine_session(key)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -109,8 +107,8 @@ class PolicyEndpoints:
                     f"the server at {url} has no {route}: checkpoints are loaded into engines that `inference` starts;"
                     " start one with the base model, or let this command start it (--inference)"
                 )
-            if status != HTTPStatus.OK:
-                raise RunError(f"the engine at {url} does not load {what}: {_error_text(answer)}")
+            if status != HTTPStatus.OK or not isinstance(answer, dict):
+                raise RunError(f"the engine at {url} does not load {what}: {error_text(answer)}")
         self.version, self._serves_base = version, folder is None
         logger.info("{} is loaded", what)
 
@@ -118,12 +116,9 @@ class PolicyEndpoints:
         """The answer of GET /version, empty from a server that has no such route or says something else."""
         while True:
             try:
-                async with self._session.get(url + "/version", timeout=_timeout(LOOK_DEADLINE_S)) as answer:
-                    said = await answer.json(content_type=None) if answer.status == HTTPStatus.OK else {}
-                return said if isinstance(said, dict) else {}
-            except ValueError:  # no JSON: some other server
-                return {}
-            except (aiohttp.ClientError, TimeoutError) as error:
+                status, answer = await ask(self._session, "GET", url + "/version", deadline_s=LOOK_DEADLINE_S)
+                return answer if status == HTTPStatus.OK and isinstance(answer, dict) else {}
+            except NO_ANSWER as error:
                 if time.monotonic() >= until_s:
                     raise RunError(
                         f"no server answers at {url} ({error}): start one with `inference --model.name"
@@ -134,19 +129,16 @@ class PolicyEndpoints:
 
     async def _max_model_len(self, url: str) -> int | None:
         try:
-            async with self._session.get(url + "/v1/models", timeout=_timeout(LOOK_DEADLINE_S)) as answer:
-                said = (await answer.json(content_type=None))["data"][0]["max_model_len"]
-            return said if isinstance(said, int) else None
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError):  # it does not say
+            _, answer = await ask(self._session, "GET", url + "/v1/models", deadline_s=LOOK_DEADLINE_S)
+            length = answer["data"][0]["max_model_len"]  # type: ignore[index]  # another form is caught below
+            return length if isinstance(length, int) else None
+        except (*NO_ANSWER, KeyError, IndexError, TypeError):  # it gives none
             return None
 
     async def _post(self, url: str, body: object, what: str) -> tuple[int, object]:
         deadline_s = self._config.deadlines.load_s
         try:
-            async with self._session.post(url, json=body, timeout=_timeout(deadline_s)) as answer:
-                return answer.status, await answer.json(content_type=None)
-        except ValueError:  # no JSON
-            return HTTPStatus.BAD_GATEWAY, "no JSON came back"
+            return await ask(self._session, "POST", url, body=body, deadline_s=deadline_s)
         except TimeoutError as error:
             raise RunError(f"{url} did not load {what} within {deadline_s:g} s (deadlines.load_s)") from error
         except aiohttp.ClientError as error:
@@ -156,13 +148,3 @@ class PolicyEndpoints:
     def _session(self) -> aiohttp.ClientSession:
         assert self._http is not None, "it is entered"
         return self._http
-
-
-def _timeout(total_s: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=total_s)
-
-
-def _error_text(answer: object) -> str:
-    """What an error answer says, in OpenAI's form or any other."""
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    return str(error.get("message", error) if isinstance(error, dict) else error)

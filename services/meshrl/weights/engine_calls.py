@@ -7,15 +7,12 @@ only once its lease is over, because it was restarted or cannot reach the hub.
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Collection, Sequence
 
 from loguru import logger
 
 from meshrl.core.config.shared import EVERYWHERE
-from meshrl.core.credentials.https import client_context
+from meshrl.core.rpc.blocking_http import ask_blocking, error_text
 from meshrl.core.waiting import set_within
 
 CALL_EVERY_S = 2.0
@@ -45,13 +42,7 @@ class EngineCaller:
         self._hub = {"host": "" if host in EVERYWHERE else host, "port": port}
         if token is not None:
             self._hub["token"] = token
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._http = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}),  # engines are hosts of our own
-            urllib.request.HTTPSHandler(context=client_context()),
-        )
+        self._api_key = api_key
         self._logged: dict[str, str] = {}  # by URL, what was last logged
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -69,29 +60,24 @@ class EngineCaller:
 
     def _ask(self, url: str) -> str:
         """Why an engine does not follow; empty when it does. Blocking."""
-        body = json.dumps({**self._hub, "url": url}).encode()
-        request = urllib.request.Request(url + FOLLOW_PATH, data=body, headers=self._headers, method="POST")
+        body = {**self._hub, "url": url}
         try:
-            with self._http.open(request, timeout=CALL_DEADLINE_S) as answer:
-                answer.read()
-        except urllib.error.HTTPError as error:
-            return _refusal(error.code, error.read())
-        except (OSError, ValueError) as error:  # not there yet, or something that speaks no HTTP
-            return f"does not answer ({getattr(error, 'reason', error)}); it is called until it does"
-        return ""
+            status, answer = ask_blocking(
+                url + FOLLOW_PATH, body=body, api_key=self._api_key, deadline_s=CALL_DEADLINE_S
+            )
+        except OSError as error:  # not there yet, or something that speaks no HTTP
+            return f"does not answer ({error}); it is called until it does"
+        return _refusal(status, answer) if status >= 400 else ""
 
 
-def _refusal(status: int, body: bytes) -> str:
+def _refusal(status: int, answer: object) -> str:
     """What an engine's error means, and what to do about it, for the log."""
     if status in (404, 405):
         return (
             "gets no versions: it has no POST /follow_hub, so it is no `inference` of meshrl, or an older one; start it"
             " with `inference`, or do not list it"
         )
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = body[:200].decode(errors="replace")
+    message = error_text(answer)
     if status == 502:
         return (
             f"does not reach this hub: {message}; set weights.server.host to an address that it reaches, and allow it"

@@ -106,6 +106,17 @@ async def calling(mesh: Any, *urls: str, key: str = KEY, token: str | None = Non
     await asyncio.wait_for(task, DEADLINE_S)
 
 
+async def test_what_speaks_no_http_is_called_again(mesh: Any, lines: list[str]) -> None:
+    async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-other\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as other:
+        url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        async with calling(mesh, url):
+            await mesh.until(lambda: any(f"engine {url} does not answer" in line for line in lines), DEADLINE_S)
+
+
 async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
     mesh: Any, second_mesh: Any, kept: Kept, state: Any, lines: list[str]
 ) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 
 from meshrl.core.interpreter import finds
+from meshrl.core.rpc.blocking_http import ask_blocking
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 
 ANSWER_DEADLINE_S = 3.0
-
-_HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def check_vllm(plan: Plan) -> Iterator[Finding]:
@@ -69,14 +66,9 @@ def check_engines(plan: Plan) -> Iterator[Finding]:
 
 
 def _version(url: str) -> Mapping[str, object] | str:
-    """What an engine answers to GET /version; empty for a server without it. Text says why there is no answer."""
+    """What an engine answers to GET /version; empty for a server without it. Text is why there is no answer."""
     try:
-        with _HTTP.open(f"{url}/version", timeout=ANSWER_DEADLINE_S) as answer:
-            found = json.loads(answer.read())
-    except urllib.error.HTTPError:  # a server of another kind
-        return {}
+        status, answer = ask_blocking(f"{url}/version", deadline_s=ANSWER_DEADLINE_S)
     except OSError as problem:
-        return str(getattr(problem, "reason", problem))
-    except ValueError:  # no JSON
-        return {}
-    return found if isinstance(found, dict) else {}
+        return str(problem)
+    return answer if status == HTTPStatus.OK and isinstance(answer, dict) else {}

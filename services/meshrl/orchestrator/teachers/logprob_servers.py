@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from meshrl.algorithms.recipes.base import TokenScores
 from meshrl.client.backoff import Backoff
-from meshrl.core.credentials.https import client_context
+from meshrl.core.rpc.blocking_http import error_text
+from meshrl.core.rpc.engine_http import NO_ANSWER, ask, engine_session
 from meshrl.orchestrator.config import TeacherConfig
 from meshrl.sampling.retry import RunError
 
-AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+AGAIN = frozenset({200, 408, 409, 425, 429, 500, 502, 503, 504})  # 200 without JSON
 PAUSE_S = (0.1, 5.0)
 SCORE_PATH, MODELS_PATH = "/inference/v1/generate", "/v1/models"
 NEEDS = (
@@ -36,8 +37,7 @@ class LogprobServers:
         self, who: str, urls: Callable[[], Awaitable[Sequence[str]]], *, config: TeacherConfig, api_key: str | None
     ) -> None:
         """`who` is what messages call the model."""
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._who, self._urls, self._model = who, urls, config.model.name
+        self._who, self._urls, self._model, self._api_key = who, urls, config.model.name, api_key
         self._failover_s = config.client.failover_s
         self._timeout = aiohttp.ClientTimeout(
             total=config.client.call_deadline_s, sock_connect=min(10.0, config.client.call_deadline_s)
@@ -101,21 +101,20 @@ class LogprobServers:
     async def _ask(self, method: str, path: str, body: object) -> object:
         """The JSON of an answer, from whichever server gives one. Raises RunError."""
         if self._http is None:
-            connector = aiohttp.TCPConnector(limit=0, ssl=client_context() or True)  # `_slots` bounds the calls
-            self._http = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout, connector=connector)
+            self._http = engine_session(self._api_key, limit=0, timeout=self._timeout)  # `_slots` bounds the calls
         give_up_at, backoff = time.monotonic() + self._failover_s, Backoff(*PAUSE_S)
         while True:
             urls, why = await self._urls(), "it has no engine"
             if urls:
                 url = urls[next(self._turn) % len(urls)].rstrip("/").removesuffix("/v1")
                 try:
-                    async with self._http.request(method, url + path, json=body) as answer:
-                        if answer.status == 200:
-                            return await answer.json(content_type=None)
-                        why = f"{url}{path} answered {answer.status}: {(await answer.text(errors='replace'))[:300]}"
-                        if answer.status not in AGAIN:
-                            raise RunError(f"{self._who} cannot score tokens: {why}; {NEEDS}")
-                except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: no JSON
+                    status, answer = await ask(self._http, method, url + path, body=body)
+                    if status == 200 and not isinstance(answer, str):
+                        return answer
+                    why = f"{url}{path} answered {status}: {error_text(answer)}"
+                    if status not in AGAIN:
+                        raise RunError(f"{self._who} cannot score tokens: {why}; {NEEDS}")
+                except NO_ANSWER as error:
                     why = f"{url} does not answer ({type(error).__name__}: {error})"
             if time.monotonic() >= give_up_at:
                 raise RunError(f"{self._who} scored nothing for {self._failover_s:g} s: {why}; is it running?")

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
-import aiohttp
 from opentelemetry.trace import Tracer
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import ConfigError
-from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.secret import read_secret
+from meshrl.core.rpc.engine_http import engine_session
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.keys import why_all_locked_out
@@ -59,9 +58,7 @@ async def connect_servers(
 
 async def _refuse_without_key(config: ClientConfig, apis: Sequence[str], api_key: str | None) -> None:
     """Raises ConfigError where every server refuses the key."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    connector = aiohttp.TCPConnector(ssl=client_context() or True)
-    async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
+    async with engine_session(api_key) as http:
         if refusal := await why_all_locked_out(http, apis, config, has_key=api_key is not None):
             raise ConfigError(refusal)
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from loguru import logger
 
-from meshrl.core.credentials.https import client_context
+from meshrl.core.rpc.engine_http import engine_session
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
@@ -88,7 +88,7 @@ class EngineRouter:
         self.on_look: Callable[[], None] = lambda: None
         """Called after every round of asking the engines."""
         self._config = config
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self._discovery = discovery
         self._hub_away = False
         self._silent_since: dict[str, float] = {}
@@ -99,14 +99,8 @@ class EngineRouter:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineRouter:
-        self._http = aiohttp.ClientSession(
-            headers=self._headers,
-            # The number of rollouts bounds the connections.
-            connector=aiohttp.TCPConnector(
-                limit=0, ttl_dns_cache=60, socket_factory=_watched_socket, ssl=client_context() or True
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        # The number of rollouts bounds the connections.
+        self._http = engine_session(self._api_key, limit=0, socket_factory=_watched_socket)
         await self.refresh()
         self._probing = asyncio.create_task(self._refresh_forever())
         return self
@@ -263,7 +257,7 @@ class EngineRouter:
                     raise _BusyError(detail, float(wait) if wait.isdecimal() else 0.0)
                 if reply.status in LOCKED:
                     raise _LockedOutError(
-                        key_refusal(engine.url, reply.status, self._config, has_key=bool(self._headers))
+                        key_refusal(engine.url, reply.status, self._config, has_key=bool(self._api_key))
                     )
                 if reply.status != 200:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
@@ -346,7 +340,7 @@ class EngineRouter:
                     return
             if not engine.healthy and (
                 refused := await why_locked_out(
-                    self._http, f"{engine.url}/v1", self._config, has_key=bool(self._headers)
+                    self._http, f"{engine.url}/v1", self._config, has_key=bool(self._api_key)
                 )
             ):
                 self._lock_out(engine, refused)
