@@ -24,6 +24,7 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Response, SamplingConfig
 
+from meshrl.client.backoff import Backoff
 from meshrl.core.telemetry.tracing import context_from
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
@@ -33,8 +34,7 @@ from meshrl.wire.types import Rollout, RolloutRequest
 
 AGAIN = frozenset({408, 429, 500, 502, 503, 504, 529})
 """Answers after which the same call may succeed, at this server or another."""
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 8.0
+PAUSE_S = (0.5, 8.0)
 
 AnswerT = TypeVar("AnswerT")
 
@@ -155,13 +155,13 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         """Makes a call at the least loaded server, and again for `failover_s` where another try may help."""
         give_up_at = time.monotonic() + self._config.failover_s
         skip: set[str] = set()
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(*PAUSE_S, jitter=0.0)
         while True:
             server = self.engines.select(session.requirement, prefer=session.engine, skip=skip)
             if server is None:  # all were asked: after a pause any may be asked again
                 session.doing = "waiting for a server of /v1/chat/completions to take its model call"
-                await asyncio.sleep(max(0.0, min(pause_s, give_up_at - time.monotonic())))
-                skip, pause_s = set(), min(2 * pause_s, LONGEST_PAUSE_S)
+                await asyncio.sleep(max(0.0, min(backoff.next_s(), give_up_at - time.monotonic())))
+                skip = set()
                 continue
             session.engine, session.doing = server.url, f"in a model call at {server.url}"
             server.in_flight += 1

@@ -13,6 +13,7 @@ from typing import Any
 
 from loguru import logger
 
+from meshrl.client.backoff import Backoff
 from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
 from meshrl.rollout.config import RolloutConfig
@@ -22,8 +23,7 @@ from meshrl.rollout.workers.process import WorkerProcess
 
 START_DEADLINE_S = 900.0
 LIVED_WELL_S = 60.0
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 15.0
+PAUSE_S = (0.5, 15.0)
 SILENT_FACTOR = 3.0
 SHORTEST_SILENCE_S = 10.0
 """A worker from which nothing comes at all may be starved of the processor, unlike one that says that it is blocked."""
@@ -164,7 +164,7 @@ class WorkerSlot:
             ending.cancel()
 
     async def _keep(self, worker: WorkerProcess | None) -> None:
-        pause_s = 0.0
+        pause_s, backoff = 0.0, Backoff(*PAUSE_S, jitter=0.0)
         while True:
             if worker is None:
                 self.again_at_s = time.monotonic() + pause_s
@@ -173,7 +173,7 @@ class WorkerSlot:
                     worker = await self._start()
                 except (ConfigError, OSError) as error:
                     logger.error("worker {} cannot be started: {}", self.number, error)
-                    pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                    pause_s = backoff.next_s()
                     continue
                 logger.info("worker {} has loaded {}", self.number, ", ".join(worker.settings.names))
             self._on_change()
@@ -185,5 +185,8 @@ class WorkerSlot:
             if self._retired:
                 return
             worker = None
-            lived_s = time.monotonic() - began_s
-            pause_s = 0.0 if lived_s > LIVED_WELL_S else min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            if time.monotonic() - began_s > LIVED_WELL_S:
+                pause_s = 0.0
+                backoff.reset()
+            else:
+                pause_s = backoff.next_s()

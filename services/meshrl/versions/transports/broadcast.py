@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from loguru import logger
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.backoff import Backoff
 from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.snapshot import Captured
 from meshrl.versions.transports.base import AllRanks, Prepared, VersionLine
@@ -64,12 +66,12 @@ class SenderPlan(Protocol):
     def layout(self) -> bytes: ...
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Pause:
     """When an engine may be sent a version on its own again."""
 
-    until_s: float
-    next_s: float
+    backoff: Backoff = field(default_factory=lambda: Backoff(*BACKOFF_S, jitter=0.0))
+    until_s: float = 0.0
 
 
 class BroadcastTransport:
@@ -99,7 +101,7 @@ class BroadcastTransport:
         self._stuck: dict[str, float] = {}  # engines that are asked into no group of all until then
         self._misfits: set[str] = set()  # engines of another layout; each is named in the log once
         self._has: set[str] = set()  # engines that took the newest version from us
-        self._pauses: dict[str, _Pause] = {}
+        self._pauses: defaultdict[str, _Pause] = defaultdict(_Pause)
         self._watching: asyncio.Task[None] | None = None
 
     async def prepare(self, version: int, captured: Captured) -> Prepared:
@@ -122,7 +124,8 @@ class BroadcastTransport:
         """Sends a sealed version to the engines in the group; those that come later get it from the watch."""
         async with self._sending:
             began_s = time.monotonic()
-            self._newest, self._has, self._pauses = version, set(), {}
+            self._newest, self._has = version, set()
+            self._pauses.clear()
             await self._send_to_all(version)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -308,12 +311,11 @@ class BroadcastTransport:
             return set()
         now_s = time.monotonic()
         lacking = await self._lacking(version)
-        late = {n for n in lacking & suspects if n not in self._pauses or now_s >= self._pauses[n].until_s}
+        late = {name for name in lacking & suspects if now_s >= self._pauses[name].until_s}
         if not late:
             return lacking
         name = min(late)  # one by one: an engine that breaks its group breaks no other's
-        wait_s = self._pauses[name].next_s if name in self._pauses else BACKOFF_S[0]
-        self._pauses[name] = _Pause(until_s=now_s + wait_s, next_s=min(2 * wait_s, BACKOFF_S[1]))
+        self._pauses[name].until_s = now_s + self._pauses[name].backoff.next_s()
         logger.info("sending version {} again, to {}", version, name)
         if await self._try_to_send(version, {name}):
             self._stuck.pop(name, None)

@@ -344,8 +344,7 @@ class Coordinator:
             if record is not None:
                 record.commit_set.discard(engine.engine_id)
             engine.sent = None
-            engine.retry_s = now_s + min(30.0, 0.5 * 2**engine.retries)
-            engine.retries = min(engine.retries + 1, 8)
+            engine.retry_s = now_s + engine.backoff.next_s()
 
     def _note_served(self, engine: EngineRecord, applied: ApplyReport | None) -> None:
         newest = self.newest_decided()
@@ -357,7 +356,8 @@ class Coordinator:
                     record.held.add(engine.engine_id)
                 continue
             if record is newest and engine.state in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED):
-                engine.ejected, engine.retries, engine.retry_s = False, 0, None
+                engine.ejected, engine.retry_s = False, None
+                engine.backoff.reset()
                 engine.faulted = {key for key in engine.faulted if key > record.key}
             record.held.discard(engine.engine_id)
             record.commit_set.discard(engine.engine_id)

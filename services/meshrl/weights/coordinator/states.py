@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshrl.client.backoff import Backoff
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import (
     Activation,
@@ -139,7 +140,7 @@ class EngineRecord:
     sent_key: Key | None = None  # version of the last prepare or commit
     last_fault: AgentFault | None = None
     faulted: set[Key] = field(default_factory=set)  # versions it could not prepare or apply
-    retries: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 30.0, jitter=0.0))
     retry_s: float | None = None  # when to send the commit again after a fault
     ejected: bool = False  # failed a decided version and serves no newer one yet
     group_generation: int | None = None  # group that it says it is in
