@@ -98,8 +98,9 @@ def run_rank(args: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     parallel = RankGroup.start(os.environ, device=device, dp_replicate=1)
     model = build(Path(args.shape), device, parallel)
-    learner = SimpleNamespace(model=model, step_done=0, parallel=parallel)
-    parts: Any = SimpleNamespace(learner=learner, compute_dtype=torch.bfloat16, parallel=parallel)
+    learner = SimpleNamespace(model=model, parallel=parallel)
+    run = SimpleNamespace(run_id="main", step_done=0)
+    parts: Any = SimpleNamespace(learner=learner, run=run, compute_dtype=torch.bfloat16, parallel=parallel)
     if parallel.rank:
         snapshotters: list[Snapshotter] = []
 
@@ -107,8 +108,8 @@ def run_rank(args: argparse.Namespace) -> None:
             if isinstance(command, PublishSetupCommand):
                 snapshotters.append(open_snapshotter(command.settings, model, torch.bfloat16, parallel))
             elif isinstance(command, SnapshotCommand):
-                snapshotters[0].capture(learner.step_done)
-                learner.step_done += 1
+                snapshotters[0].capture(run.step_done)
+                run.step_done += 1
                 change(model, args.changed)
 
         receive_commands(parallel, carry_out)
@@ -140,9 +141,9 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
         )
 
         def next_version() -> Any:
-            commands.send(SnapshotCommand())
-            parts.learner.step_done += 1
-            return publication.snapshotter.capture(parts.learner.step_done)
+            commands.send(SnapshotCommand(run_id=parts.run.run_id))
+            parts.run.step_done += 1
+            return publication.snapshotter.capture(parts.run.step_done)
 
         def settle() -> None:
             change(parts.learner.model, args.changed)

@@ -37,17 +37,17 @@ def test_what_is_saved_comes_back(
     tmp_path: Path, parallel: RankGroup, settings: dict[str, Any], in_background: bool
 ) -> None:
     model, settings = kit.save_model(tmp_path / "model"), {"device": "cuda", **settings}
-    learner = kit.build(model, settings, parallel=parallel)
-    kit.train(learner, 3)
-    saved = kit.state(learner)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    trained = kit.build(model, settings, parallel=parallel)
+    kit.train(trained, 3)
+    saved = kit.state(trained)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
     checkpointer.save_as(CheckpointConfig(save_async=in_background))
-    (expected,) = kit.train(learner, 4)  # what is saved must not change any more
+    (expected,) = kit.train(trained, 4)  # what is saved must not change any more
     checkpointer.wait_for_save()
 
     resumed = kit.build(model, settings, parallel=parallel)
     kit.train(resumed, 1)  # draws numbers, and has a state to replace
-    assert Checkpointer(resumed, tmp_path, tokenizer=None).restore(-1) == 3
+    assert Checkpointer(*resumed, tmp_path, tokenizer=None).restore(-1) == 3
     kit.assert_same(kit.state(resumed), saved)
     (got,) = kit.train(resumed, 4)
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-4)

@@ -17,10 +17,10 @@ from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer
-from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.learner import Learner
+from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from trained import Trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCAB = 64
@@ -50,26 +50,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def build(model: str, group: RankGroup, kind: str = "adamw", **settings: Any) -> Learner:
-    return build_learner(
-        TrainerModelConfig.model_validate({"name": model, "dtype": "bfloat16", **settings}),
-        objective=Objective(loss=cross_entropy_loss),
-        optim=OptimConfig.model_validate({"type": kind, "lr": 1e-2 if kind == "sgd" else 1e-3}),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
-        parallel=group,
+def build(model: str, group: RankGroup, kind: str = "adamw", **settings: Any) -> Trained:
+    config = TrainerModelConfig.model_validate({"name": model, "dtype": "bfloat16", **settings})
+    return Trained.by(
+        build_learner(config, parallel=group),
+        Objective(loss=cross_entropy_loss),
+        OptimConfig.model_validate({"type": kind, "lr": 1e-2 if kind == "sgd" else 1e-3}),
+        optim_cpu_offload=config.optim_cpu_offload,
     )
 
 
-def losses(learner: Learner, steps: int = 4) -> list[float]:
+def losses(trained: Trained, steps: int = 4) -> list[float]:
     bench = BenchConfig(rows=2, lengths="variable", median_length=900)
     batch = fake_batch(bench, seq_len=4096, vocab_size=VOCAB, dp_size=1, seed=0)
-    return [learner.step(batch).loss for _ in range(steps)]
+    return [trained.step(batch).loss for _ in range(steps)]
 
 
-def state(learner: Learner) -> list[torch.Tensor]:
+def state(trained: Trained) -> list[torch.Tensor]:
     """This rank's part of the state tensors."""
-    values = [v for part in learner.optimizer.parts for state in part.state.values() for v in state.values()]
+    values = [v for part in trained.run.optimizer.parts for state in part.state.values() for v in state.values()]
     return [value.to_local() if isinstance(value, DTensor) else value for value in values if value.ndim]
 
 
@@ -77,17 +76,17 @@ def state(learner: Learner) -> list[torch.Tensor]:
 def test_adapters_train_and_the_half_precision_base_stays(
     settings: dict[str, Any], group: RankGroup, model: str
 ) -> None:
-    learner = build(model, group, lora={"rank": 8, "alpha": 16}, **settings)
-    before, base = adapter_state(learner.model), gather_state(learner.model)
-    curve = losses(learner)
+    trained = build(model, group, lora={"rank": 8, "alpha": 16}, **settings)
+    before, base = adapter_state(trained.model), gather_state(trained.model)
+    curve = losses(trained)
     assert curve[-1] < curve[0] - 0.01
-    assert {is_adapter(n): p.dtype for n, p in learner.model.named_parameters()} == {
+    assert {is_adapter(n): p.dtype for n, p in trained.model.named_parameters()} == {
         True: torch.float32,
         False: torch.bfloat16,
     }
-    after, merged = adapter_state(learner.model), gather_state(learner.model)
+    after, merged = adapter_state(trained.model), gather_state(trained.model)
     assert all(not torch.equal(tensor, before[name]) for name, tensor in after.items() if name.endswith("lora_B"))
-    adapted = {f"{name}.weight" for name in adapted_layers(learner.model)}
+    adapted = {f"{name}.weight" for name in adapted_layers(trained.model)}
     assert len(adapted) == 14
     for name, tensor in merged.items():
         layer = name.removesuffix(".weight")
@@ -108,10 +107,10 @@ def test_state_on_the_host_changes_no_number(kind: str, group: RankGroup, model:
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_on_the_host_is_saved_and_restored_there(kind: str, group: RankGroup, model: str, tmp_path: Path) -> None:
-    learner = build(model, group, kind, optim_cpu_offload=True)
-    losses(learner, steps=2)
-    Checkpointer(learner, tmp_path, tokenizer=None).save()
+    trained = build(model, group, kind, optim_cpu_offload=True)
+    losses(trained, steps=2)
+    Checkpointer(*trained, tmp_path, tokenizer=None).save()
     resumed = build(model, group, kind, optim_cpu_offload=True)
-    assert Checkpointer(resumed, tmp_path, tokenizer=None).restore(2) == 2
+    assert Checkpointer(*resumed, tmp_path, tokenizer=None).restore(2) == 2
     assert {(tensor.device.type, tensor.is_pinned()) for tensor in state(resumed)} == {("cpu", True)}
-    assert losses(resumed, steps=2) == pytest.approx(losses(learner, steps=2), rel=1e-5)
+    assert losses(resumed, steps=2) == pytest.approx(losses(trained, steps=2), rel=1e-5)

@@ -15,10 +15,11 @@ from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
+from trained import Trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (7, 1300, 2, 64, 1, 1024, 300)  # some short, some through cuDNN, padded and not
@@ -127,16 +128,14 @@ def test_what_saves_memory_or_time_changes_no_number(
     losses = []
     for config in (TrainerModelConfig(name=str(tmp_path), dtype="bfloat16"), None):
         config = config or TrainerModelConfig.model_validate({"name": str(tmp_path), "dtype": "bfloat16", **settings})
-        learner = build_learner(
-            config,
-            objective=Objective(loss=cross_entropy_loss),
-            optim=OptimConfig(lr=1e-3),
-            scheduler=SchedulerConfig(),
-            max_steps=None,
-            parallel=group,
+        trained = Trained.by(
+            build_learner(config, parallel=group),
+            Objective(loss=cross_entropy_loss),
+            OptimConfig(lr=1e-3),
+            optim_cpu_offload=config.optim_cpu_offload,
         )
-        losses.append([learner.step(batch()).loss for _ in range(4)])
-        assert {parameter.dtype for parameter in learner.model.parameters()} == {torch.float32}
+        losses.append([trained.step(batch()).loss for _ in range(4)])
+        assert {parameter.dtype for parameter in trained.model.parameters()} == {torch.float32}
     assert losses[0][-1] < losses[0][0] - 0.02
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
@@ -147,18 +146,16 @@ def test_rows_of_any_number_of_samples_need_no_new_graphs(group: RankGroup, tmp_
     config = TrainerModelConfig.model_validate(
         {"name": str(tmp_path), "dtype": "bfloat16", "compile": {"fullgraph": True}, "ac": {"mode": "selective"}}
     )
-    learner = build_learner(
-        config,
-        objective=Objective(loss=cross_entropy_loss),
-        optim=OptimConfig(lr=1e-3),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
-        parallel=group,
+    trained = Trained.by(
+        build_learner(config, parallel=group),
+        Objective(loss=cross_entropy_loss),
+        OptimConfig(lr=1e-3),
+        optim_cpu_offload=config.optim_cpu_offload,
     )
     numbers = []
     for seed, median_length in enumerate((100, 200, 300, 500, 900, 1500) * 2):
         bench = BenchConfig(rows=1, lengths="variable", median_length=median_length)
         made = fake_batch(bench, seq_len=4096, vocab_size=VOCAB, dp_size=1, seed=seed)
         numbers.append(len(made[0].sample_offsets))
-        assert np.isfinite(learner.step(made).loss)
+        assert np.isfinite(trained.step(made).loss)
     assert len(set(numbers)) > 8  # dynamo's recompile_limit

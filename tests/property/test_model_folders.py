@@ -57,7 +57,7 @@ def test_no_step_changes_nothing(
             (base / "generation_config.json").write_bytes(generation)
         config = TrainerModelConfig(name=str(base), device="cpu")
         checkpointer = Checkpointer(
-            kit.build(str(base)), Path(scratch), tokenizer=None, base=config, snapshot_dtype=DTYPES[dtype]
+            *kit.build(str(base)), Path(scratch), tokenizer=None, base=config, snapshot_dtype=DTYPES[dtype]
         )
         written = checkpointer.save(weights_only=True)
         before, after = stored(base), stored(written)

@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: a small model, a recorded stream of batches, and the whole state of a learner."""
+"""What tests of checkpoints share: a small model, a recorded stream of batches, and the whole state of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from loss_curves import stream_batch
 from meshrl.algorithms.losses import dppo_kl_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.training.build import build_learner
-from meshrl.training.checkpoints.train_state import learner_tensors, reshard
+from meshrl.training.checkpoints.train_state import reshard, run_tensors
 from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from trained import Trained
 
 VOCAB, MAX_STEPS = 48, 40
 
@@ -52,25 +52,25 @@ def build(
     settings: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
     parallel: RankGroup | None = None,
-) -> Learner:
+) -> Trained:
     torch.manual_seed(3)  # as the programs do
-    return build_learner(
-        model_config(model, settings or {}),
+    config = model_config(model, settings or {})
+    return Trained.by(
+        build_learner(config, parallel=parallel or RankGroup(), seed=3),
         objective=Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
         optim=OptimConfig(**{"lr": 1e-3, **(optim or {})}),
         scheduler=SchedulerConfig(type="cosine", warmup_steps=5),
         max_steps=MAX_STEPS,
-        parallel=parallel or RankGroup(),
-        seed=3,
+        optim_cpu_offload=config.optim_cpu_offload,
     )
 
 
-def train(learner: Learner, until: int) -> list[dict[str, float]]:
+def train(trained: Trained, until: int) -> list[dict[str, float]]:
     """Steps up to `until`, each on its batch of the recorded stream; everything a step reports but its times."""
     records = []
-    while learner.step_done < until:
-        step = learner.step_done + 1
-        result = learner.step(stream_batch(step, dp_size=learner.parallel.plan.dp_size, vocab_size=VOCAB))
+    while trained.run.step_done < until:
+        step = trained.run.next_step
+        result = trained.step(stream_batch(step, dp_size=trained.learner.parallel.plan.dp_size, vocab_size=VOCAB))
         tokens = {name: _digest(getattr(result.tokens, name)) for name in result.tokens.__dataclass_fields__}
         records.append(
             {
@@ -90,15 +90,15 @@ def _digest(values: np.ndarray[Any, Any]) -> float:
     return float(np.dot(values.astype(np.float64), np.arange(1, len(values) + 1)))
 
 
-def state(learner: Learner) -> dict[str, torch.Tensor]:
-    """Copies of all that a checkpoint must bring back, whole; collective where the learner is sharded."""
-    reshard(learner)
-    with learner.optimizer.state_open():
+def state(trained: Trained) -> dict[str, torch.Tensor]:
+    """Copies of all that a checkpoint must bring back, whole; collective where the model is sharded."""
+    reshard(trained.learner.policy)
+    with trained.run.optimizer.state_open():
         tensors = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-            for name, tensor in learner_tensors(learner).items()
+            for name, tensor in run_tensors(trained.model, trained.run).items()
         }
-    return {**tensors, "step": torch.tensor(learner.step_done)}
+    return {**tensors, "step": torch.tensor(trained.run.step_done)}
 
 
 def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

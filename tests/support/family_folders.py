@@ -36,10 +36,11 @@ with loading():
     from meshrl.models.state import gather_state
     from meshrl.training.build import build_learner
     from meshrl.training.checkpoints.checkpointer import Checkpointer
-    from meshrl.training.config import OptimConfig, SchedulerConfig
+    from meshrl.training.config import OptimConfig
     from meshrl.training.model_config import TrainerModelConfig
     from meshrl.training.parallel.rank_group import RankGroup
     from tiny_families import VOCAB
+    from trained import Trained
 
 
 def train(base: Path, out: Path, parallel: RankGroup) -> dict[str, Any]:
@@ -48,23 +49,17 @@ def train(base: Path, out: Path, parallel: RankGroup) -> dict[str, Any]:
         name=str(base), device=parallel.device.type, dtype="float32", ac=None, compile=None, attn="sdpa"
     )
     try:
-        learner = build_learner(
-            config,
-            objective=Objective(loss=cross_entropy_loss),
-            optim=OptimConfig(lr=1e-3),
-            scheduler=SchedulerConfig(),
-            max_steps=None,
-            parallel=parallel,
-        )
+        learner = build_learner(config, parallel=parallel)
     except ValueError as error:
         return {"refused": str(error)}
-    checkpointer = Checkpointer(learner, out, tokenizer=None, base=config)
+    trained = Trained.by(learner, Objective(loss=cross_entropy_loss), OptimConfig(lr=1e-3))
+    checkpointer = Checkpointer(*trained, out, tokenizer=None, base=config)
     checkpointer.save(weights_only=True)
     published = gather_state(learner.model, torch.bfloat16, keep=parallel.plan.leads)
     if published:
         save_file(published, out / "published.safetensors")
     apart = distance(learner.policy.eval(), base, parallel)
-    loss = learner.step(stream_batch(1, dp_size=parallel.plan.dp_size, vocab_size=VOCAB)).loss
+    loss = trained.step(stream_batch(1, dp_size=parallel.plan.dp_size, vocab_size=VOCAB)).loss
     checkpointer.save(weights_only=True)
     return {"apart": apart, "loss": loss}
 

@@ -26,10 +26,11 @@ with loading():
     from meshrl.algorithms.packing import TrainSample, pack_samples
     from meshrl.models.state import gather_state
     from meshrl.training.build import build_learner
-    from meshrl.training.config import OptimConfig, SchedulerConfig
+    from meshrl.training.config import OptimConfig
     from meshrl.training.model_config import TrainerModelConfig
     from meshrl.training.parallel.rank_group import RankGroup
     from meshrl.wire.types import MicroBatch
+    from trained import Trained
 
 
 def stream_batch(
@@ -57,27 +58,24 @@ def stream_batch(
 
 def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
     """One training. `prompt` and `share` among the settings are the stream's, `max_logits_bytes` and `optim` the
-    learner's, the rest the model's."""
+    trainer's, the rest the model's."""
     stream = {name: settings.pop(name) for name in ("prompt", "share") if name in settings}
     logits_bytes = settings.pop("max_logits_bytes", None)
     optim = OptimConfig.model_validate({"lr": 1e-3, **settings.pop("optim", {})})
     config = TrainerModelConfig.model_validate({"name": model, "device": "cpu", **settings})
     parallel = RankGroup.start(os.environ, device=torch.device("cpu"), dp_replicate=config.dp_replicate)
-    learner = build_learner(
-        config,
-        objective=Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
-        optim=optim,
-        scheduler=SchedulerConfig(),
-        max_steps=None,
-        parallel=parallel,
-        max_logits_bytes=logits_bytes,
+    trained = Trained.by(
+        build_learner(config, parallel=parallel, max_logits_bytes=logits_bytes),
+        Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
+        optim,
+        optim_cpu_offload=config.optim_cpu_offload,
     )
-    vocab_size = int(learner.model.config.vocab_size)
+    vocab_size = int(trained.model.config.vocab_size)
     results = [
-        learner.step(stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size, **stream))
+        trained.step(stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size, **stream))
         for step in range(steps)
     ]
-    weights = gather_state(learner.model)
+    weights = gather_state(trained.model)
     return {
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],

@@ -41,17 +41,17 @@ def run_part(part: dict[str, Any], model: str) -> dict[str, Any]:
     if not part.get("alone"):
         dp_replicate = part["settings"].get("dp_replicate", 1)
         parallel = RankGroup.start(os.environ, device=torch.device("cpu"), dp_replicate=dp_replicate)
-    learner = kit.build(model, part["settings"], parallel=parallel)
-    checkpointer = Checkpointer(learner, Path(part["folder"]), tokenizer=None, seed=3)
+    trained = kit.build(model, part["settings"], parallel=parallel)
+    checkpointer = Checkpointer(*trained, Path(part["folder"]), tokenizer=None, seed=3)
     loaded: dict[str, str] = {}
     if "at" in part:
         checkpointer.restore(part["at"])
-        loaded = digests(kit.state(learner))
+        loaded = digests(kit.state(trained))
     steps, saved = [], {}
     for stop in sorted({*part.get("save", []), part["to"]}):
-        steps += kit.train(learner, stop)
+        steps += kit.train(trained, stop)
         if stop in part.get("save", []):
-            saved[str(stop)] = digests(kit.state(learner))
+            saved[str(stop)] = digests(kit.state(trained))
             checkpointer.progress.samples = 100 * stop
             if part.get("in_background"):
                 checkpointer.save_async()
@@ -62,7 +62,7 @@ def run_part(part: dict[str, Any], model: str) -> dict[str, Any]:
         "steps": steps,
         "loaded": loaded,
         "saved": saved,
-        "final": digests(kit.state(learner)),
+        "final": digests(kit.state(trained)),
         "samples": checkpointer.progress.samples,
         "durable_step": checkpointer.durable_step,
     }

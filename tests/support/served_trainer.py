@@ -35,13 +35,14 @@ from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError, from_rpc_error
 from meshrl.wire.types import Batch, StepEvent, StepState
+from trained import Trained
 
 VOCAB = 16
 
@@ -56,7 +57,7 @@ class Mesh:
     address: str
     gate: threading.Event
     drained: asyncio.Event
-    learner: Learner
+    trained: Trained
     thread: threading.Thread
 
     async def until(self, state: StepState, step: int) -> StepEvent:
@@ -84,7 +85,7 @@ class Mesh:
         return from_rpc_error(caught.value)
 
 
-def build() -> Learner:
+def build() -> Trained:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -96,19 +97,17 @@ def build() -> Learner:
         head_dim=8,
         tie_word_embeddings=True,
     )
-    return Learner(
-        PackedPolicy(Qwen3ForCausalLM(config)),
-        objective=Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
-        optim=OptimConfig(lr=1e-2),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
+    return Trained.by(
+        Learner(PackedPolicy(Qwen3ForCausalLM(config))),
+        Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
+        OptimConfig(lr=1e-2),
     )
 
 
 @asynccontextmanager
 async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
     """A trainer of one process, whatever it says of its `dp_size`, that keeps its checkpoints in `output_dir`."""
-    gate, drained, learner = threading.Event(), asyncio.Event(), build()
+    gate, drained, trained = threading.Event(), asyncio.Event(), build()
     gate.set()
 
     def publish(version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
@@ -120,11 +119,12 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
     queue = TrainingQueue(StepBook(run_id="main", epoch=7, max_queued=1))
     run = TrainerRun(
         queue=queue,
-        learner=learner,
-        checkpointer=Checkpointer(learner, output_dir, tokenizer=None),
+        learner=trained.learner,
+        state=trained.run,
+        checkpointer=Checkpointer(*trained, output_dir, tokenizer=None),
         versions=RunVersions(capture=lambda version: {}, publish=publish, progress=Progress(), stall_s=20),
     )
-    loop = TrainerLoop(run, TrainSpans(trace.NoOpTracer()), CommandSender(learner.parallel), ckpt=None)
+    loop = TrainerLoop(run, TrainSpans(trace.NoOpTracer()), CommandSender(trained.learner.parallel), ckpt=None)
     facts = TrainerFacts(
         world_size=1,
         dp_size=dp_size,
@@ -149,7 +149,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
             address=address,
             gate=gate,
             drained=drained,
-            learner=learner,
+            trained=trained,
             thread=thread,
         )
     gate.set()

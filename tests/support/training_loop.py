@@ -1,4 +1,4 @@
-"""A training loop on its own thread with a real queue and learner; only the hub is a list."""
+"""A training loop on its own thread with a real queue, learner and run; only the hub is a list."""
 
 import asyncio
 import queue
@@ -30,10 +30,11 @@ from meshrl.trainer.runs.table import RunVersions, TrainerRun
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
-from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.config import CheckpointConfig, OptimConfig
 from meshrl.training.learner import Learner
 from meshrl.versions.progress import Progress
 from meshrl.wire.types import Batch, StepEvent, StepState
+from trained import Trained
 
 DEADLINE_S = 60.0
 ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -41,7 +42,7 @@ REPORT = PublishReport(version=1, artifact_id="", root=b"", num_bytes=0, parts_s
 STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
 
 
-def build(**optim: str) -> Learner:
+def build(**optim: str) -> Trained:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=16,
@@ -53,12 +54,10 @@ def build(**optim: str) -> Learner:
         head_dim=8,
         tie_word_embeddings=True,
     )
-    return Learner(
-        PackedPolicy(Qwen3ForCausalLM(config)),
-        objective=Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
-        optim=OptimConfig.model_validate({"lr": 1e-2, **optim}),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
+    return Trained.by(
+        Learner(PackedPolicy(Qwen3ForCausalLM(config))),
+        Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
+        OptimConfig.model_validate({"lr": 1e-2, **optim}),
     )
 
 
@@ -108,23 +107,24 @@ class Hub:
 
 class Running:
     def __init__(
-        self, learner: Learner, folder: Path, ckpt: CheckpointConfig | None, publish_deadline_s: float = DEADLINE_S
+        self, trained: Trained, folder: Path, ckpt: CheckpointConfig | None, publish_deadline_s: float = DEADLINE_S
     ) -> None:
-        self.learner = learner
+        self.trained = trained
         self.progress = Progress()
         self.hub = Hub()
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.queue = TrainingQueue(StepBook(run_id="main", epoch=1, start_step=learner.step_done))
-        self.checkpointer = Checkpointer(learner, folder, tokenizer=None)
+        self.queue = TrainingQueue(StepBook(run_id="main", epoch=1, start_step=trained.run.step_done))
+        self.checkpointer = Checkpointer(*trained, folder, tokenizer=None)
         self.error: BaseException | None = None
         run = TrainerRun(
             queue=self.queue,
-            learner=learner,
+            learner=trained.learner,
+            state=trained.run,
             checkpointer=self.checkpointer,
             versions=RunVersions(
-                capture=lambda version: gather_state(learner.model),
+                capture=lambda version: gather_state(trained.model),
                 publish=self.hub.publish,
                 progress=self.progress,
                 stall_s=publish_deadline_s,
@@ -133,7 +133,7 @@ class Running:
         self.loop = TrainerLoop(
             run,
             TrainSpans(provider.get_tracer("test")),
-            CommandSender(learner.parallel),
+            CommandSender(trained.learner.parallel),
             ckpt=ckpt,
             release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
@@ -165,10 +165,10 @@ class Running:
 async def running(
     folder: Path,
     ckpt: CheckpointConfig | None = None,
-    learner: Learner | None = None,
+    trained: Trained | None = None,
     publish_deadline_s: float = DEADLINE_S,
 ) -> AsyncIterator[Running]:
-    trainer = Running(learner or build(), folder, ckpt, publish_deadline_s)
+    trainer = Running(trained or build(), folder, ckpt, publish_deadline_s)
     trainer.thread.start()
     try:
         yield trainer

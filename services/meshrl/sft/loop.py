@@ -24,6 +24,7 @@ from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_f
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepResult
+from meshrl.training.run_state import RunState
 
 
 class SFTLoop:
@@ -33,6 +34,7 @@ class SFTLoop:
     def __init__(
         self,
         learner: Learner,
+        run: RunState,
         feed: Feed,
         monitor: Monitor,
         checkpointer: Checkpointer,
@@ -43,6 +45,7 @@ class SFTLoop:
         extras: Extras | None = None,
     ) -> None:
         self._learner = learner
+        self._run = run
         self._feed = feed
         self._monitor = monitor
         self._checkpointer = checkpointer
@@ -58,32 +61,32 @@ class SFTLoop:
         Raises StepError when a step cannot be made, and DataError for data that cannot be used. Where that shows only
         after some steps, the weights of the last one are saved first, as at a stop.
         """
-        begun = self._learner.step_done
+        begun = self._run.step_done
         unusable: DataError | None = None
         try:
             self._train(signals)
         except DataError as error:
-            if self._learner.step_done == begun:
+            if self._run.step_done == begun:
                 raise
             unusable = error
         folder = self._save_final()
         if unusable is not None:
-            raise DataError(f"{unusable}; the weights after step {self._learner.step_done} are in {folder}")
+            raise DataError(f"{unusable}; the weights after step {self._run.step_done} are in {folder}")
         return folder
 
     def _train(self, signals: Sequence[str]) -> None:
         save_s = 0.0
-        while self._learner.step_done < self._max_steps and not self._learner.parallel.any(bool(signals)):
+        while self._run.step_done < self._max_steps and not self._learner.parallel.any(bool(signals)):
             started = time.perf_counter()
             self._checkpointer.check()
             rows = self._feed.next_step()
             data_s = time.perf_counter() - started
-            result = self._learner.step(rows.micro_batches)
+            result = self._learner.step(self._run, rows.micro_batches)
             step_s = time.perf_counter() - started
             validated: dict[str, float] = {}
             interval = self._validation_interval
             if interval is not None and (result.step % interval == 0 or result.step == self._max_steps):
-                record = self._learner.evaluate(self._feed.validation())  # every rank takes part
+                record = self._learner.evaluate(self._run, self._feed.validation())  # every rank takes part
                 validated["val/loss"] = -_mean(record.logprobs)
             if rows.batch is not None:  # on rank 0, which has the tokens of all ranks
                 metrics = self._metrics(rows.batch, result, step_s)
@@ -96,9 +99,9 @@ class SFTLoop:
                 began = time.perf_counter()
                 self._checkpointer.save_as(self._ckpt)
                 save_s = time.perf_counter() - began
-        if self._learner.step_done < self._max_steps:
+        if self._run.step_done < self._max_steps:
             why = signals[0] if signals else "another rank got a signal"
-            logger.info("{}: training ends after step {} of {}", why, self._learner.step_done, self._max_steps)
+            logger.info("{}: training ends after step {} of {}", why, self._run.step_done, self._max_steps)
 
     def _save_final(self) -> Path:
         if self._ckpt is not None and not self._ckpt.weights_only:

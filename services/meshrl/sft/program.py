@@ -35,6 +35,7 @@ from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.training.memory_estimate import check_fits, check_has_device
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.run_state import RunState
 
 
 def run_rank(config: SFTConfig, rank: int) -> None:
@@ -83,9 +84,10 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         checks = check_data(config)
         for line in (line for check in checks for line in check.lines()):
             logger.info("{}", line)
-    learner = _build(config, parallel)
+    learner, run = _build(config, parallel)
     checkpointer = Checkpointer(
         learner,
+        run,
         config.output_dir,
         tokenizer=tokenizer,
         seed=config.seed,
@@ -102,10 +104,11 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     if parallel.plan.leads:
         monitor = open_monitor(layout, config.log, config.wandb, config.model_dump(mode="json"))
     try:
-        feed.start(DataProgress.from_json(saved) if saved else None, steps_done=learner.step_done)
+        feed.start(DataProgress.from_json(saved) if saved else None, steps_done=run.step_done)
         log_extras = log_extras_of(config.wandb, config.log)
         loop = SFTLoop(
             learner,
+            run,
             feed,
             monitor,
             checkpointer,
@@ -115,13 +118,13 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
             extras=None if log_extras is None else Extras(log_extras, tokenizer, config.data.name),
         )
         folder = loop.run(signals)
-        logger.success("weights after step {} are in {}", learner.step_done, folder)
+        logger.success("weights after step {} are in {}", run.step_done, folder)
     finally:
         feed.close()
         monitor.close()
 
 
-def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
+def _build(config: SFTConfig, parallel: RankGroup) -> tuple[Learner, RunState]:
     try:
         check_fits(config.model, config.optim, parallel)
         model, logits_bytes = resolve_auto(
@@ -131,16 +134,17 @@ def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
             seq_len=config.data.seq_len * config.data.micro_batch_size,
             max_logits_mib=config.max_logits_mib,
         )
-        return build_learner(
-            model,
+        learner = build_learner(
+            model, parallel=parallel, seed=config.seed, seq_len=config.data.seq_len, max_logits_bytes=logits_bytes
+        )
+        run = RunState.of(
+            learner.model,
             objective=Objective(loss=cross_entropy_loss, name="cross_entropy"),
             optim=config.optim,
             scheduler=config.scheduler,
             max_steps=config.max_steps,
-            parallel=parallel,
-            seed=config.seed,
-            seq_len=config.data.seq_len,
-            max_logits_bytes=logits_bytes,
+            optim_cpu_offload=model.optim_cpu_offload,
         )
     except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend
         raise ModelError(str(error)) from error
+    return learner, run

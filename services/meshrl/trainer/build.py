@@ -1,4 +1,4 @@
-"""Builds what each rank trains with: its group of ranks, the learner with the model, and the checkpointer.
+"""Builds what each rank trains with: its group of ranks, the learner with the model, the run, and the checkpointer.
 
 Called once by `program`, on the training thread.
 """
@@ -30,6 +30,7 @@ from meshrl.training.learner import Learner
 from meshrl.training.memory_estimate import check_fits, check_has_device
 from meshrl.training.model_config import CompileConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.run_state import RunState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class TrainerParts:
     """What the training thread works with."""
 
     learner: Learner
+    run: RunState
     checkpointer: Checkpointer
     compute_dtype: torch.dtype
     parallel: RankGroup
@@ -92,21 +94,23 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         )
         started = time.perf_counter()
         learner = build_learner(
-            model,
+            model, parallel=parallel, seed=config.seed, seq_len=config.seq_len, max_logits_bytes=logits_bytes
+        )
+        run = RunState.of(
+            learner.model,
+            run_id=config.run_id,
             objective=build_objective(config.loss),
             optim=config.optim,
             scheduler=config.scheduler,
             max_steps=config.max_steps,
-            parallel=parallel,
-            seed=config.seed,
-            seq_len=config.seq_len,
-            max_logits_bytes=logits_bytes,
+            optim_cpu_offload=model.optim_cpu_offload,
         )
         logger.info("the model is loaded, in {:.1f} s", time.perf_counter() - started)
         if isinstance(model.compile, CompileConfig) and device.type == "cuda":
             compile_kernels(learner, seq_len=config.seq_len)
         checkpointer = Checkpointer(
             learner,
+            run,
             config.output_dir,
             tokenizer=_tokenizer(config) if parallel.plan.leads else None,
             seed=config.seed,
@@ -121,6 +125,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         raise ConfigError(str(error)) from error
     return TrainerParts(
         learner=learner,
+        run=run,
         checkpointer=checkpointer,
         compute_dtype=compute_dtype,
         parallel=parallel,

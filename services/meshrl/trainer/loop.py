@@ -58,15 +58,16 @@ class TrainerLoop:
         `on_end` is called after the last collective.
         """
         assert run.versions is not None, "publishing is set up before the first step"
-        self._learner, self._queue, self._checkpointer = run.learner, run.queue, run.checkpointer
+        self._learner, self._run = run.learner, run.state
+        self._queue, self._checkpointer = run.queue, run.checkpointer
         self._versions = run.versions
         self._spans, self._commands, self._waits = spans, commands, waits or Waits()
         self._ckpt = ckpt
         self._release, self._on_end = release, on_end
         self._publishing: Future[PublishReport] | None = None
-        self._published_step = run.learner.step_done  # the last one whose publication began
+        self._published_step = run.state.step_done  # the last one whose publication began
         self._save_ckpt_s = 0.0  # since the last DONE
-        self._saved_step = run.learner.step_done  # a step that is on disk, or needs no checkpoint
+        self._saved_step = run.state.step_done  # a step that is on disk, or needs no checkpoint
         self._peak_flops = peak_flops(run.learner.device)
 
     def run(self) -> None:
@@ -81,7 +82,7 @@ class TrainerLoop:
                         self._train_on(work, wait_s=time.perf_counter() - waited_since)
                     waited_since = time.perf_counter()
             self._wait_for_publication()
-            if self._ckpt is not None and self._learner.step_done != self._saved_step:
+            if self._ckpt is not None and self._run.step_done != self._saved_step:
                 self._save(self._ckpt)
             self._commands.send(StopCommand())
             self._checkpointer.wait_for_save()  # as every rank does
@@ -92,17 +93,17 @@ class TrainerLoop:
 
     def _next_work(self) -> Batch | SaveRequest | None:
         """Waits for a batch or for a request to save a checkpoint; None is the end."""
-        with self._waits.waiting("batch", f"batch {self._learner.step_done + 1}", ("orchestrator",)):
+        with self._waits.waiting("batch", f"batch {self._run.next_step}", ("orchestrator",)):
             return self._commands.wait(self._queue.take())
 
     def _train_on(self, batch: Batch, *, wait_s: float) -> None:
         self._checkpointer.check()
         started = time.perf_counter()
         span = self._spans.start(batch)
-        self._commands.send(TrainCommand(batch=batch))
+        self._commands.send(TrainCommand(run_id=self._run.run_id, batch=batch))
         handed_out = time.perf_counter()
         try:
-            result = self._learner.step(batch.micro_batches)
+            result = self._learner.step(self._run, batch.micro_batches)
         except StepError as error:  # the batch's fault: the run goes on with the weights as they are
             logger.error("{}", error)
             span.fail(str(error))
@@ -113,7 +114,7 @@ class TrainerLoop:
         span.child("optimizer", result.optimizer_s)
         self._wait_for_publication()  # versions are sealed in order
         published_before = time.perf_counter()
-        self._commands.send(SnapshotCommand())
+        self._commands.send(SnapshotCommand(run_id=self._run.run_id))
         captured = self._versions.capture(result.step)  # the next step changes the live weights
         self._release()  # once the version is published, an engine may need the room
         ended = time.perf_counter()
@@ -237,7 +238,9 @@ class TrainerLoop:
     def _save(self, config: CheckpointConfig) -> None:
         """A checkpoint as configured; one in the background costs the time to copy the state."""
         started = time.perf_counter()
-        self._commands.send(SaveCommand(weights_only=config.weights_only, in_background=config.save_async))
+        self._commands.send(
+            SaveCommand(run_id=self._run.run_id, weights_only=config.weights_only, in_background=config.save_async)
+        )
 
         def durable(step: int, folder: Path) -> None:
             if not config.weights_only:
@@ -245,12 +248,12 @@ class TrainerLoop:
             logger.info("checkpoint of step {} in {}", step, folder)
 
         self._checkpointer.save_as(config, durable)
-        self._saved_step = self._learner.step_done
+        self._saved_step = self._run.step_done
         self._save_ckpt_s += time.perf_counter() - started
 
     def _save_on_request(self, request: SaveRequest) -> None:
         started = time.perf_counter()
-        self._commands.send(SaveCommand(weights_only=request.weights_only))
+        self._commands.send(SaveCommand(run_id=self._run.run_id, weights_only=request.weights_only))
         try:
             path = self._checkpointer.save(weights_only=request.weights_only)
         except CheckpointError as error:  # a full or read-only disk is the caller's news; training goes on
@@ -259,7 +262,7 @@ class TrainerLoop:
         finally:
             self._save_ckpt_s += time.perf_counter() - started
         if not request.weights_only:
-            self._queue.saved(self._learner.step_done)
+            self._queue.saved(self._run.step_done)
         if self._ckpt is not None:
             self._checkpointer.prune(self._ckpt)  # which spares what was asked for: it is the newest
-        request.saved.set_result((self._learner.step_done, path))
+        request.saved.set_result((self._run.step_done, path))

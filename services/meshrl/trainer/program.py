@@ -59,6 +59,7 @@ def follow_rank_0(config: TrainerConfig) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         RankWorker(
             parts.learner,
+            parts.run,
             parts.checkpointer,
             publish_dtype=parts.compute_dtype,
             release=releaser(parts.learner.device, wanted=config.release_memory),
@@ -81,21 +82,20 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
     thread = TrainingThread()
     with waits_of(tracer).waiting("start", f"its model {config.model.name} to be loaded"):
         parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
-    learner = parts.learner
     epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
     queue = TrainingQueue(
         StepBook(
             run_id=config.run_id,
             epoch=epoch,
-            start_step=learner.step_done,
-            durable_step=learner.step_done,  # above 0 only when it came from a checkpoint
+            start_step=parts.run.step_done,
+            durable_step=parts.run.step_done,  # above 0 only when it came from a checkpoint
             max_queued=config.max_queued_batches,
             max_steps=config.max_steps,
             history_events=config.history_events,
         ),
         held=True,
     )
-    own = TrainerRun(queue=queue, learner=learner, checkpointer=parts.checkpointer)
+    own = TrainerRun(queue=queue, state=parts.run, learner=parts.learner, checkpointer=parts.checkpointer)
     own_facts = facts(config, parts)
     server = GrpcServer(config.server, max_message_bytes=own_facts.max_message_bytes, tracer=tracer)
     servicer = TrainerServicer(RunTable(own, max_runs=config.max_concurrent_runs), own_facts, on_drained=stop.set)
@@ -111,7 +111,7 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
         )
         training = thread.call(train_loop(config, parts, own, publication, commands, tracer).run)
         try:
-            first = _publish_when_hub_is_up(publication, learner.step_done, initial, config)
+            first = _publish_when_hub_is_up(publication, parts.run.step_done, initial, config)
             del initial  # the first version's weights must not live as long as this function
             await unless_stopped(stop, first)
             del first
@@ -121,7 +121,7 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
             say_ready()
             logger.info(
                 "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}:{}",
-                config.run_id, learner.step_done, epoch, parts.parallel.plan.world_size, config.server.host, port,
+                config.run_id, parts.run.step_done, epoch, parts.parallel.plan.world_size, config.server.host, port,
             )  # fmt: skip
             return await _until_drained(config, queue, server, training, stop)
         finally:

@@ -1,4 +1,4 @@
-"""Builds the learner that the RL trainer and the SFT trainer step: model, adapters, sharding, optimizer; once a start.
+"""Builds the learner of the RL trainer and the SFT trainer: model, adapters, sharding; once a start.
 
 The model is made without storage, prepared, sharded over the group (one process on a CPU does without), and only then
 filled, so no rank ever holds a sharded model whole.
@@ -11,13 +11,11 @@ from loguru import logger
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshrl.algorithms.objective import Objective
 from meshrl.models.families import learned_positions
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import apply_lora, coverage, reset_lora
 from meshrl.training.checkpoints.train_state import seed_rank
-from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import prepare_blocks, shard
@@ -29,10 +27,6 @@ LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
 def build_learner(
     config: TrainerModelConfig,
     *,
-    objective: Objective,
-    optim: OptimConfig,
-    scheduler: SchedulerConfig,
-    max_steps: int | None,
     parallel: RankGroup,
     seed: int = 0,
     seq_len: int | None = None,
@@ -81,15 +75,7 @@ def build_learner(
     if config.lora is not None:
         reset_lora(model, seed)
     seed_rank(seed, 0, parallel.plan.rank)  # dropout must not fall alike on every rank
-    return Learner(
-        policy,
-        objective=objective,
-        optim=optim,
-        scheduler=scheduler,
-        max_steps=max_steps,
-        parallel=parallel,
-        optim_cpu_offload=config.optim_cpu_offload,
-    )
+    return Learner(policy, parallel)
 
 
 def _check_positions(model: PreTrainedModel, name: str, seq_len: int, *, warn: bool) -> None:

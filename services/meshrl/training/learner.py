@@ -1,4 +1,4 @@
-"""The learner: a policy with its optimizer, which makes one step from the packed micro-batches of a batch.
+"""The learner: the policy and its passes, which make a run's step from the packed micro-batches of a batch.
 
 The loops of the trainer and of sft call it and get a record of the step back. Every rank gets the whole batch and
 trains the rows of its ParallelPlan; the collectives are inside.
@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import SupportsFloat
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshrl.algorithms.objective import BatchCounts, Objective, RowLoss, RowTokens, count, objective_loss
+from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, objective_loss
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
-from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.lr_schedule import learning_rate
-from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros, local
+from meshrl.training.optim import clip_gradients, gradient_zeros, local
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.routing import RoutingWatch
+from meshrl.training.run_state import PassResult, RunState, TokenRecord
 from meshrl.wire.types import MicroBatch
 from meshrl.wire.values import Array
 
@@ -36,19 +37,6 @@ class StepError(Exception):
 
 class UpdateError(Exception):
     """The optimizer failed in the midst of its step: some weights are updated and some are not, so none may be used."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenRecord:
-    """What a step saw of each rl token, for its metrics; all (N,), on the CPU."""
-
-    losses: NDArray[np.float32]  # weighted, not yet divided
-    logprobs: NDArray[np.float32]
-    inference_logprobs: NDArray[np.float32]
-    entropies: NDArray[np.float32]
-    advantages: NDArray[np.float32]
-    masked: NDArray[np.bool_]
-    env_index: NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,102 +66,118 @@ class RowRecord:
 
 
 class Learner:
-    """A policy with its optimizer and schedule.
+    """A policy on the ranks of a group, and the passes that train it for a run.
 
-    Consumes the micro-batches of a step; produces changed weights and a record of the step. Every rank calls `step` and
-    `evaluate` with the same batch, in the same order.
+    Every rank makes the same calls with the same rows, in the same order. `forward_backward` adds to a run's gradient,
+    `optim_step` makes a step of it, and `step` does both.
     """
 
-    def __init__(
-        self,
-        policy: PackedPolicy,
-        *,
-        objective: Objective,
-        optim: OptimConfig,
-        scheduler: SchedulerConfig,
-        max_steps: int | None,
-        parallel: RankGroup | None = None,
-        optim_cpu_offload: bool = False,
-    ) -> None:
+    def __init__(self, policy: PackedPolicy, parallel: RankGroup | None = None) -> None:
         self.policy = policy
         self.model = policy.model
-        self.objective = objective
-        self.step_done = 0
         self.parallel = parallel or RankGroup(device=self.model.device)
         self.device = self.parallel.device
-        self.optimizer = build_optimizer(self.model, optim, cpu_offload=optim_cpu_offload)
         self._routing = RoutingWatch(self.model)
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._optim = optim
-        self._scheduler = scheduler
-        self._max_steps = max_steps
         policy.train()
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Accumulates the gradient of the whole batch, clips, steps, and moves the schedule on.
+    def step(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Makes a step from the micro-batches of a whole batch. Raises StepError and UpdateError as its two halves."""
+        self.forward_backward(run, micro_batches)
+        return self.optim_step(run)
 
-        Raises StepError, with everything as before, when the loss or a gradient is not finite (then on every rank), or
-        when a process on its own runs out of device memory before the weights are touched; in a group that ends the
-        group, whose ranks wait for each other in the middle of a pass. Raises UpdateError when the optimizer itself
-        fails: the learner is of no use any more.
+    def forward_backward(
+        self, run: RunState, micro_batches: Sequence[MicroBatch], counts: BatchCounts | None = None
+    ) -> PassResult:
+        """Adds the gradient of the rows' objective to the run's gradient.
+
+        Each term is divided by its `counts`, by default those of these rows. To pass a batch in parts, give each part
+        the counts of the whole: the gradient is then that of the batch, where without them it is the sum of each part's
+        own means.
+
+        Raises StepError when the loss is not finite (then on every rank), or when a process on its own runs out of
+        device memory; in a group that ends the group, whose ranks wait for each other in the middle of a pass. A call
+        that fails drops the run's whole gradient, that of earlier passes included.
         """
-        step = self.step_done + 1
         started = time.perf_counter()
-        counts = count(micro_batches)
+        counts = counts or count(micro_batches)
         own = self.parallel.plan.own_rows(micro_batches)
-        self.optimizer.zero_grad()
+        longest = max((len(micro_batch.token_ids) for micro_batch in own), default=0)
         self._routing.begin()
-        try:
-            rows = [self._forward_backward(micro_batch, counts) for micro_batch in own]
-            grad_norm = clip_gradients(self._parameters, self._optim.max_norm)
-            computed = time.perf_counter()
+        with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
+            rows = [self._forward_backward(run, micro_batch, counts) for micro_batch in own]
             loss, metrics = self._over_ranks(rows)
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise StepError(
-                    f"step {step}: loss {loss} with gradient norm {grad_norm} is not finite, so the weights stay as "
-                    "they are; look at the batch's logprobs and advantages, or lower optim.lr"
-                )
-            zeros = gradient_zeros(self._parameters)
-            rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
-            self._update(rate)
-        except RuntimeError as error:
-            # torch has an error type of its own for GPUs only
-            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            if not self.parallel.plan.is_alone or not out_of_memory:
-                raise
-            longest = max(len(micro_batch.token_ids) for micro_batch in own)
-            raise StepError(  # the batch is at fault, not the trainer: the next one may fit
-                f"step {step}: out of memory on rows of up to {longest} tokens; lower seq_len, set "
-                f"trainer.model.ac, lower trainer.max_logits_mib, or use more GPUs ({error})"
+            if not math.isfinite(loss):
+                raise _not_finite(run, f"loss {loss}")
+            made = PassResult(
+                tokens=self._gathered(record_of(rows)),
+                loss=loss,
+                metrics=metrics,
+                router_counts=self._routing.counts(),
+                seconds=time.perf_counter() - started,
+            )
+        run.passes.append(made)
+        return made
+
+    def optim_step(self, run: RunState) -> StepResult:
+        """Clips the run's gradient, steps its optimizer, and moves its schedule on. The gradient is used up.
+
+        Raises StepError, with weights and optimizer as before on every rank, when the run has no gradient, when the
+        gradient is not finite, or when memory runs out before the weights are touched, as in `forward_backward`. Raises
+        UpdateError when the optimizer itself fails: the learner is of no use any more.
+        """
+        if not run.passes:
+            raise StepError(
+                f"step {run.next_step}: run {run.run_id!r} has no gradient to step with; call forward_backward before "
+                "each optim_step, and again after one that failed"
+            )
+        started = time.perf_counter()
+        with self._all_or_nothing(run, "while the gradient was clipped"):
+            grad_norm = clip_gradients(run.parameters, run.optim.max_norm)
+            if not math.isfinite(grad_norm):
+                raise _not_finite(run, f"gradient norm {grad_norm}")
+            zeros = gradient_zeros(run.parameters)
+        rate = run.learning_rate()
+        passes = list(run.passes)
+        try:
+            run.optimizer.step(rate)
+        except Exception as error:  # whatever it is, the weights may be half updated, so no step may follow
+            raise UpdateError(
+                f"step {run.next_step}: the optimizer failed in the midst of its step ({error}), so some weights"
+                " may be updated and others not: they are given up, go on from the last checkpoint with"
+                " --ckpt.resume-step -1; where memory was short, set trainer.model.optim_cpu_offload or use more GPUs"
             ) from error
         finally:
-            self.optimizer.zero_grad()
-        self.step_done = step
-        trainable = sum(local(parameter).numel() for parameter in self._parameters)
-        tokens = self._gathered(record_of(rows))
+            run.drop_gradient()
+        run.step_done = run.next_step
+        trainable = sum(local(parameter).numel() for parameter in run.parameters)
         zero_grads, scalars = self.parallel.sum(np.array([int(zeros), trainable], dtype=np.int64))
         return StepResult(
-            step=step,
-            tokens=tokens,
-            loss=loss,
-            metrics=metrics,
+            step=run.step_done,
+            tokens=_joined([made.tokens for made in passes]),
+            loss=sum(made.loss for made in passes),
+            metrics=_added(made.metrics for made in passes),
             grad_norm=grad_norm,
             zero_grad_ratio=float(zero_grads / scalars),
             lr=rate,
-            forward_backward_s=computed - started,
-            optimizer_s=time.perf_counter() - computed,
-            routing=self._routing.take(self.parallel),
+            forward_backward_s=sum(made.seconds for made in passes),
+            routing=self._routing.metrics(np.sum([made.router_counts for made in passes], axis=0), self.parallel),
+            optimizer_s=time.perf_counter() - started,
         )
 
-    def _update(self, rate: float) -> None:
-        """Steps the optimizer. Raises UpdateError whatever it fails with: it updates one parameter after another."""
+    @contextmanager
+    def _all_or_nothing(self, run: RunState, where: str) -> Iterator[None]:
+        """A failure inside drops the run's gradient. Memory that runs out, in no group, becomes a StepError."""
         try:
-            self.optimizer.step(rate)
-        except Exception as error:  # whatever it is, the weights may be half updated, so no step may follow
-            raise UpdateError(
-                f"step {self.step_done + 1}: the optimizer failed in the midst of its step ({error}), so some weights"
-                " may be updated and others not: they are given up, go on from the last checkpoint with"
-                " --ckpt.resume-step -1; where memory was short, set trainer.model.optim_cpu_offload or use more GPUs"
+            yield
+        except BaseException as error:
+            run.drop_gradient()
+            # torch has an error type of its own for GPUs only
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if not self.parallel.plan.is_alone or not isinstance(error, RuntimeError) or not out_of_memory:
+                raise
+            raise StepError(  # the batch is at fault, not the trainer: the next one may fit
+                f"step {run.next_step}: out of memory {where}; lower seq_len, set trainer.model.ac, lower "
+                f"trainer.max_logits_mib, or use more GPUs ({error})"
             ) from error
 
     def warm_up(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -185,34 +189,34 @@ class Learner:
                     logprobs, _ = self.policy(to_row(micro_batch, self.device, self.policy.kernels))
                     torch.autograd.backward(logprobs.sum())
             finally:
-                self.optimizer.zero_grad()
+                self.model.zero_grad()
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
+    def evaluate(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
         """The record of the micro-batches without a gradient (as in StepResult.tokens); nothing changes."""
         counts = count(micro_batches)
         self.policy.eval()
         try:
             return self._gathered(
-                record_of([self._forward(row, counts) for row in self.parallel.plan.own_rows(micro_batches)])
+                record_of([self._forward(run, row, counts) for row in self.parallel.plan.own_rows(micro_batches)])
             )
         finally:
             self.policy.train()
 
-    def _forward_backward(self, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
-        row = self._forward(micro_batch, counts)
+    def _forward_backward(self, run: RunState, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
+        row = self._forward(run, micro_batch, counts)
         # Sharded gradients are averaged over the ranks, and the rows' losses already add up to the batch's.
         scale = 1 if self.parallel.mesh is None else self.parallel.plan.dp_size
         torch.autograd.backward(row.loss.total * scale)
         return replace(row, loss=replace(row.loss, total=row.loss.total.detach()))
 
-    def _forward(self, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
+    def _forward(self, run: RunState, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
         """A rank runs a row without any token too: the others wait for it in the collectives of the pass."""
         row = to_row(micro_batch, self.device, self.policy.kernels)
         logprobs, entropies = self.policy(row)
         tokens = to_tokens(micro_batch, logprobs)
         return RowRecord(
-            loss=objective_loss(self.objective, tokens, counts),
+            loss=objective_loss(run.objective, tokens, counts),
             tokens=replace(tokens, logprobs=tokens.logprobs.detach(), candidate_logprobs=None),
             entropies=entropies,
             env_index=np.repeat(micro_batch.env_index, np.diff(micro_batch.sample_offsets))[micro_batch.loss_mask],
@@ -220,11 +224,7 @@ class Learner:
 
     def _over_ranks(self, rows: Iterable[RowRecord]) -> tuple[float, dict[str, float]]:
         """The loss and the objective's metrics, summed over rows and ranks."""
-        sums: dict[str, float] = {}
-        for row in rows:
-            for name, value in {"total": row.loss.total, **row.loss.metrics}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        sums = self.parallel.sum_named(sums)
+        sums = self.parallel.sum_named(_added({"total": row.loss.total, **row.loss.metrics} for row in rows))
         return sums.pop("total", 0.0), sums
 
     def _gathered(self, own: TokenRecord) -> TokenRecord:
@@ -235,6 +235,26 @@ class Learner:
         if not self.parallel.plan.leads:
             return own
         return TokenRecord(**{name: np.concatenate(part or []) for name, part in parts.items()})
+
+
+def _not_finite(run: RunState, measured: str) -> StepError:
+    return StepError(
+        f"step {run.next_step}: {measured} is not finite, so the weights stay as they are; look at the batch's "
+        "logprobs and advantages, or lower optim.lr"
+    )
+
+
+def _added(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
+
+
+def _joined(records: Sequence[TokenRecord]) -> TokenRecord:
+    names = TokenRecord.__dataclass_fields__
+    return TokenRecord(**{name: np.concatenate([getattr(record, name) for record in records]) for name in names})
 
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:

@@ -17,13 +17,14 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from meshrl.training.parallel.rank_group import RankGroup
 
 
 class RoutingWatch:
-    """Counts from `begin` to `take` what passes through the routers of a model; nothing for a model without."""
+    """Counts since `begin` what passes through the routers of a model; nothing for a model without."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
@@ -36,16 +37,21 @@ class RoutingWatch:
         """Forgets what has passed so far."""
         self._counts = [None] * len(self._counts)
 
-    def take(self, parallel: RankGroup) -> dict[str, float]:
-        """The metrics since `begin`, the same on every rank; every rank calls it. Empty where no router was seen."""
-        if not self._counts:
-            return {}
+    def counts(self) -> NDArray[np.float64]:
+        """What this rank has counted since `begin`, all routers in one row; counts of several passes may be added."""
         own = [
             np.zeros(experts + 2) if counts is None else counts.cpu().numpy()
             for counts, experts in zip(self._counts, self._experts, strict=True)
         ]
-        summed = parallel.sum(np.concatenate(own))
-        layers = [layer for layer in np.split(summed, np.cumsum([len(part) for part in own])[:-1]) if layer[-1] > 0]
+        return np.concatenate(own or [np.zeros(0)])
+
+    def metrics(self, counts: NDArray[np.float64], parallel: RankGroup) -> dict[str, float]:
+        """The metrics of all ranks' `counts`, the same on each; every rank calls it. Empty where no router was seen."""
+        if not self._experts:
+            return {}
+        summed = parallel.sum(counts)
+        ends = np.cumsum([experts + 2 for experts in self._experts])
+        layers = [layer for layer in np.split(summed, ends[:-1]) if layer[-1] > 0]
         if not layers:
             return {}
         return {

@@ -10,23 +10,23 @@ from blake3 import blake3
 from torch import nn
 
 from meshrl.models.state import hf_state
-from meshrl.training.learner import Learner
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors
 from meshrl.wire.convert import batch_digest, batch_to_messages
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, MicroBatch, StepState
 from served_trainer import VOCAB, Mesh, batch
+from trained import Trained
 
 NAN, INF = float("nan"), float("inf")
 
 
-def fingerprint(learner: Learner) -> str:
+def fingerprint(trained: Trained) -> str:
     """Digest of the weights, the optimizer's state and the step."""
-    digest = blake3(str(learner.step_done).encode())
-    for name, tensor in hf_state(learner.model).items():
+    digest = blake3(str(trained.run.step_done).encode())
+    for name, tensor in hf_state(trained.model).items():
         digest.update(name.encode() + tensor.numpy().tobytes())
-    for state in (state for part in learner.optimizer.parts for state in part.state_dict()["state"].values()):
+    for state in (state for part in trained.run.optimizer.parts for state in part.state_dict()["state"].values()):
         for name, value in sorted(state.items()):
             digest.update(name.encode() + np.asarray(value).tobytes())
     return digest.hexdigest()
@@ -85,13 +85,13 @@ async def refusal(mesh: Mesh, bad: Batch) -> MeshError:
     """Submits a bad batch to a trainer that has made a step; nothing of it may stay, and the next step works."""
     await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)
-    before, revision = fingerprint(mesh.learner), (await mesh.client.list_runs())[0].revision
+    before, revision = fingerprint(mesh.trained), (await mesh.client.list_runs())[0].revision
     error = await mesh.refused(replace(bad, step=2))
-    assert fingerprint(mesh.learner) == before
+    assert fingerprint(mesh.trained) == before
     assert (await mesh.client.list_runs())[0].revision == revision
     await mesh.client.submit_batch(batch(2))
     assert (await mesh.until(StepState.DONE, 2)).version == 2
-    assert fingerprint(mesh.learner) != before
+    assert fingerprint(mesh.trained) != before
     return error
 
 
@@ -130,18 +130,18 @@ async def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(two_ranks:
 async def test_a_batch_at_the_wrong_place_changes_nothing(mesh: Mesh, step: int, run_id: str, reason: Reason) -> None:
     await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)
-    before = fingerprint(mesh.learner)
+    before = fingerprint(mesh.trained)
     assert (await mesh.refused(batch(step, run_id=run_id, token=7))).reason is reason
-    assert fingerprint(mesh.learner) == before
+    assert fingerprint(mesh.trained) == before
 
 
 async def test_a_step_that_is_done_is_not_trained_again_when_its_batch_is_repeated(mesh: Mesh) -> None:
     first = await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)
-    before = fingerprint(mesh.learner)
+    before = fingerprint(mesh.trained)
     assert await mesh.client.submit_batch(batch(1)) == first
     assert (await mesh.client.list_runs())[0].step == 1
-    assert fingerprint(mesh.learner) == before
+    assert fingerprint(mesh.trained) == before
 
 
 def _other_digest(messages: list[pb.SubmitBatchRequest]) -> None:
@@ -182,11 +182,11 @@ def _no_header(messages: list[pb.SubmitBatchRequest]) -> None:
 async def test_an_upload_that_broke_on_its_way_leaves_nothing_and_may_be_sent_again(
     mesh: Mesh, spoil: Callable[[list[pb.SubmitBatchRequest]], None], reason: Reason
 ) -> None:
-    before = fingerprint(mesh.learner)
+    before = fingerprint(mesh.trained)
     messages = [*batch_to_messages(batch(1))]
     spoil(messages)
     assert (await mesh.upload(messages)).reason is reason
-    assert fingerprint(mesh.learner) == before
+    assert fingerprint(mesh.trained) == before
     assert (await mesh.client.list_runs())[0].revision == 0
     await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)
@@ -196,11 +196,11 @@ async def failure(mesh: Mesh, bad: Batch) -> str:
     """Has a step fail between two good ones; returns its message."""
     await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)
-    before = fingerprint(mesh.learner)
+    before = fingerprint(mesh.trained)
     await mesh.client.submit_batch(replace(bad, step=2))
     event = await mesh.until(StepState.FAILED, 2)
     assert event.reason == "STEP_FAILED"
-    assert fingerprint(mesh.learner) == before
+    assert fingerprint(mesh.trained) == before
     assert mesh.thread.is_alive()
     return event.message
 
@@ -212,7 +212,7 @@ async def test_finite_numbers_whose_gradient_is_not_finite_fail_the_step_alone(m
 
 
 async def test_a_batch_that_takes_more_memory_than_there_is_fails_alone_and_says_what_to_lower(mesh: Mesh) -> None:
-    norm = mesh.learner.model.get_submodule("model.norm")
+    norm = mesh.trained.model.get_submodule("model.norm")
     hook = norm.register_forward_hook(_too_large_for_a_row_of(14))
     message = await failure(mesh, batch(2, length=14))
     hook.remove()

@@ -42,8 +42,8 @@ async def test_a_rollback_ends_the_run_and_keeps_the_step(tmp_path: Path) -> Non
         assert code == 0, said
         assert said.endswith(f"go on from step 1 with: rl @ {tmp_path}/configs/rl.toml --ckpt.resume-step 1\n")
         assert mesh.drained.is_set()
-        assert mesh.learner.step_done == 2  # what it had is trained
-    learner = build()
-    resumed = Checkpointer(learner, tmp_path, tokenizer=None)
+        assert mesh.trained.run.step_done == 2  # what it had is trained
+    trained = build()
+    resumed = Checkpointer(*trained, tmp_path, tokenizer=None)
     resumed.prune(CheckpointConfig(keep_last=1))
-    assert resumed.restore(1) == learner.step_done == 1
+    assert resumed.restore(1) == trained.run.step_done == 1

@@ -42,7 +42,7 @@ def test_ten_steps_resumed_for_ten_are_twenty_bit_for_bit(
     first = kit.build(model, settings, optim)
     begun = kit.train(first, 10)
     for in_background in (False, True):
-        checkpointer = Checkpointer(first, tmp_path / str(in_background), tokenizer=None)
+        checkpointer = Checkpointer(*first, tmp_path / str(in_background), tokenizer=None)
         checkpointer.progress.tokens = 77
         checkpointer.save_as(CheckpointConfig(save_async=in_background))
     kit.train(first, 12)  # what is saved must not change any more
@@ -52,7 +52,7 @@ def test_ten_steps_resumed_for_ten_are_twenty_bit_for_bit(
     for in_background in (False, True):
         torch.manual_seed(99)  # a new process has drawn other numbers until it restores
         later = kit.build(model, settings, optim)
-        resumed = Checkpointer(later, tmp_path / str(in_background), tokenizer=None)
+        resumed = Checkpointer(*later, tmp_path / str(in_background), tokenizer=None)
         assert resumed.restore(-1) == 10
         assert (resumed.progress.tokens, resumed.durable_step) == (77, 10)
         assert begun + kit.train(later, 20) == whole

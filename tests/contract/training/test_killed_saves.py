@@ -31,8 +31,8 @@ KILLED_PROGRAM = """
 
     torch.set_num_threads(1)
     model, root, in_background = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "True"
-    learner = kit.build(model)
-    kit.train(learner, 2)
+    trained = kit.build(model)
+    kit.train(trained, 2)
     real_fsync, real_rename = os.fsync, Path.rename
 
     def calls_until_death(number):  # every durable step of a save is a moment to die in, before and after it happens
@@ -53,9 +53,9 @@ KILLED_PROGRAM = """
         folder = root / str(number)
         child = os.fork()
         if child == 0:
-            checkpointer = Checkpointer(learner, folder, tokenizer=None)
+            checkpointer = Checkpointer(*trained, folder, tokenizer=None)
             checkpointer.save()
-            kit.train(learner, 4)
+            kit.train(trained, 4)
             calls_until_death(number)
             if in_background:
                 checkpointer.save_async()
@@ -84,16 +84,16 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_to_resume(
     assert done.returncode == 0, done.stderr[-3000:]
     deaths = int(done.stdout)
     assert deaths > 20
-    learner = kit.build(model)
-    kit.train(learner, 2)
-    wanted = {2: kit.state(learner)}
-    kit.train(learner, 4)
-    wanted[4] = kit.state(learner)
+    trained = kit.build(model)
+    kit.train(trained, 2)
+    wanted = {2: kit.state(trained)}
+    kit.train(trained, 4)
+    wanted[4] = kit.state(trained)
     newest = []
     for number in range(1, deaths + 2):
-        learner = kit.build(model)
-        newest.append(Checkpointer(learner, tmp_path / str(number), tokenizer=None).restore(-1))
-        kit.assert_same(kit.state(learner), wanted[newest[-1]])
+        trained = kit.build(model)
+        newest.append(Checkpointer(*trained, tmp_path / str(number), tokenizer=None).restore(-1))
+        kit.assert_same(kit.state(trained), wanted[newest[-1]])
         leftovers = [path.name for path in (tmp_path / str(number)).rglob("*.*") if path.is_dir()]
         assert leftovers == []
     assert newest == sorted(newest), "once it is there it stays"

@@ -46,8 +46,8 @@ def load(folder: Path, **keys: Any) -> Any:
 
 def write(folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None, **keys: Any) -> Path:
     """Trains the folder's model for no step and writes it."""
-    learner = kit.build(str(folder), keys)
-    checkpointer = Checkpointer(learner, folder.parent, tokenizer=tokenizer, base=model_config(folder, **keys))
+    trained = kit.build(str(folder), keys)
+    checkpointer = Checkpointer(*trained, folder.parent, tokenizer=tokenizer, base=model_config(folder, **keys))
     return checkpointer.save(weights_only=True)
 
 
@@ -146,9 +146,9 @@ def config_keys(folder: Path) -> None:
 def dtypes(folder: Path) -> None:
     configure(dtype="bfloat16")(folder)
     rewrite(lambda found: {name: tensor.bfloat16() for name, tensor in found.items()})(folder)
-    learner = kit.build(str(folder))
-    assert {tensor.dtype for tensor in gather_state(learner.model).values()} == {torch.float32}
-    checkpointer = Checkpointer(learner, folder.parent, tokenizer=None, snapshot_dtype=torch.bfloat16)
+    trained = kit.build(str(folder))
+    assert {tensor.dtype for tensor in gather_state(trained.model).values()} == {torch.float32}
+    checkpointer = Checkpointer(*trained, folder.parent, tokenizer=None, snapshot_dtype=torch.bfloat16)
     written = checkpointer.save(weights_only=True)
     kit.assert_same(load_file(written / "model.safetensors"), load_file(folder / "model.safetensors"))
     assert json.loads((written / "config.json").read_text())["dtype"] == "bfloat16"
@@ -342,8 +342,8 @@ def test_every_quantisation_is_refused_by_its_name(method: str, base: Path) -> N
 
 
 def test_what_cannot_be_written_is_known_before_the_first_step(base: Path) -> None:
-    learner = kit.build(str(base))
-    learner.model.config.temperature = 0.6  # which save_pretrained refuses in a model's configuration
+    trained = kit.build(str(base))
+    trained.model.config.temperature = 0.6  # which save_pretrained refuses in a model's configuration
     with pytest.raises(CheckpointError, match=r"snapshots of model\.name .* could not be written: .*temperature"):
-        Checkpointer(learner, base.parent, tokenizer=None)
+        Checkpointer(*trained, base.parent, tokenizer=None)
     assert not (base.parent / "weights").exists()

@@ -32,10 +32,11 @@ from meshrl.models.lora import (
     save_adapter,
 )
 from meshrl.models.state import gather_state, hf_state, load_hf_state
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner, to_row
 from meshrl.wire.types import MicroBatch
 from tiny_families import tiny_model
+from trained import Trained
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 TARGETS = ["q_proj", "down_proj"]
@@ -376,14 +377,12 @@ def test_policy_with_an_adapted_head_follows_the_merged_one(max_logits_bytes: in
 def test_learner_lowers_the_loss_with_adapters_alone() -> None:
     model = adapted(tied=False, targets=["o_proj", "down_proj", "lm_head"], dropout=0.05, trained=False)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not is_adapter(name)}
-    learner = Learner(
-        PackedPolicy(model),
-        objective=Objective(loss=cross_entropy_loss),
-        optim=OptimConfig(lr=2e-2),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
+    trained = Trained.by(
+        Learner(PackedPolicy(model)),
+        Objective(loss=cross_entropy_loss),
+        OptimConfig(lr=2e-2),
     )
-    losses = [learner.step(rows()).loss for _ in range(30)]
+    losses = [trained.step(rows()).loss for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0]
     parameters = dict(model.named_parameters())
     assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen.items())

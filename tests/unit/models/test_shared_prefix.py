@@ -17,12 +17,13 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import apply_lora
 from meshrl.trainer.build import MIN_SHARED_PREFIX, min_shared_prefix
 from meshrl.trainer.service import check_batch
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import ActivationCheckpointConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import prepare_blocks
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch
+from trained import Trained
 
 VOCAB = 32
 SHAPE: dict[str, Any] = {
@@ -76,17 +77,15 @@ def groups(seed: int, *, prompts: int = 3, size: int = 5) -> list[TrainSample]:
     return samples
 
 
-def learner(model: PreTrainedModel, ac: str | None = None) -> Learner:
+def learner(model: PreTrainedModel, ac: str | None = None) -> Trained:
     policy = PackedPolicy(model)
     if ac is not None:
         prepare_blocks(policy, TrainerModelConfig(ac=ActivationCheckpointConfig.model_validate({"mode": ac})))
     loss = partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)
-    return Learner(
-        policy,
-        objective=Objective(loss=loss, normaliser=Normaliser.SEQUENCE),
-        optim=OptimConfig(type="sgd", lr=1.0, momentum=0.0, max_norm=None),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
+    return Trained.by(
+        Learner(policy),
+        Objective(loss=loss, normaliser=Normaliser.SEQUENCE),
+        OptimConfig(type="sgd", lr=1.0, momentum=0.0, max_norm=None),
     )
 
 
@@ -148,12 +147,10 @@ def test_logprobs_of_shared_prompts_in_bfloat16_are_as_near_as_rounding() -> Non
     model = build("qwen3")
     samples = groups(3)
     exact, found = (
-        Learner(
-            PackedPolicy(model, compute_dtype=dtype),
-            objective=Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
-            optim=OptimConfig(),
-            scheduler=SchedulerConfig(),
-            max_steps=None,
+        Trained.by(
+            Learner(PackedPolicy(model, compute_dtype=dtype)),
+            Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
+            OptimConfig(),
         ).evaluate(pack_samples(samples, seq_len=400, min_shared_prefix=share).micro_batches)
         for dtype, share in ((torch.float32, None), (torch.bfloat16, 0.0))
     )

@@ -16,10 +16,11 @@ from meshrl.orchestrator.config import LogprobCheckConfig
 from meshrl.orchestrator.reports.logprob_check import LogprobCheck
 from meshrl.sampling.retry import RunError
 from meshrl.trainer.metrics import step_metrics
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner
 from meshrl.wire.types import StepEvent, StepState
 from tiny_families import tiny_model
+from trained import Trained
 
 PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13]]
 FRESH, STALE = 0.0, 1.0
@@ -36,14 +37,12 @@ def metrics_of_first_step(served: PreTrainedModel, trained: PreTrainedModel) -> 
         )
         for prompt, completion in zip(PROMPTS, completions, strict=True)
     ]
-    learner = Learner(
-        PackedPolicy(trained),
-        objective=Objective(loss=lambda *args, **kwargs: aipo_loss(*args, delta=4.0, **kwargs), name="aipo"),
-        optim=OptimConfig(lr=1e-2),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
+    trainer = Trained.by(
+        Learner(PackedPolicy(trained)),
+        Objective(loss=lambda *args, **kwargs: aipo_loss(*args, delta=4.0, **kwargs), name="aipo"),
+        OptimConfig(lr=1e-2),
     )
-    return step_metrics(learner.step(pack_samples(samples, seq_len=64).micro_batches), ())
+    return step_metrics(trainer.step(pack_samples(samples, seq_len=64).micro_batches), ())
 
 
 def other_weights() -> PreTrainedModel:

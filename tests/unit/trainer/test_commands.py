@@ -3,15 +3,20 @@
 import queue
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.trainer.ranks.commands import (
     Command,
     CommandSender,
     HeartbeatCommand,
+    PublishSetupCommand,
     SaveCommand,
     SnapshotCommand,
     StopCommand,
@@ -20,9 +25,24 @@ from meshrl.trainer.ranks.commands import (
     encode,
     receive_commands,
 )
+from meshrl.trainer.ranks.worker import RankWorker
 from meshrl.versions.progress import Progress
 from meshrl.wire.convert import batch_digest
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
+
+SETTINGS = PublicationSettings(
+    transport="TRANSPORT_FILESYSTEM",
+    epoch=2,
+    adapter_only=False,
+    in_shares=True,
+    folder="/tmp/versions",
+    chunk_bytes=2**20,
+    bucket_bytes=2**20,
+    num_threads=1,
+    backend="gloo",
+    deadline_s=20.0,
+)
 
 
 class Line:
@@ -64,21 +84,23 @@ def batch(step: int = 3) -> Batch:
 @pytest.mark.parametrize(
     "command",
     [
-        SnapshotCommand(),
-        *(SaveCommand(weights_only=w, in_background=b) for w in (True, False) for b in (True, False)),
+        SnapshotCommand(run_id="main"),
+        *(SaveCommand(run_id="läufe/a", weights_only=w, in_background=b) for w in (True, False) for b in (True, False)),
+        PublishSetupCommand(run_id="main", settings=SETTINGS),
         HeartbeatCommand(),
         StopCommand(),
     ],
+    ids=repr,
 )
-def test_a_command_without_data_is_one_byte_and_comes_back(command: Command) -> None:
-    assert len(encode(command)) == 1
+def test_a_command_comes_back_with_its_run(command: Command) -> None:
     assert decode(encode(command)) == command
 
 
 def test_a_batch_arrives_to_the_bit() -> None:
     sent = batch()
-    command = decode(encode(TrainCommand(batch=sent)))
+    command = decode(encode(TrainCommand(run_id="main", batch=sent)))
     assert isinstance(command, TrainCommand)
+    assert command.run_id == "main"
     came = command.batch
     assert batch_digest(came) == batch_digest(sent)
     assert [row.dp_rank for row in came.micro_batches] == [row.dp_rank for row in sent.micro_batches]
@@ -90,7 +112,7 @@ def test_a_batch_arrives_to_the_bit() -> None:
 def test_one_process_alone_says_nothing_and_waits_for_its_future() -> None:
     line = Line(world_size=1)
     commands = CommandSender(line, heartbeat_s=0.01)
-    commands.send(TrainCommand(batch=batch()))
+    commands.send(TrainCommand(run_id="main", batch=batch()))
     future: Future[int] = Future()
     threading.Timer(0.05, future.set_result, [7]).start()
     assert commands.wait(future) == 7
@@ -135,12 +157,12 @@ def test_a_follower_carries_out_orders_in_order_skips_beats_and_ends_at_stop() -
     commands = CommandSender(line)
     for command in (
         HeartbeatCommand(),
-        TrainCommand(batch=batch()),
-        SnapshotCommand(),
+        TrainCommand(run_id="main", batch=batch()),
+        SnapshotCommand(run_id="main"),
         HeartbeatCommand(),
-        SaveCommand(weights_only=True),
+        SaveCommand(run_id="main", weights_only=True),
         StopCommand(),
-        SnapshotCommand(),
+        SnapshotCommand(run_id="main"),
     ):
         commands.send(command)
     done: list[type[Command]] = []
@@ -150,10 +172,21 @@ def test_a_follower_carries_out_orders_in_order_skips_beats_and_ends_at_stop() -
 
 def test_a_command_that_fails_ends_the_follower() -> None:
     line = Line()
-    CommandSender(line).send(SnapshotCommand())
+    CommandSender(line).send(SnapshotCommand(run_id="main"))
 
     def fail(command: Command) -> None:
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
         receive_commands(line, fail)
+
+
+def test_a_rank_refuses_a_command_for_a_run_that_it_does_not_hold() -> None:
+    line = Line()
+    CommandSender(line).send(SnapshotCommand(run_id="other"))
+    learner: Any = SimpleNamespace(parallel=line)
+    run: Any = SimpleNamespace(run_id="main")
+    checkpointer: Any = SimpleNamespace()
+    with pytest.raises(MeshError, match="sent a command for run 'other', and this rank holds 'main'") as refused:
+        RankWorker(learner, run, checkpointer, publish_dtype=torch.bfloat16).run()
+    assert refused.value.reason is Reason.UNKNOWN_RUN

@@ -16,7 +16,7 @@ from training_loop import DEADLINE_S, REPORT, ROLLOUT_TRACE, STEP_TRACE, batch, 
 
 async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        before = gather_state(trainer.learner.model)
+        before = gather_state(trainer.trained.model)
         trainer.queue.submit(batch(1), "a")
         event = await trainer.until(StepState.DONE, 1)
         assert event.version == 1
@@ -89,12 +89,12 @@ async def test_a_publication_that_stands_still_ends_the_trainer_with_a_sentence(
 
 async def test_failed_step_leaves_weights_and_the_trainer_goes_on(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        before = gather_state(trainer.learner.model)
+        before = gather_state(trainer.trained.model)
         trainer.queue.submit(batch(1, advantage=float("inf")), "a")
         event = await trainer.until(StepState.FAILED, 1)
         assert event.reason == "STEP_FAILED"
         assert "not finite" in event.message
-        assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trainer.learner.model).items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trainer.trained.model).items())
         assert trainer.hub.versions == {}
         trainer.queue.submit(batch(1), "b")
         assert (await trainer.until(StepState.DONE, 1)).version == 1

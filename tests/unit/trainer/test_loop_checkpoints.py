@@ -102,25 +102,25 @@ async def test_checkpoints_that_are_asked_for_are_pruned_as_configured(
 
 
 async def test_weights_that_are_half_updated_end_the_trainer_and_are_never_used(tmp_path: Path) -> None:
-    learner = build(type="muon")
+    trained = build(type="muon")
 
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    async with running(tmp_path, CheckpointConfig(interval=1), learner) as trainer:
+    async with running(tmp_path, CheckpointConfig(interval=1), trained) as trainer:
         trainer.queue.submit(batch(1), "1")
         await trainer.until(StepState.DONE, 1)
-        whole = gather_state(learner.model)
-        learner.optimizer.parts[1].register_step_pre_hook(no_memory)
+        whole = gather_state(trained.model)
+        trained.run.optimizer.parts[1].register_step_pre_hook(no_memory)
         trainer.queue.submit(batch(2), "2")
         failed = await trainer.until(StepState.FAILED, 2)
         await trainer.ended()
     assert isinstance(trainer.error, UpdateError)
     assert "the trainer stopped: step 2: the optimizer failed in the midst of its step" in failed.message
-    assert any(not torch.equal(tensor, whole[name]) for name, tensor in gather_state(learner.model).items())
+    assert any(not torch.equal(tensor, whole[name]) for name, tensor in gather_state(trained.model).items())
     assert sorted(trainer.hub.versions) == [1]
     resumed = build(type="muon")
-    assert Checkpointer(resumed, tmp_path, tokenizer=None).restore(-1) == 1
+    assert Checkpointer(*resumed, tmp_path, tokenizer=None).restore(-1) == 1
     assert all(torch.equal(tensor, whole[name]) for name, tensor in gather_state(resumed.model).items())
 
 
@@ -129,7 +129,7 @@ async def test_totals_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None
         trainer.queue.submit(batch(1), "1")
         first = (await trainer.until(StepState.DONE, 1)).metrics
     resumed = build()
-    async with running(tmp_path, learner=resumed) as trainer:
+    async with running(tmp_path, trained=resumed) as trainer:
         trainer.checkpointer.restore(-1)
         trainer.queue.book = StepBook(run_id="main", epoch=2, start_step=1)
         trainer.queue.submit(batch(2), "2")
@@ -156,8 +156,8 @@ async def test_resumed_trainer_continues_to_the_bit(tmp_path: Path) -> None:
         await trainer.until(StepState.DONE, 2)
         expected = trainer.hub.versions[2]
     resumed = build()
-    assert Checkpointer(resumed, tmp_path, tokenizer=None).restore(1) == 1
-    async with running(tmp_path / "second", learner=resumed) as trainer:
+    assert Checkpointer(*resumed, tmp_path, tokenizer=None).restore(1) == 1
+    async with running(tmp_path / "second", trained=resumed) as trainer:
         trainer.queue.submit(batch(2), "b")
         assert (await trainer.until(StepState.DONE, 2)).version == 2
         assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.hub.versions[2].items())
@@ -169,11 +169,11 @@ async def test_snapshot_is_a_model_that_transformers_loads(tmp_path: Path) -> No
         loaded = Qwen3ForCausalLM.from_pretrained(path)
         assert path == tmp_path / "weights" / "step_0"
         assert all(
-            torch.equal(t, gather_state(loaded)[name]) for name, t in gather_state(trainer.learner.model).items()
+            torch.equal(t, gather_state(loaded)[name]) for name, t in gather_state(trainer.trained.model).items()
         )
         assert not (tmp_path / "checkpoints").exists()
 
 
 def test_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot resume from step 4: .* holds steps none"):
-        Checkpointer(build(), tmp_path, tokenizer=None).restore(4)
+        Checkpointer(*build(), tmp_path, tokenizer=None).restore(4)

@@ -17,7 +17,10 @@ from meshrl.wire.errors import MeshError, Reason
 async def run() -> TrainerRun:
     unused: Any = SimpleNamespace()
     return TrainerRun(
-        queue=TrainingQueue(StepBook(run_id="main", epoch=2, start_step=5)), learner=unused, checkpointer=unused
+        queue=TrainingQueue(StepBook(run_id="main", epoch=2, start_step=5)),
+        state=unused,
+        learner=unused,
+        checkpointer=unused,
     )
 
 

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import checkpoint_kit as kit
+from loss_curves import stream_batch
 from meshrl.models.lora import load_adapter
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.config import CheckpointConfig, SnapshotConfig
+from meshrl.training.learner import StepError
 from meshrl.wire.saved_steps import pin_step, steps_in, unpin_step
 
 EVERY = [1, 2, 3, 4, 5, 6]
@@ -39,7 +41,7 @@ def saved_steps(output_dir: Path) -> list[int]:
 def test_a_save_changes_nothing_in_training(model: str, tmp_path: Path) -> None:
     expected = kit.train(kit.build(model, LORA), 6)
     saving = kit.build(model, LORA)
-    checkpointer = Checkpointer(saving, tmp_path, tokenizer=None)
+    checkpointer = Checkpointer(*saving, tmp_path, tokenizer=None)
     got = []
     for step in range(1, 7):
         got += kit.train(saving, step)
@@ -50,10 +52,10 @@ def test_a_save_changes_nothing_in_training(model: str, tmp_path: Path) -> None:
 
 
 def test_saving_in_the_background_writes_the_same_as_saving(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model)
-    kit.train(learner, 3)
+    trained = kit.build(model)
+    kit.train(trained, 3)
     for name, in_background in (("now", False), ("later", True)):
-        checkpointer = Checkpointer(learner, tmp_path / name, tokenizer=None)
+        checkpointer = Checkpointer(*trained, tmp_path / name, tokenizer=None)
         checkpointer.save_as(CheckpointConfig(save_async=in_background))
         checkpointer.wait_for_save()
     now, later = (load_file(tmp_path / name / "weights/step_3/model.safetensors") for name in ("now", "later"))
@@ -61,43 +63,43 @@ def test_saving_in_the_background_writes_the_same_as_saving(model: str, tmp_path
     states = []
     for name in ("now", "later"):
         fresh = kit.build(model)
-        Checkpointer(fresh, tmp_path / name, tokenizer=None).restore(3)
+        Checkpointer(*fresh, tmp_path / name, tokenizer=None).restore(3)
         states.append(kit.state(fresh))
     kit.assert_same(*states)
 
 
 def test_the_snapshot_is_a_hugging_face_folder_of_the_trained_weights(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model)
-    kit.train(learner, 2)
-    folder = Checkpointer(learner, tmp_path, tokenizer=None, snapshot_dtype=torch.bfloat16).save(weights_only=True)
+    trained = kit.build(model)
+    kit.train(trained, 2)
+    folder = Checkpointer(*trained, tmp_path, tokenizer=None, snapshot_dtype=torch.bfloat16).save(weights_only=True)
     assert folder == tmp_path / "weights" / "step_2"
     assert not (tmp_path / "checkpoints").exists()
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert loaded.dtype == torch.bfloat16
-    kit.assert_same(gather_state(loaded), gather_state(learner.model, torch.bfloat16))
+    kit.assert_same(gather_state(loaded), gather_state(trained.model, torch.bfloat16))
 
 
 def test_adapters_are_merged_and_also_written_on_their_own(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model, LORA)
-    kit.train(learner, 2)
+    trained = kit.build(model, LORA)
+    kit.train(trained, 2)
     ckpt = CheckpointConfig(weights=SnapshotConfig(save_adapter_separately=True))
     base = separate_adapters(ckpt, kit.model_config(model, LORA))
     assert base == model
     assert separate_adapters(ckpt, kit.model_config(model, {})) is None
-    folder = Checkpointer(learner, tmp_path, tokenizer=None, adapters_of=base).save(weights_only=True)
+    folder = Checkpointer(*trained, tmp_path, tokenizer=None, adapters_of=base).save(weights_only=True)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    kit.assert_same(gather_state(loaded), gather_state(learner.model))
+    kit.assert_same(gather_state(loaded), gather_state(trained.model))
     other = kit.build(model, LORA)
     load_adapter(other.model, folder / "lora_adapters")
-    kit.assert_same(gather_state(other.model), gather_state(learner.model))
+    kit.assert_same(gather_state(other.model), gather_state(trained.model))
 
 
 def test_a_big_snapshot_is_split_into_files(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrl.training.checkpoints.weights_folder.MAX_FILE_SIZE", "20KB")
-    learner = kit.build(model)
-    folder = Checkpointer(learner, tmp_path, tokenizer=None).save(weights_only=True)
+    trained = kit.build(model)
+    folder = Checkpointer(*trained, tmp_path, tokenizer=None).save(weights_only=True)
     assert len(list(folder.glob("model-*.safetensors"))) > 1
-    kit.assert_same(gather_state(AutoModelForCausalLM.from_pretrained(folder)), gather_state(learner.model))
+    kit.assert_same(gather_state(AutoModelForCausalLM.from_pretrained(folder)), gather_state(trained.model))
 
 
 # --- whose folder a checkpoint is -------------------------------------------------------------------
@@ -108,19 +110,19 @@ def test_a_new_run_replaces_what_an_earlier_one_left_at_the_same_step(
     model: str, tmp_path: Path, weights_only: bool
 ) -> None:
     for steps in (1, 2):
-        learner = kit.build(model)
-        kit.train(learner, steps)
-        learner.step_done = 5
-        Checkpointer(learner, tmp_path, tokenizer=None).save(weights_only=weights_only)
-    kit.assert_same(load_file(tmp_path / "weights/step_5/model.safetensors"), gather_state(learner.model))
+        trained = kit.build(model)
+        kit.train(trained, steps)
+        trained.run.step_done = 5
+        Checkpointer(*trained, tmp_path, tokenizer=None).save(weights_only=weights_only)
+    kit.assert_same(load_file(tmp_path / "weights/step_5/model.safetensors"), gather_state(trained.model))
     if not weights_only:
         resumed = kit.build(model)
-        Checkpointer(resumed, tmp_path, tokenizer=None).restore(5)
-        kit.assert_same(kit.state(resumed), kit.state(learner))
+        Checkpointer(*resumed, tmp_path, tokenizer=None).restore(5)
+        kit.assert_same(kit.state(resumed), kit.state(trained))
 
 
 def test_the_same_step_of_a_run_is_written_once(model: str, tmp_path: Path) -> None:
-    checkpointer = Checkpointer(kit.build(model), tmp_path, tokenizer=None)
+    checkpointer = Checkpointer(*kit.build(model), tmp_path, tokenizer=None)
     folder = checkpointer.save()
     written = (folder / files.MANIFEST).stat().st_mtime_ns
     assert checkpointer.save() == folder
@@ -128,14 +130,14 @@ def test_the_same_step_of_a_run_is_written_once(model: str, tmp_path: Path) -> N
 
 
 def test_going_back_sets_later_checkpoints_aside(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    trained = kit.build(model)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
     for step in (2, 4, 6):
-        kit.train(learner, step)
+        kit.train(trained, step)
         checkpointer.save()
     back = kit.build(model)
-    Checkpointer(back, tmp_path, tokenizer=None).restore(2)
-    assert Checkpointer(kit.build(model), tmp_path, tokenizer=None).restore(-1) == 2, "or a crash would bring back 6"
+    Checkpointer(*back, tmp_path, tokenizer=None).restore(2)
+    assert Checkpointer(*kit.build(model), tmp_path, tokenizer=None).restore(-1) == 2, "or a crash would bring back 6"
     assert (tmp_path / "checkpoints" / "superseded_step_6" / "trainer" / files.MANIFEST).is_file()
 
 
@@ -156,11 +158,11 @@ def test_going_back_sets_later_checkpoints_aside(model: str, tmp_path: Path) -> 
 def test_old_checkpoints_go(
     model: str, tmp_path: Path, keep_last: int | None, keep_interval: int | None, left: list[int], in_background: bool
 ) -> None:
-    learner = kit.build(model)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    trained = kit.build(model)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
     config = CheckpointConfig(keep_last=keep_last, keep_interval=keep_interval, save_async=in_background)
     for step in range(1, 7):
-        learner.step_done = step
+        trained.run.step_done = step
         (tmp_path / f"checkpoints/step_{step}/orchestrator").mkdir(parents=True)
         checkpointer.save_as(config)
     checkpointer.wait_for_save()
@@ -169,11 +171,11 @@ def test_old_checkpoints_go(
 
 
 def test_snapshots_do_not_push_out_the_newest_checkpoint(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
-    learner.step_done = 1
+    trained = kit.build(model)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
+    trained.run.step_done = 1
     checkpointer.save()
-    for learner.step_done in (2, 3):
+    for trained.run.step_done in (2, 3):
         checkpointer.save(weights_only=True)
         checkpointer.prune(CheckpointConfig(keep_last=1))
     assert saved_steps(tmp_path) == [1]
@@ -181,11 +183,11 @@ def test_snapshots_do_not_push_out_the_newest_checkpoint(model: str, tmp_path: P
 
 
 def test_a_pinned_step_stays_until_it_is_free_again(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
-    for learner.step_done in (1, 2, 3):
+    trained = kit.build(model)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
+    for trained.run.step_done in (1, 2, 3):
         checkpointer.save_as(CheckpointConfig(keep_last=1))
-        if learner.step_done == 1:
+        if trained.run.step_done == 1:
             pin_step(tmp_path / "weights", 1)
     assert saved_steps(tmp_path) == steps_in(tmp_path / "weights") == [1, 3]
     unpin_step(tmp_path / "weights", 1)
@@ -195,10 +197,19 @@ def test_a_pinned_step_stays_until_it_is_free_again(model: str, tmp_path: Path) 
 
 def test_another_programs_part_of_a_step_is_left_alone(model: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step_1/orchestrator").mkdir(parents=True)
-    learner = kit.build(model)
-    learner.step_done = 2
-    Checkpointer(learner, tmp_path, tokenizer=None).save_as(CheckpointConfig(keep_last=1))
+    trained = kit.build(model)
+    trained.run.step_done = 2
+    Checkpointer(*trained, tmp_path, tokenizer=None).save_as(CheckpointConfig(keep_last=1))
     assert (tmp_path / "checkpoints/step_1/orchestrator").is_dir()
+
+
+def test_a_restored_run_has_no_gradient_of_the_weights_before(model: str, saved: Path) -> None:
+    trained = kit.build(model)
+    trained.learner.forward_backward(trained.run, stream_batch(1, dp_size=1, vocab_size=kit.VOCAB))
+    Checkpointer(*trained, saved, tokenizer=None).restore(3)
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
+    with pytest.raises(StepError, match="step 4: run 'main' has no gradient to step with"):
+        trained.learner.optim_step(trained.run)
 
 
 # --- what cannot be resumed -------------------------------------------------------------------------
@@ -207,10 +218,10 @@ def test_another_programs_part_of_a_step_is_left_alone(model: str, tmp_path: Pat
 @pytest.fixture(scope="module")
 def saved_once(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    learner = kit.build(model)
+    trained = kit.build(model)
     for step in (3, 6):
-        kit.train(learner, step)
-        Checkpointer(learner, folder, tokenizer=None).save()
+        kit.train(trained, step)
+        Checkpointer(*trained, folder, tokenizer=None).save()
     return folder
 
 
@@ -223,12 +234,12 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("step", [-1, 3])
 def test_without_a_checkpoint_the_error_says_what_to_set(model: str, tmp_path: Path, step: int) -> None:
     with pytest.raises(CheckpointError, match=r"holds steps none; set ckpt.resume_step"):
-        Checkpointer(kit.build(model), tmp_path, tokenizer=None).restore(step)
+        Checkpointer(*kit.build(model), tmp_path, tokenizer=None).restore(step)
 
 
 def test_a_missing_step_is_told_with_those_there_are(model: str, saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"step 5.*holds steps \[3, 6\]"):
-        Checkpointer(kit.build(model), saved, tokenizer=None).restore(5)
+        Checkpointer(*kit.build(model), saved, tokenizer=None).restore(5)
 
 
 def _cut(folder: Path) -> None:
@@ -279,12 +290,12 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_an_earlier_one_resumes(
     model: str, saved: Path, damage: Callable[[Path], object], said: str
 ) -> None:
     damage(saved / "checkpoints/step_6/trainer")
-    learner = kit.build(model)
-    before = kit.state(learner)
+    trained = kit.build(model)
+    before = kit.state(trained)
     with pytest.raises(CheckpointError, match=said):
-        Checkpointer(learner, saved, tokenizer=None).restore(-1)
-    kit.assert_same(kit.state(learner), before)
-    assert Checkpointer(learner, saved, tokenizer=None).restore(3) == 3
+        Checkpointer(*trained, saved, tokenizer=None).restore(-1)
+    kit.assert_same(kit.state(trained), before)
+    assert Checkpointer(*trained, saved, tokenizer=None).restore(3) == 3
 
 
 def test_no_flipped_bit_of_the_manifest_changes_what_is_read(saved: Path) -> None:
@@ -309,7 +320,7 @@ def test_a_manifest_from_before_there_was_a_checksum_resumes(model: str, saved: 
     values = json.loads(path.read_text())
     del values[files.CHECKSUM]
     path.write_text(json.dumps(values))
-    assert Checkpointer(kit.build(model), saved, tokenizer=None).restore(-1) == 6
+    assert Checkpointer(*kit.build(model), saved, tokenizer=None).restore(-1) == 6
 
 
 @pytest.mark.parametrize(
@@ -325,19 +336,19 @@ def test_a_manifest_from_before_there_was_a_checksum_resumes(model: str, saved: 
 def test_a_checkpoint_of_another_model_is_refused(
     saved: Path, tmp_path: Path, settings: dict[str, Any], optim: dict[str, Any], changed: dict[str, Any], said: str
 ) -> None:
-    learner = kit.build(kit.save_model(tmp_path / "other", **changed), settings, optim)
-    before = kit.state(learner)
+    trained = kit.build(kit.save_model(tmp_path / "other", **changed), settings, optim)
+    before = kit.state(trained)
     with pytest.raises(CheckpointError, match=said):
-        Checkpointer(learner, saved, tokenizer=None).restore(-1)
-    kit.assert_same(kit.state(learner), before)
+        Checkpointer(*trained, saved, tokenizer=None).restore(-1)
+    kit.assert_same(kit.state(trained), before)
 
 
 # --- disks and processes that fail ------------------------------------------------------------------
 
 
 def test_a_disk_that_cannot_be_written_is_an_error_and_leaves_nothing(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    trained = kit.build(model)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     with pytest.raises(CheckpointError, match=r"could not start a checkpoint .*a disk with room"):
         checkpointer.save()
@@ -348,11 +359,11 @@ def test_a_disk_that_cannot_be_written_is_an_error_and_leaves_nothing(model: str
 
 
 def test_a_failure_in_the_background_is_raised_at_the_next_look(model: str, tmp_path: Path) -> None:
-    learner = kit.build(model)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
-    learner.step_done = 1
+    trained = kit.build(model)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
+    trained.run.step_done = 1
     checkpointer.save()
-    learner.step_done = 2
+    trained.run.step_done = 2
     (tmp_path / "checkpoints/step_2").write_text("a file where a folder should be")
     heard: list[int] = []
     checkpointer.save_async(on_durable=lambda step, folder: heard.append(step))
@@ -367,6 +378,6 @@ def test_leftovers_are_not_taken_for_checkpoints(model: str, saved: Path) -> Non
     shutil.copytree(saved / "checkpoints/step_6/trainer", saved / "checkpoints/step_8/trainer.partial")
     shutil.copytree(saved / "checkpoints/step_6/trainer", saved / "checkpoints/step_9/trainer.deleted")
     shutil.copytree(saved / "weights/step_6", saved / "weights/step_8.partial")
-    assert Checkpointer(kit.build(model), saved, tokenizer=None).restore(-1) == 6
+    assert Checkpointer(*kit.build(model), saved, tokenizer=None).restore(-1) == 6
     assert saved_steps(saved) == [3, 6]
     assert sorted(path.name for path in (saved / "weights").iterdir()) == ["step_3", "step_6"]

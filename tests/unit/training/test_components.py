@@ -12,10 +12,11 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.metrics import step_metrics
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner, StepResult
 from meshrl.wire import convert
 from meshrl.wire.types import Batch
+from trained import Trained
 
 VOCAB, DELTA, TAU = 16, 2.0, 0.5
 
@@ -35,14 +36,12 @@ def trained(samples: list[TrainSample], *, seq_len: int = 24) -> StepResult:
     reader = convert.BatchReader(seq_len=seq_len)
     for message in convert.batch_to_messages(batch):
         reader.feed(message)
-    learner = Learner(
-        PackedPolicy(model()),
-        objective=Objective(loss=lambda inputs: aipo_loss(inputs, delta=DELTA), ref_kl_tau=TAU, ref_kl_delta=3.0),
-        optim=OptimConfig(lr=1e-2),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
+    trained = Trained.by(
+        Learner(PackedPolicy(model())),
+        Objective(loss=lambda inputs: aipo_loss(inputs, delta=DELTA), ref_kl_tau=TAU, ref_kl_delta=3.0),
+        OptimConfig(lr=1e-2),
     )
-    return learner.step(reader.finish().micro_batches)
+    return trained.step(reader.finish().micro_batches)
 
 
 def sample(seed: int, *, rl: bool = True, **terms: bool) -> TrainSample:

@@ -6,14 +6,17 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cross_entropy_loss
-from meshrl.algorithms.objective import Objective
+from meshrl.algorithms.objective import Normaliser, Objective
+from meshrl.algorithms.objective import count as count_of
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.models.experts import active_parameters
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
 from meshrl.training.bench.throughput import peak_flops, step_flops
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner, StepError, UpdateError
+from meshrl.training.run_state import TokenRecord
+from trained import Trained
 
 VOCAB = 16
 
@@ -33,14 +36,22 @@ def build() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def learner(loss: Loss = cross_entropy_loss, **optim: float | str) -> Learner:
-    return Learner(
-        PackedPolicy(build()),
-        objective=Objective(loss=loss),
-        optim=OptimConfig(**{"lr": 1e-2, **optim}),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
+def learner(
+    loss: Loss = cross_entropy_loss, normaliser: Normaliser = Normaliser.TOKEN, **optim: float | str | None
+) -> Trained:
+    return Trained.by(
+        Learner(PackedPolicy(build())),
+        Objective(loss=loss, normaliser=normaliser),
+        OptimConfig(**{"lr": 1e-2, **optim}),
     )
+
+
+def moments(trained: Trained) -> str:
+    return repr([part.state_dict() for part in trained.run.optimizer.parts])
+
+
+def not_finite_loss(inputs: LossInputs) -> LossOutput:
+    return aipo_loss(replace(inputs, inference_logprobs=inputs.logprobs * float("nan")), delta=2.0)
 
 
 def packed(*, seq_len: int, dp_size: int = 1, count: int = 8) -> Packing:
@@ -80,7 +91,7 @@ def test_loss_falls_on_repeated_data() -> None:
     trained, packing = learner(), packed(seq_len=64)
     losses = [trained.step(packing.micro_batches).loss for _ in range(12)]
     assert losses[-1] < losses[0] - 0.3
-    assert trained.step_done == 12
+    assert trained.run.step_done == 12
 
 
 def test_record_holds_every_loss_token_with_its_environment() -> None:
@@ -100,29 +111,107 @@ def test_memory_that_runs_out_in_the_optimizers_step_is_not_called_a_step_that_c
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    trained.optimizer.parts[1].register_step_pre_hook(no_memory)  # the first part has stepped by then
+    trained.run.optimizer.parts[1].register_step_pre_hook(no_memory)  # the first part has stepped by then
     with pytest.raises(UpdateError, match=r"step 2: the optimizer failed in the midst .*Tried to allocate 2.00 GiB"):
         trained.step(packing.micro_batches)
     changed = {name for name, tensor in gather_state(trained.model).items() if not torch.equal(tensor, before[name])}
     assert 0 < len(changed) < len(before)
-    assert trained.step_done == 1
+    assert trained.run.step_done == 1
 
 
 def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> None:
     trained, packing = learner(), packed(seq_len=64)
     trained.step(packing.micro_batches)
-    before, moments = gather_state(trained.model), repr([part.state_dict() for part in trained.optimizer.parts])
-
-    def broken(inputs: LossInputs) -> LossOutput:
-        return aipo_loss(replace(inputs, inference_logprobs=inputs.logprobs * float("nan")), delta=2.0)
-
-    trained.objective = Objective(loss=broken)
+    before, optimizer = gather_state(trained.model), moments(trained)
+    trained.run.objective = Objective(loss=not_finite_loss)
     with pytest.raises(StepError, match=r"step 2.*not finite"):
         trained.step(packing.micro_batches)
-    assert trained.step_done == 1
-    assert repr([part.state_dict() for part in trained.optimizer.parts]) == moments
+    assert trained.run.step_done == 1
+    assert moments(trained) == optimizer
     assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trained.model).items())
     assert all(parameter.grad is None for parameter in trained.model.parameters())
+
+
+@pytest.mark.parametrize("normaliser", [Normaliser.TOKEN, Normaliser.SEQUENCE])
+def test_two_halves_of_a_batch_are_its_step_bit_for_bit_where_both_have_its_counts(normaliser: Normaliser) -> None:
+    """Gradient, weights, moments and tokens. The loss is summed in another order, so it is equal but for rounding."""
+    whole, halves = (learner(lambda inputs: aipo_loss(inputs, delta=2.0), normaliser) for _ in range(2))
+    rows = packed(seq_len=12, count=9).micro_batches
+    counts = count_of(rows)
+    for _ in range(2):
+        wanted = whole.step(rows)
+        for half in (rows[:3], rows[3:]):
+            halves.learner.forward_backward(halves.run, half, counts)
+        result = halves.learner.optim_step(halves.run)
+        assert (result.step, result.grad_norm, result.lr) == (wanted.step, wanted.grad_norm, wanted.lr)
+        for name in TokenRecord.__dataclass_fields__:
+            np.testing.assert_array_equal(getattr(result.tokens, name), getattr(wanted.tokens, name))
+        assert result.loss == pytest.approx(wanted.loss, rel=1e-6)
+        assert result.metrics == pytest.approx(dict(wanted.metrics), rel=1e-6)
+    assert moments(halves) == moments(whole)
+    after = gather_state(whole.model)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in gather_state(halves.model).items())
+
+
+def test_passes_without_common_counts_add_up_their_own_means() -> None:
+    """So two passes over equal halves have the gradient of the sum, twice that of the mean over both."""
+    rows = packed(seq_len=64, count=4).micro_batches
+    once, twice = learner(max_norm=None), learner(max_norm=None)
+    single = once.step(rows)
+    for _ in range(2):
+        twice.learner.forward_backward(twice.run, rows)
+    double = twice.learner.optim_step(twice.run)
+    assert double.grad_norm == pytest.approx(2 * single.grad_norm, rel=1e-6)
+    assert double.loss == pytest.approx(2 * single.loss, rel=1e-6)
+    assert len(double.tokens.logprobs) == 2 * len(single.tokens.logprobs)
+
+
+def test_a_run_without_a_gradient_refuses_an_optimizers_step() -> None:
+    trained, rows = learner(), packed(seq_len=64).micro_batches
+    before = gather_state(trained.model)
+    refusal = r"step {}: run 'main' has no gradient to step with; call forward_backward before each optim_step"
+    with pytest.raises(StepError, match=refusal.format(1)):
+        trained.learner.optim_step(trained.run)
+    assert trained.run.step_done == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trained.model).items())
+    trained.step(rows)
+    with pytest.raises(StepError, match=refusal.format(2)):  # the step has used it up
+        trained.learner.optim_step(trained.run)
+
+
+def test_a_pass_that_fails_drops_the_gradient_of_the_pass_before_it() -> None:
+    trained, plain, rows = learner(), learner(), packed(seq_len=64).micro_batches
+    trained.step(rows)
+    plain.step(rows)
+    before, optimizer = gather_state(trained.model), moments(trained)
+    trained.learner.forward_backward(trained.run, rows)
+    assert any(parameter.grad is not None for parameter in trained.model.parameters())
+    sound, trained.run.objective = trained.run.objective, Objective(loss=not_finite_loss)
+    with pytest.raises(StepError, match=r"step 2: loss nan is not finite"):
+        trained.learner.forward_backward(trained.run, rows)
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
+    with pytest.raises(StepError, match="no gradient to step with"):
+        trained.learner.optim_step(trained.run)
+    assert (trained.run.step_done, moments(trained)) == (1, optimizer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trained.model).items())
+
+    trained.run.objective = sound
+    assert trained.step(rows).loss == plain.step(rows).loss, "the next step is as if the failed one had not been"
+    after = gather_state(plain.model)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in gather_state(trained.model).items())
+
+
+def test_gradient_that_is_not_finite_changes_nothing() -> None:
+    trained, rows = learner(), packed(seq_len=64).micro_batches
+    before = gather_state(trained.model)
+    trained.learner.forward_backward(trained.run, rows)
+    gradient = trained.run.parameters[0].grad
+    assert gradient is not None
+    gradient[0] = float("inf")
+    with pytest.raises(StepError, match=r"step 1: gradient norm inf is not finite"):
+        trained.learner.optim_step(trained.run)
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trained.model).items())
 
 
 def test_gradient_norm_is_measured_before_clipping() -> None:
@@ -158,9 +247,9 @@ def test_evaluation_changes_nothing_and_matches_the_step() -> None:
 def test_warming_up_leaves_everything_as_it_was() -> None:
     plain, warmed, packing = learner(), learner(), packed(seq_len=64)
     state = torch.random.get_rng_state()
-    warmed.warm_up(packed(seq_len=20, count=3).micro_batches)
+    warmed.learner.warm_up(packed(seq_len=20, count=3).micro_batches)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert warmed.step_done == 0
+    assert warmed.run.step_done == 0
     for _ in range(2):
         assert warmed.step(packing.micro_batches).loss == plain.step(packing.micro_batches).loss
     for name, tensor in gather_state(plain.model).items():
@@ -168,7 +257,7 @@ def test_warming_up_leaves_everything_as_it_was() -> None:
 
 
 def test_weight_decay_spares_vectors() -> None:
-    groups = learner(weight_decay=0.1).optimizer.param_groups
+    groups = learner(weight_decay=0.1).run.optimizer.param_groups
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
 
 
@@ -181,14 +270,13 @@ def test_flops_count_parameters_and_attention_within_samples() -> None:
     assert peak_flops(torch.device("cpu"), seconds=0.01) > 1e8
 
 
-def mixture_learner() -> Learner:
+def mixture_learner() -> Trained:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     config = Qwen3MoeConfig(vocab_size=VOCAB, num_experts=8, num_experts_per_tok=2, **sizes, **heads)
     policy = PackedPolicy(Qwen3MoeForCausalLM(config))
-    parts = {"objective": Objective(loss=cross_entropy_loss), "optim": OptimConfig(lr=1e-2)}
-    return Learner(policy, scheduler=SchedulerConfig(), max_steps=None, **parts)
+    return Trained.by(Learner(policy), Objective(loss=cross_entropy_loss), OptimConfig(lr=1e-2))
 
 
 def test_a_mixture_of_experts_says_how_its_routers_spread_the_tokens() -> None:
@@ -210,6 +298,16 @@ def test_a_mixture_of_experts_says_how_its_routers_spread_the_tokens() -> None:
         {"max_vio/mean": np.mean(vios), "routing_confidence/mean": np.mean(confidences)}, rel=1e-5
     )
     assert 0.0 < with_own["max_vio/mean"] <= 8 / 2 - 1
+
+
+def test_the_routing_of_a_step_counts_all_its_passes() -> None:
+    whole, halves = mixture_learner(), mixture_learner()
+    rows = packed(seq_len=12).micro_batches
+    wanted = whole.step(rows).routing
+    for half in (rows[:2], rows[2:]):
+        halves.learner.forward_backward(halves.run, half, count_of(rows))
+        halves.evaluate(rows)  # which is none of the step's passes
+    assert halves.learner.optim_step(halves.run).routing == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_model_without_experts_says_nothing_of_routing() -> None:

@@ -43,9 +43,9 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_full_disk_is_told_in_a_line_and_the_next_save_works(tmp_path: Path, weights_only: bool) -> None:
-    learner = kit.build(kit.save_model(tmp_path / "model"))
-    kit.train(learner, 1)
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    trained = kit.build(kit.save_model(tmp_path / "model"))
+    kit.train(trained, 1)
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
     with files_of_at_most(20_000), pytest.raises(CheckpointError, match=r"File too large.*a disk with room") as raised:
         checkpointer.save(weights_only=weights_only)
     assert "\n" not in str(raised.value)
@@ -74,14 +74,14 @@ def test_what_this_rank_cannot_do_is_told_to_the_others() -> None:
 
 
 def test_old_checkpoints_that_cannot_go_do_not_fail_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = kit.build(kit.save_model(tmp_path / "model"))
-    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    trained = kit.build(kit.save_model(tmp_path / "model"))
+    checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)
 
     def busy(folder: Path) -> None:
         raise OSError(f"{folder}: device busy")
 
     monkeypatch.setattr(checkpoint_files, "remove", busy)
     heard: list[int] = []
-    for learner.step_done in (1, 2):
+    for trained.run.step_done in (1, 2):
         checkpointer.save_as(CheckpointConfig(keep_last=1), lambda step, folder: heard.append(step))
     assert (heard, checkpointer.durable_step) == ([1, 2], 2)

@@ -166,11 +166,11 @@ def open_publication(
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
         address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
         decided = replace(decided, store_address=address)
-    commands.send(PublishSetupCommand(settings=decided))
+    commands.send(PublishSetupCommand(run_id=parts.run.run_id, settings=decided))
     snapshotter = open_snapshotter(decided, parts.learner.model, parts.compute_dtype, parallel)
     transport = _transport(decided, config, parts, client, snapshotter, store)
-    commands.send(SnapshotCommand())
-    initial = snapshotter.capture(parts.learner.step_done)
+    commands.send(SnapshotCommand(run_id=parts.run.run_id))
+    initial = snapshotter.capture(parts.run.step_done)
     broadcast = config.weight_broadcast
     limits = TransferLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
     folder, layout = versions_folder(config.output_dir), Layout(config.output_dir)

@@ -1,8 +1,9 @@
 """Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in order.
 
 Rank 0's training loop sends a command and carries it out itself; every other rank (`worker`) receives it over the
-group's broadcast and carries it out too. A command is one byte for its kind. A TrainCommand is followed by the batch as
-protobuf messages, each preceded by its length (uint64, little-endian); a PublishSetupCommand by its settings as JSON.
+group's broadcast and carries it out too. A command is one byte for its kind; one for a run goes on with the run's id,
+preceded by its length (uint64, little-endian), and with its payload. That of a TrainCommand is the batch as protobuf
+messages, each preceded by its length too; that of a PublishSetupCommand its settings as JSON.
 """
 
 from __future__ import annotations
@@ -31,27 +32,32 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainCommand:
-    """Make a step from this batch."""
+    """Make a step of the run from this batch."""
 
+    run_id: str
     batch: Batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishSetupCommand:
-    """Prepare to publish versions with these settings; the first command of a run."""
+    """Prepare to publish the run's versions with these settings; the first command of a run."""
 
+    run_id: str
     settings: PublicationSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotCommand:
-    """Copy the current weights aside, to be published as a version."""
+    """Copy the run's current weights aside, to be published as a version."""
+
+    run_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCommand:
-    """Write a checkpoint of the last step."""
+    """Write a checkpoint of the run's last step."""
 
+    run_id: str
     weights_only: bool
     in_background: bool = False
 
@@ -69,42 +75,49 @@ class StopCommand:
 WorkCommand = PublishSetupCommand | TrainCommand | SnapshotCommand | SaveCommand
 Command = WorkCommand | HeartbeatCommand | StopCommand
 
-_ONE_BYTE: dict[bytes, Command] = {
-    b"G": SnapshotCommand(),
-    b"W": SaveCommand(weights_only=True),
-    b"C": SaveCommand(weights_only=False),
-    b"w": SaveCommand(weights_only=True, in_background=True),
-    b"c": SaveCommand(weights_only=False, in_background=True),
-    b"B": HeartbeatCommand(),
-    b"S": StopCommand(),
-}
-_TRAIN, _PUBLISH_SETUP = b"T", b"O"
+_TRAIN, _PUBLISH_SETUP, _SNAPSHOT, _SAVE, _HEARTBEAT, _STOP = b"T", b"O", b"G", b"C", b"B", b"S"
 
 
 def encode(command: Command) -> bytes:
     """The bytes of a command."""
-    if isinstance(command, TrainCommand):
-        return _TRAIN + b"".join(_frames(command.batch))
-    if isinstance(command, PublishSetupCommand):
-        return _PUBLISH_SETUP + command.settings.to_json()
-    return next(kind for kind, plain in _ONE_BYTE.items() if plain == command)
+    match command:
+        case HeartbeatCommand():
+            return _HEARTBEAT
+        case StopCommand():
+            return _STOP
+        case TrainCommand():
+            kind, payload = _TRAIN, b"".join(_frames(command.batch))
+        case PublishSetupCommand():
+            kind, payload = _PUBLISH_SETUP, command.settings.to_json()
+        case SnapshotCommand():
+            kind, payload = _SNAPSHOT, b""
+        case SaveCommand():
+            kind, payload = _SAVE, bytes([command.weights_only, command.in_background])
+    return kind + _framed(command.run_id.encode()) + payload
 
 
 def decode(data: bytes) -> Command:
     """The command of some bytes. A batch's arrays are views into them; its digest is not computed a second time."""
     kind = data[:1]
+    if kind == _HEARTBEAT:
+        return HeartbeatCommand()
+    if kind == _STOP:
+        return StopCommand()
+    first, payload = _unframed(memoryview(data)[1:])
+    run_id = first.decode()
+    if kind == _SNAPSHOT:
+        return SnapshotCommand(run_id=run_id)
+    if kind == _SAVE:
+        return SaveCommand(run_id=run_id, weights_only=bool(payload[0]), in_background=bool(payload[1]))
     if kind == _PUBLISH_SETUP:
-        return PublishSetupCommand(settings=PublicationSettings.from_json(data[1:]))
-    if kind != _TRAIN:
-        return _ONE_BYTE[kind]
+        return PublishSetupCommand(run_id=run_id, settings=PublicationSettings.from_json(bytes(payload)))
     messages: list[bytes] = []
-    rest = memoryview(data)[1:]
-    while rest:
-        (length,) = _LENGTH.unpack_from(rest)
-        messages.append(bytes(rest[_LENGTH.size : _LENGTH.size + length]))
-        rest = rest[_LENGTH.size + length :]
+    while payload:
+        message, payload = _unframed(payload)
+        messages.append(message)
     header = from_proto(BatchHeader, pb.BatchHeader.FromString(messages[0]))
     return TrainCommand(
+        run_id=run_id,
         batch=Batch(
             run_id=header.run_id,
             step=header.step,
@@ -112,7 +125,7 @@ def decode(data: bytes) -> Command:
             loss_tokens=header.loss_tokens,
             environments=header.environments,
             traceparent=header.traceparent,
-        )
+        ),
     )
 
 
@@ -129,9 +142,18 @@ def _frames(batch: Batch) -> Iterator[bytes]:
     )
     messages: list[Message] = [to_proto(header), *map(micro_batch_to_proto, batch.micro_batches)]
     for message in messages:
-        data = message.SerializeToString()
-        yield _LENGTH.pack(len(data))
-        yield data
+        yield _framed(message.SerializeToString())
+
+
+def _framed(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
+
+
+def _unframed(data: memoryview) -> tuple[bytes, memoryview]:
+    """The first frame of some bytes, and the rest of them."""
+    (length,) = _LENGTH.unpack_from(data)
+    end = _LENGTH.size + length
+    return bytes(data[_LENGTH.size : end]), data[end:]
 
 
 class Broadcaster(Protocol):

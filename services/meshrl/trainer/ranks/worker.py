@@ -17,6 +17,8 @@ from meshrl.trainer.ranks.commands import (
 )
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.learner import Learner, StepError
+from meshrl.training.run_state import RunState
+from meshrl.wire.errors import MeshError, Reason
 
 
 class RankWorker:
@@ -25,13 +27,14 @@ class RankWorker:
     def __init__(
         self,
         learner: Learner,
+        run: RunState,
         checkpointer: Checkpointer,
         *,
         publish_dtype: torch.dtype,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """`release` gives memory that no tensor needs back to the device; called after each snapshot."""
-        self._learner = learner
+        self._learner, self._run = learner, run
         self._checkpointer = checkpointer
         self._publish_dtype = publish_dtype
         self._release = release
@@ -43,14 +46,17 @@ class RankWorker:
         self._checkpointer.wait_for_save()
 
     def _carry_out(self, command: WorkCommand) -> None:
+        if command.run_id != self._run.run_id:
+            text = f"rank 0 sent a command for run {command.run_id!r}, and this rank holds {self._run.run_id!r}"
+            raise MeshError(Reason.UNKNOWN_RUN, f"{text}; start all ranks with one run_id")
         if isinstance(command, TrainCommand):
             try:
-                self._learner.step(command.batch.micro_batches)
+                self._learner.step(self._run, command.batch.micro_batches)
             except StepError as error:  # all ranks raised it, and rank 0 reports it
                 logger.error("{}", error)
         elif isinstance(command, SnapshotCommand):
             assert self._snapshotter is not None, "rank 0 sets publishing up before it asks for a snapshot"
-            self._snapshotter.capture(self._learner.step_done)
+            self._snapshotter.capture(self._run.step_done)
             self._release()
         elif isinstance(command, PublishSetupCommand):
             self._snapshotter = open_snapshotter(
@@ -63,4 +69,4 @@ class RankWorker:
                 else:
                     self._checkpointer.save(weights_only=command.weights_only)
             except CheckpointError as error:  # all ranks raised it, and rank 0 reports it
-                logger.error("no checkpoint of step {}: {}", self._learner.step_done, error)
+                logger.error("no checkpoint of step {}: {}", self._run.step_done, error)

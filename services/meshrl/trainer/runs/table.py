@@ -14,6 +14,7 @@ from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.learner import Learner
+from meshrl.training.run_state import RunState
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError, Reason
@@ -39,10 +40,11 @@ class RunVersions:
 
 @dataclass(kw_only=True, eq=False)
 class TrainerRun:
-    """All that belongs to one run: its steps, its learner, its checkpoints, and its versions."""
+    """All that belongs to one run: its steps, its state, its checkpoints, and its versions."""
 
     queue: TrainingQueue  # with the run's step book
-    learner: Learner
+    state: RunState
+    learner: Learner  # which trains it
     checkpointer: Checkpointer
     versions: RunVersions | None = None  # None until publishing is set up, before the first step
 

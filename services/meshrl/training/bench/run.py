@@ -34,6 +34,7 @@ from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.run_state import RunState
 from meshrl.wire.text_table import plain_table
 from meshrl.wire.types import MicroBatch
 
@@ -155,16 +156,20 @@ def bench_rank(
     )
     learner = build_learner(
         model,
-        objective=objective,
-        optim=config.optim,
-        scheduler=SchedulerConfig(),
-        max_steps=None,
         parallel=parallel,
         seed=config.seed,
         max_logits_bytes=logits_bytes,
         random_weights=bench.random_weights,
     )
-    report = run_bench(learner, bench, name=model.name, seq_len=seq_len)
+    run = RunState.of(
+        learner.model,
+        objective=objective,
+        optim=config.optim,
+        scheduler=SchedulerConfig(),
+        max_steps=None,
+        optim_cpu_offload=model.optim_cpu_offload,
+    )
+    report = run_bench(learner, run, bench, name=model.name, seq_len=seq_len)
     if parallel.plan.leads:
         path = bench.json_path or config.output_dir / "bench" / "trainer.json"
         settings = {"bench": bench, "model": model, "optim": config.optim}
@@ -174,8 +179,8 @@ def bench_rank(
     return report
 
 
-def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int) -> BenchReport:
-    """Takes warm-up and measured steps on fake data; every rank calls it. The learner's weights change."""
+def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str, seq_len: int) -> BenchReport:
+    """Takes warm-up and measured steps on fake data; every rank calls it. The weights change."""
     vocab_size = int(learner.model.config.get_text_config().vocab_size)
     parallel = learner.parallel
     batches = [
@@ -188,7 +193,7 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
             torch.cuda.reset_peak_memory_stats(learner.device)
         parallel.barrier()
         started = time.perf_counter()
-        results.append(learner.step(batch))
+        results.append(learner.step(run, batch))
         _wait(learner.device)
         seconds.append(time.perf_counter() - started)
     measured, times = results[config.warmup_steps :], seconds[config.warmup_steps :]
@@ -218,15 +223,15 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
         parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
         trainable_parameters=sum(p.numel() for p in learner.model.parameters() if p.requires_grad),
         loss=measured[-1].loss,
-        kernel_s=_kernel_seconds(learner, batches[-1]) if config.profile and learner.device.type == "cuda" else {},
+        kernel_s=_kernel_seconds(learner, run, batches[-1]) if config.profile and learner.device.type == "cuda" else {},
     )
 
 
-def _kernel_seconds(learner: Learner, batch: Sequence[MicroBatch]) -> dict[str, float]:
+def _kernel_seconds(learner: Learner, run: RunState, batch: Sequence[MicroBatch]) -> dict[str, float]:
     """Device time of one more step by class of kernel, the largest first, and what the device was idle."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         started = time.perf_counter()
-        learner.step(batch)
+        learner.step(run, batch)
         _wait(learner.device)
         wall_s = time.perf_counter() - started
     classes: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints of a learner: shards to resume from and a Hugging Face snapshot to serve; both trainers use it.
+"""Checkpoints of a run: shards to resume from and a Hugging Face snapshot to serve; both trainers use it.
 
     <output_dir>/checkpoints/step_N/trainer/   model, optimizer, progress and random state of every rank
     <output_dir>/weights/step_N/               Hugging Face folder (with lora_adapters/ beside the merged weights)
@@ -38,6 +38,7 @@ from meshrl.training.checkpoints.saving_group import SavingGroup, reason
 from meshrl.training.checkpoints.weights_folder import WeightsWriter
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
+from meshrl.training.run_state import RunState
 from meshrl.wire.saved_steps import pinned_steps, step_folder, steps_in
 
 __all__ = ["CheckpointError", "Checkpointer", "TrainingProgress"]
@@ -70,11 +71,12 @@ class _Job:
 
 
 class Checkpointer:
-    """Writes, prunes and restores the checkpoints of one learner. Called between steps, from the training thread."""
+    """Writes, prunes and restores the checkpoints of one run. Called between steps, from the training thread."""
 
     def __init__(
         self,
         learner: Learner,
+        run: RunState,
         output_dir: Path,
         *,
         tokenizer: PreTrainedTokenizerBase | None,
@@ -95,6 +97,7 @@ class Checkpointer:
         self.progress = TrainingProgress()
         self.durable_step = 0  # the last step whose checkpoint is on disk
         self._learner = learner
+        self._run = run
         self._checkpoints = output_dir / "checkpoints"
         self._weights = output_dir / "weights"
         self._part = part
@@ -134,7 +137,7 @@ class Checkpointer:
         write, and what an earlier save in the background ran into.
         """
         self.wait_for_save()
-        with self._learner.optimizer.state_open():
+        with self._run.optimizer.state_open():
             job = self._job(weights_only=weights_only)
             self._write(job)
         return self._weights_folder(job.step) if weights_only else self._folder(job.step)
@@ -148,7 +151,7 @@ class Checkpointer:
         `wait_for_save` or a save.
         """
         self.wait_for_save()
-        with self._learner.optimizer.state_open():
+        with self._run.optimizer.state_open():
             job = self._job(weights_only=weights_only)
             if job.tensors is not None:
                 stager = BlockingAsyncStager(cache_staged_state_dict=False)
@@ -181,7 +184,7 @@ class Checkpointer:
             self.save_async(weights_only=config.weights_only, on_durable=written)
         else:
             folder = self.save(weights_only=config.weights_only)
-            written(self._learner.step_done, folder)
+            written(self._run.step_done, folder)
 
     def check(self) -> None:
         """Raises what a save in the background has run into; does not wait."""
@@ -220,7 +223,7 @@ class Checkpointer:
             for step in doomed:
                 files.remove(self._folder(step))  # first: without it nobody resumes from the step
                 files.remove(step_folder(self._checkpoints, step))
-            snapshots = [step for step in steps_in(self._weights) if step <= self._learner.step_done]
+            snapshots = [step for step in steps_in(self._weights) if step <= self._run.step_done]
             for step in surplus(snapshots) - (set(saved) - doomed):
                 files.remove(self._weights_folder(step))
         except OSError as error:  # what is new is on disk
@@ -239,25 +242,26 @@ class Checkpointer:
         folder, group = self._folder(step), self._group
         names = group.plan.share(sorted(manifest.files))
         self._group.together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
-        optimizer = train_state.optimizer_kind(self._learner)
+        optimizer = train_state.optimizer_kind(self._run)
         if manifest.optimizer != optimizer:
             raise CheckpointError(
                 f"{folder} was trained with the optimizer {manifest.optimizer}, this run has {optimizer}; set "
                 "optim.type as it was"
             )
         reader, control = FileSystemReader(folder), self._group.control
-        with self._learner.optimizer.state_open():
-            tensors = train_state.tensors_to_fill(self._learner, reader.read_metadata(), folder)
+        with self._run.optimizer.state_open():
+            tensors = train_state.tensors_to_fill(self._learner.model, self._run, reader.read_metadata(), folder)
             try:
                 state_dict_loader.load(tensors, storage_reader=reader, process_group=control, no_dist=not control)
             except CheckpointException as error:  # a BaseException, as torch has it
                 raise files.damaged(folder, reason(error)) from error
-            train_state.take_over(self._learner, tensors)
+            train_state.take_over(self._learner.model, self._run, tensors)
         train_state.seed_rank(self._seed, step, group.plan.rank)
         if manifest.ranks == group.plan.world_size:
             saved = train_state.read_random_state(folder / train_state.random_file(group.plan.rank))
             train_state.restore_random_state(saved, self._learner.device)
-        self._learner.step_done = self.durable_step = step
+        self._run.drop_gradient()  # of the weights before
+        self._run.step_done = self.durable_step = step
         self.progress = TrainingProgress(tokens=manifest.tokens, samples=manifest.samples, data=manifest.data)
         self._own |= {folder, self._weights_folder(step)}
         self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
@@ -287,8 +291,8 @@ class Checkpointer:
     # --- writing, on the training thread or beside it -----------------------------------------------
 
     def _job(self, *, weights_only: bool) -> _Job:
-        step = self._learner.step_done
-        train_state.reshard(self._learner)
+        step = self._run.step_done
+        train_state.reshard(self._learner.policy)
         if not self._on_branch:
             self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         wanted = [self._weights_folder(step)] + ([] if weights_only else [self._folder(step)])
@@ -299,7 +303,7 @@ class Checkpointer:
             step=step,
             weights=gather_state(model, self._snapshot_dtype, keep=first) if needed[0] else None,
             adapters=adapter_state(model, keep=first) if needed[0] and self._adapters else {},
-            tensors=train_state.learner_tensors(self._learner) if needed[1:] == b"\1" else None,
+            tensors=train_state.run_tensors(model, self._run) if needed[1:] == b"\1" else None,
             random_state=train_state.random_state(self._learner.device),
             tokens=self.progress.tokens,
             samples=self.progress.samples,
@@ -349,7 +353,7 @@ class Checkpointer:
             step=job.step,
             ranks=plan.world_size,
             model=type(self._learner.model).__name__,
-            optimizer=train_state.optimizer_kind(self._learner),
+            optimizer=train_state.optimizer_kind(self._run),
             tokens=job.tokens,
             samples=job.samples,
             data=job.data,

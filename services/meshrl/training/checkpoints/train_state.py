@@ -1,4 +1,4 @@
-"""The state from which a learner resumes exactly: its tensors by name, and each rank's random state.
+"""The state from which a run resumes exactly: its tensors by name, and each rank's random state.
 
 Read and restored by the checkpointer. Names are the model's own, whatever the sharding, so that another number of ranks
 can read the state; the settings of the optimizer come from the configuration and are not part of it.
@@ -14,29 +14,28 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule
 
 from meshrl.training.checkpoints.files import CheckpointError
-from meshrl.training.learner import Learner
+from meshrl.training.run_state import RunState
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
-def learner_tensors(learner: Learner) -> dict[str, torch.Tensor]:
-    """Parameters, persistent buffers and optimizer state, sharing memory with the learner; every rank's own shards.
+def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
+    """Parameters, persistent buffers and optimizer state, sharing memory with model and run; every rank's own shards.
 
-    Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `learner.optimizer.state_open()`.
+    Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `run.optimizer.state_open()`.
     """
-    parameters = dict(learner.model.named_parameters())
-    every_name = {name for name, _ in learner.model.named_parameters(remove_duplicate=False)}  # tied ones too
+    parameters = dict(model.named_parameters())
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # tied ones too
     tensors = {f"{_MODEL}/{name}": parameter.detach() for name, parameter in parameters.items()}
     tensors |= {
-        f"{_MODEL}/{name}": buffer.detach()
-        for name, buffer in learner.model.state_dict().items()
-        if name not in every_name
+        f"{_MODEL}/{name}": buffer.detach() for name, buffer in model.state_dict().items() if name not in every_name
     }
-    owners = _owners(learner)
+    owners = _owners(run)
     for name, parameter in parameters.items():
         if parameter in owners:
             for key, value in owners[parameter].state.get(parameter, {}).items():
@@ -45,42 +44,39 @@ def learner_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def optimizer_kind(learner: Learner) -> str:
+def optimizer_kind(run: RunState) -> str:
     """The classes of torch optimizers that train the model."""
-    return "+".join(sorted({type(part).__name__ for part in learner.optimizer.parts}))
+    return "+".join(sorted({type(part).__name__ for part in run.optimizer.parts}))
 
 
-def _owners(learner: Learner) -> dict[torch.Tensor, torch.optim.Optimizer]:
+def _owners(run: RunState) -> dict[torch.Tensor, torch.optim.Optimizer]:
     """The optimizer of each trainable parameter."""
     return {
-        parameter: part
-        for part in learner.optimizer.parts
-        for group in part.param_groups
-        for parameter in group["params"]
+        parameter: part for part in run.optimizer.parts for group in part.param_groups for parameter in group["params"]
     }
 
 
-def reshard(learner: Learner) -> None:
+def reshard(policy: nn.Module) -> None:
     """Frees what a pass without a backward pass has left gathered, so that parameters are the master weights."""
-    for module in learner.policy.modules():
+    for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def tensors_to_fill(learner: Learner, saved: Metadata, folder: Path) -> dict[str, torch.Tensor]:
-    """Where the tensors of a saved state go: into the learner's own, and new ones for an optimizer that has none yet.
+def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Path) -> dict[str, torch.Tensor]:
+    """Where the tensors of a saved state go: into the run's own, and new ones for an optimizer that has none yet.
 
     Raises CheckpointError when the state is one of another model, or of other trainable parameters.
     """
     found = dict(saved.state_dict_metadata)
-    present = learner_tensors(learner)
+    present = run_tensors(model, run)
     fill = {name: tensor for name, tensor in present.items() if name.startswith(f"{_MODEL}/")}
     held = {name: entry for name, entry in found.items() if name.startswith(f"{_MODEL}/")}
     _check_same_model(fill, held, folder)
-    owners, parameters = _owners(learner), dict(learner.model.named_parameters())
+    owners, parameters = _owners(run), dict(model.named_parameters())
     fused = {  # their optimizer keeps its scalars where the parameters are
         p
-        for part in learner.optimizer.parts
+        for part in run.optimizer.parts
         for group in part.param_groups
         if group.get("fused") or group.get("capturable")
         for p in group["params"]
@@ -96,7 +92,7 @@ def tensors_to_fill(learner: Learner, saved: Metadata, folder: Path) -> dict[str
         if full_name in present:
             fill[full_name] = present[full_name]
         elif entry.size == parameter.shape:
-            fill[full_name] = learner.optimizer.empty_state(parameter, dtype)
+            fill[full_name] = run.optimizer.empty_state(parameter, dtype)
         else:  # a count of steps, or the like
             device = parameter.device if parameter in fused else torch.device("cpu")
             fill[full_name] = torch.empty(entry.size, dtype=dtype, device=device)
@@ -121,10 +117,10 @@ def _check_same_model(own: Mapping[str, torch.Tensor], held: Mapping[str, object
             )
 
 
-def take_over(learner: Learner, tensors: Mapping[str, torch.Tensor]) -> None:
+def take_over(model: nn.Module, run: RunState, tensors: Mapping[str, torch.Tensor]) -> None:
     """Gives the optimizer the state in `tensors`; the model's tensors are filled already."""
-    owners, parameters = _owners(learner), dict(learner.model.named_parameters())
-    for part in learner.optimizer.parts:
+    owners, parameters = _owners(run), dict(model.named_parameters())
+    for part in run.optimizer.parts:
         part.state.clear()
     for full_name, value in tensors.items():
         if full_name.startswith(f"{_OPTIMIZER}/"):

@@ -1,0 +1,96 @@
+"""What one run trains and how far it is: its parameters, optimizer, schedule, objective and accumulated gradient.
+
+The learner has the model and the passes. A RunState belongs to one run, changes in the learner's calls only, and is
+what a checkpoint of the run restores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshrl.algorithms.objective import Objective
+from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.lr_schedule import learning_rate
+from meshrl.training.optim import Optimizer, build_optimizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenRecord:
+    """What a pass saw of each of its N rl tokens, for metrics; all (N,), on the CPU."""
+
+    losses: NDArray[np.float32]  # weighted, not yet divided
+    logprobs: NDArray[np.float32]
+    inference_logprobs: NDArray[np.float32]
+    entropies: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    masked: NDArray[np.bool_]
+    env_index: NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PassResult:
+    """A forward and backward pass. Rank 0 has the tokens of all ranks, another rank its own."""
+
+    tokens: TokenRecord
+    loss: float  # the objective, over the rows of all ranks
+    metrics: Mapping[str, float]  # the objective's terms and what its loss measured, over the rows of all ranks
+    router_counts: NDArray[np.float64]  # of this rank's rows, as RoutingWatch counts them
+    seconds: float
+
+
+@dataclass(kw_only=True, eq=False)
+class RunState:
+    """The trainable side of one run. The gradient lies in the parameters' `grad`, `passes` made it."""
+
+    run_id: str
+    parameters: list[nn.Parameter]
+    optimizer: Optimizer
+    objective: Objective
+    optim: OptimConfig
+    scheduler: SchedulerConfig
+    max_steps: int | None
+    step_done: int = 0
+    passes: list[PassResult] = field(default_factory=list)  # since the last step
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        *,
+        objective: Objective,
+        optim: OptimConfig,
+        scheduler: SchedulerConfig,
+        max_steps: int | None,
+        run_id: str = "main",
+        optim_cpu_offload: bool = False,
+    ) -> RunState:
+        """A run at step 0 over the model's own trainable parameters. Raises ValueError when there are none."""
+        return cls(
+            run_id=run_id,
+            parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+            optimizer=build_optimizer(model, optim, cpu_offload=optim_cpu_offload),
+            objective=objective,
+            optim=optim,
+            scheduler=scheduler,
+            max_steps=max_steps,
+        )
+
+    @property
+    def next_step(self) -> int:
+        """The step that is being made, or comes next."""
+        return self.step_done + 1
+
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return learning_rate(self.scheduler, peak=self.optim.lr, step=self.next_step, max_steps=self.max_steps)
+
+    def drop_gradient(self) -> None:
+        """Frees the gradient and forgets the passes that made it."""
+        self.passes.clear()
+        self.optimizer.zero_grad()
