@@ -64,10 +64,11 @@ class InferenceConfig(BaseConfig):
     """Name reported by /v1/models; None means model.name. Requests may name any model: one engine serves one."""
 
     server: ServerConfig = ServerConfig(port=8000)
-    """Where to listen. Admin routes answer who sends the API key; without a key, loopback peers that name this host."""
+    """Where to listen. Admin routes require the API key; without a key they serve loopback peers that name this
+    host."""
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
-    """Which engine runs the model; auto takes vLLM where it is installed and there is a GPU, else the embedded one."""
+    """Engine that runs the model; auto takes vLLM if it is installed and a GPU is present, else the embedded one."""
 
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Any other engine arguments of vLLM, under its own names with underscores; checked against the installed vLLM."""
@@ -106,8 +107,8 @@ class InferenceConfig(BaseConfig):
     """Most requests waiting for a slot; one more is answered with 429."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the KV cache in bytes. None means what gpu_memory_utilization leaves for it; for the embedded engine,
-    whose number of slots it bounds, half of the memory that is free."""
+    """Size of the KV cache in bytes. None means the rest of gpu_memory_utilization. For the embedded engine, whose
+    number of slots it bounds, None means half of the free memory."""
 
     tensor_parallel_size: int | None = Field(default=None, ge=1)
     """vLLM: GPUs that one copy of the model is split over."""
@@ -167,9 +168,9 @@ class InferenceConfig(BaseConfig):
     """Pool this engine belongs to, for rollouts that ask for one."""
 
     api_key: SecretStr | None = None
-    """Bearer token that every request but those for health, version and metrics must carry. It is never written to a
-    file or a log, and `rl` hands it on; on a command line other users of the machine see it, so better use one of the
-    next two. None means what they hold, and if they hold none, no key is asked for."""
+    """Bearer token that every request must carry, except those for health, version and metrics. It is never written to
+    a file or a log, and `rl` passes it on. Other users of the machine see it on a command line, so prefer one of the
+    next two keys. None takes theirs; if these are empty too, no key is required."""
 
     api_key_file: Path | None = None
     """File that holds the key instead."""

@@ -74,7 +74,7 @@ class RolloutConfig(BaseConfig):
     """host:port of the weight hub, whose engines are used as they come and go; None takes only client.base_url."""
 
     model: ModelConfig = ModelConfig()
-    """The policy: its name is what engines are asked for, and where the tokenizer is found."""
+    """The policy: its name at the engines, which also locates the tokenizer."""
 
     tokenizer: str | None = None
     """Tokenizer to render prompts with; None takes model.name."""
@@ -95,7 +95,7 @@ class RolloutConfig(BaseConfig):
     sets it in the rollout program that a teacher plays in."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Longest sequence in tokens; a model call gets at most what its prompt leaves of it."""
+    """Longest sequence in tokens; a model call may use the part that its prompt leaves free."""
 
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most rollouts running at once. auto follows the engines' reported capacity as they come and go: their slots, or
@@ -116,7 +116,7 @@ class RolloutConfig(BaseConfig):
     lost: the others then go on at once. false saves its memory."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
-    """Most MiB of memory that one worker may take beyond what it has once its tasks are loaded; one that takes more is
+    """Most MiB of memory that one worker may take beyond its use after loading the tasks; a worker above it is
     replaced. None is half of the machine's memory."""
 
     blocked_s: float = Field(default=3.0, gt=0.0)
@@ -137,7 +137,7 @@ class RolloutConfig(BaseConfig):
     """Where to serve RolloutService."""
 
     exchange: ExchangeLinkConfig | None = None
-    """Dial the orchestrator instead, for a host that nobody can reach; this program then listens nowhere."""
+    """Dial the orchestrator instead, for a host without a reachable address; this program then listens on no port."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""

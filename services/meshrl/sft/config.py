@@ -45,7 +45,7 @@ class ValConfig(BaseConfig):
     """Validate every so many steps, and after the last one."""
 
     data: DataConfig = DataConfig(name="val.jsonl")
-    """What to validate on; all of it each time."""
+    """Validation data; all of it each time."""
 
     @model_validator(mode="after")
     def _conversations(self) -> Self:
@@ -109,7 +109,7 @@ class SFTConfig(BaseConfig):
     """The model to start from. Master weights are float32; dtype is what it computes in."""
 
     data: DataConfig = DataConfig()
-    """What to train on."""
+    """Training data."""
 
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer and its chat template."""
@@ -123,7 +123,7 @@ class SFTConfig(BaseConfig):
     """Whose messages are learned. A message with weight, loss_mask, trainable or train (0 or 1) decides for itself."""
 
     show_rows: int = Field(default=1, ge=0, le=64)
-    """First rows of the data that are shown before training, with what is learned between [[ and ]]."""
+    """First rows of the data that are shown before training, with the learned text between [[ and ]]."""
 
     val: ValConfig | None = None
     """Validation; None means none."""
@@ -150,8 +150,8 @@ class SFTConfig(BaseConfig):
     """Checkpoints to resume from; without it only the weights after the last step are written."""
 
     max_logits_mib: int | None = Field(default=None, ge=1)
-    """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what
-    suits the device."""
+    """Largest block of logits kept at once, in MiB. Larger logits are computed in pieces, and again in backward. None
+    chooses by the device."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""

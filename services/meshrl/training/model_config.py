@@ -66,7 +66,7 @@ class TrainerModelConfig(ModelConfig):
     """Activation checkpointing; auto: as much as it takes for a row of seq_len tokens to fit, false: none."""
 
     ac_offloading: ActivationOffloadConfig | None = None
-    """What checkpointed blocks keep waits on the host; needs ac, off unless given."""
+    """Keep the activations of checkpointed blocks on the host; needs ac, off by default."""
 
     compile: CompileConfig | Literal["auto"] | None = "auto"
     """torch.compile of each block; auto: of large models on a GPU, false: none."""

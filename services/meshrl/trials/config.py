@@ -24,7 +24,7 @@ DEFAULT_SEQ_LEN = 2048
 
 
 class TrialEnvConfig(EnvConfig):
-    """One environment to play. What it leaves at None is taken from the keys of the same name above it."""
+    """One environment to play. A key that is None is taken from the key of the same name above it."""
 
     num_examples: int | None = Field(default=None, ge=-1)
     """Number of tasks of this environment, from the first on. -1 takes all, None takes num_examples."""
@@ -34,7 +34,7 @@ class TrialEnvConfig(EnvConfig):
 
 
 class TrialDeadlinesConfig(BaseConfig):
-    """How long to wait for whom, in seconds."""
+    """Longest waits, in seconds."""
 
     startup_s: float = Field(default=60.0, gt=0.0)
     """For servers of client.base_url to answer, from the first look on."""
@@ -75,12 +75,12 @@ class TrialsConfig(BaseConfig):
     """Sampling; an unset value takes the environment's default."""
 
     seed: int = 0
-    """Seed of sampling, in the same way as that of the evaluations of a run: the rollouts of a task sample with the
-    same seeds whatever the model, so that scores differ by the model alone."""
+    """Seed of sampling, as in the evaluations of a run: the rollouts of a task have the same seeds for every model, so
+    that scores differ by the model alone."""
 
     client: ClientConfig = ClientConfig()
-    """The servers to sample from. What client.api leaves open is asked of them: an engine of ours is sampled token by
-    token, any other server through /v1/chat/completions."""
+    """The servers to sample from. If client.api is not set, they are asked for their kind: a meshrl engine is sampled
+    token by token, any other server through /v1/chat/completions."""
 
     inference: InferenceConfig | None = None
     """The engine to start, and to end afterwards; None starts none, and the servers of client.base_url run already."""
@@ -110,7 +110,7 @@ class TrialsConfig(BaseConfig):
     """Module of the harness that plays an environment that brings none of its own."""
 
     deadlines: TrialDeadlinesConfig = TrialDeadlinesConfig()
-    """How long to wait for whom."""
+    """Longest waits for other programs."""
 
     output_dir: Path = Path("outputs")
     """Folder for results and logs. One that holds results of the same settings is gone on with."""

@@ -30,14 +30,14 @@ class WeightsConfig(BaseConfig):
 
     enrollment_port: int | None = Field(default=None, ge=0, le=65535)
     """Port at which hosts join the run (`meshrl join`); needs the run's authority in output_dir (`meshrl run init`).
-    None lets nobody join."""
+    None disables joining."""
 
     upstream: str | None = Field(default=None, min_length=3)
-    """Address of the run's hub, host:port: this is then a relay, which brings what the engines of its site fetch over
-    the WAN once. Engines name it in weight_broadcast.relays. None is the hub itself."""
+    """Address of the run's hub, host:port. With it this program is a relay, which brings the versions for its site's
+    engines over the WAN once. Engines name it in weight_broadcast.relays. None is the hub itself."""
 
     connections: int = Field(default=48, ge=1, le=128)
-    """Most connections over which a relay fetches; there are as many as bring something."""
+    """Most connections over which a relay fetches; it opens them while the rate grows."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)
     """Most megabits per second that a relay fetches on average; 0 is no limit."""
@@ -75,7 +75,7 @@ class WeightsConfig(BaseConfig):
     """File that holds the key instead of the variable."""
 
     verify_files: Literal["digests", "sizes"] = "digests"
-    """What sealing a version made of files checks: sizes, or every digest as well. Agents always check digests."""
+    """Checks at sealing a version made of files: sizes, or every digest as well. Agents always check digests."""
 
     log: LogConfig = LogConfig()
     """Logging."""

@@ -35,7 +35,7 @@ class ServerConfig(BaseConfig):
 
 
 class TlsConfig(BaseConfig):
-    """By what a program and its peers know each other; a path that is None is not used. See SECURITY.md."""
+    """Credentials of a program and its peers; a path that is None is not used. See SECURITY.md."""
 
     folder: Path | None = None
     """Folder with ca.pem, cert.pem, key.pem, token and trust.sqlite, as `meshrl join` fills it; those that are there
@@ -55,10 +55,10 @@ class TlsConfig(BaseConfig):
     """File with the token that is shown to servers, where they know callers by tokens."""
 
     trust: Path | None = None
-    """File with the hashes of the run's tokens and with who is revoked (trust.sqlite), for servers."""
+    """File with the hashes of the run's tokens and the revoked members (trust.sqlite), for servers."""
 
     names: Literal["roles", "hosts"] = "roles"
-    """What a server's certificate must name: its role (ROLE.meshrl), whatever the host is called, or its host."""
+    """Name that a server's certificate must have: its role (ROLE.meshrl), on any host, or its host."""
 
     def files(self) -> CredentialFiles:
         """The files that are named here."""
@@ -77,7 +77,7 @@ class ModelConfig(BaseConfig):
     """Numbers to compute in; auto is float32 on a CPU, else the checkpoint's own, or bfloat16 for a float32 one."""
 
     device: str = "auto"
-    """Torch device; auto takes a GPU where there is one."""
+    """Torch device; auto takes a GPU if the machine has one."""
 
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
@@ -243,10 +243,10 @@ class StageDeadlinesConfig(BaseConfig):
     """From the rollout's start to its first model call: runtime, set-up of task and harness, tool servers."""
 
     turn_s: float | None = Field(default=None, gt=0.0)
-    """One model call, or what the harness does between two of them, such as a tool call."""
+    """One model call, or the harness's work between two of them, such as a tool call."""
 
     scoring_s: float | None = Field(default=None, gt=0.0)
-    """What follows the last model call: finalize, rewards and metrics."""
+    """The stages after the last model call: finalize, rewards and metrics."""
 
     rollout_s: float | None = Field(default=None, gt=0.0)
     """The whole rollout."""
@@ -276,15 +276,15 @@ class EnvConfig(BaseConfig):
     """Sampling in this environment; a value left at None takes the program's."""
 
     workers: int | None = Field(default=None, ge=1)
-    """Worker processes of the rollout program that play this environment alone; None shares those that there are."""
+    """Worker processes of the rollout program that play this environment alone; None uses the shared ones."""
 
     isolated: bool = False
     """Play it in workers of its own: `workers`, by default one. An environment that ends or blocks a shared worker gets
     its own worker automatically."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
-    """Most MiB of memory that its worker, then one of its own, may take beyond what it has once its tasks are loaded; a
-    worker that takes more is replaced. None takes rollout.max_memory_mib."""
+    """Most MiB of memory that its worker, then one of its own, may take beyond its use after loading the tasks; a
+    worker above it is replaced. None takes rollout.max_memory_mib."""
 
     deadlines: StageDeadlinesConfig = StageDeadlinesConfig()
     """Seconds that a rollout may take, as a whole and in each stage."""
@@ -293,8 +293,8 @@ class EnvConfig(BaseConfig):
     """Folder of its logs, logs/envs/train or logs/envs/eval; rl sets it to where the environment is listed."""
 
     seq_len: int | None = Field(default=None, ge=2)
-    """Longest sequence of this environment in tokens: a model call gets at most what its prompt leaves of it, and
-    training cuts what is longer all the same. At most the program's own seq_len, which None takes."""
+    """Longest sequence of this environment in tokens. A model call may use the part of it that its prompt leaves free,
+    and training cuts longer sequences. At most the program's own seq_len, which None takes."""
 
     @property
     def resolved_name(self) -> str:
@@ -313,7 +313,7 @@ class WeightBroadcastConfig(BaseConfig):
     """Address of the weight hub."""
 
     chunk_bytes: int = Field(default=2 * 2**20, ge=4096, le=32 * 2**20)
-    """Size of one chunk in bytes; at most what the hub takes."""
+    """Size of one chunk in bytes; at most the hub's limit."""
 
     broadcast_dir: str | None = None
     """filesystem: folder for the files of versions. None means a folder in /dev/shm where hub and engines are on this
@@ -323,7 +323,7 @@ class WeightBroadcastConfig(BaseConfig):
     """nccl: tensors are broadcast in buckets of about this many MiB; an engine holds two of them."""
 
     transfer_deadline_s: float = Field(default=60.0, gt=0.0)
-    """nccl: how long a transfer may stand still before its group is given up and the version sent again."""
+    """nccl: seconds without progress after which a broadcast's group is abandoned and the version is sent again."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """nccl: address at which engines reach the trainer, and the only one at which it listens for them.
@@ -332,15 +332,15 @@ class WeightBroadcastConfig(BaseConfig):
     """
 
     deltas: Literal["auto", "off"] = "auto"
-    """stream: auto publishes what changed since the version before, where that has less than half of the full version's
-    bytes, as at the learning rates of post-training; off publishes every version in full."""
+    """stream: auto publishes the changes since the previous version if they have less than half of the full version's
+    bytes, as at the learning rates of post-training. off publishes every version in full."""
 
     anchor_every: int = Field(default=32, ge=1)
     """stream: after so many deltas a version goes in full, for engines that join: they fetch that and one delta."""
 
     relays: list[str] = Field(default_factory=list)
-    """stream: relays of this site (`weights --upstream`), host:port, from which an engine fetches before it asks the
-    hub; the fastest that is there is used."""
+    """stream: relays of this site (`weights --upstream`), host:port. An engine fetches from the fastest one that
+    answers, before it asks the hub."""
 
     connections: int = Field(default=48, ge=1, le=128)
     """stream: most connections over which an engine fetches a version, as many as bring something, and over which a
@@ -350,8 +350,8 @@ class WeightBroadcastConfig(BaseConfig):
     """stream: most megabits per second that an engine fetches, or a trainer sends, on average; 0 is no limit."""
 
     stall_s: float = Field(default=120.0, gt=0.0)
-    """stream: a fetch is given up when nothing came for so many seconds, an upload when the hub took nothing; they
-    survive breaks of the link up to then."""
+    """stream: seconds without a byte after which a fetch or an upload is abandoned; until then it survives breaks of
+    the link."""
 
     lora_adapter_only: bool = True
     """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""

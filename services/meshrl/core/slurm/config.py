@@ -56,14 +56,14 @@ class SlurmConfig(BaseConfig):
     """How many times a job puts itself back into the queue: because a node went away, or by requeue_at_limit."""
 
     requeue_at_limit: bool = False
-    """Put the job back into the queue before its time limit, once all is saved; its next start goes on from there."""
+    """Requeue the job before its time limit, once everything is saved; its next start continues from there."""
 
 
 class OneNodeConfig(BaseConfig):
     """The node of a job."""
 
     type: Literal["single_node"] = "single_node"
-    """One node is all that there is."""
+    """A job of one node; the only value."""
 
     gpus_per_node: int = Field(default=8, ge=0)
     """GPUs that the job asks for; 0 for a node without."""

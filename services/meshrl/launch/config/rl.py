@@ -99,7 +99,7 @@ class RLConfig(BaseConfig):
     """Logging, for every program and rl itself."""
 
     tls: Annotated[TlsConfig, HandedTo(every_component("tls"))] = TlsConfig()
-    """Certificates and tokens, for every program; on one host rl makes tokens itself where nothing is given."""
+    """Certificates and tokens, for every program; on one host rl makes tokens by default."""
 
     wandb: Annotated[WandbConfig | None, HandedTo(("orchestrator.wandb",), even_none=True)] = None
     """Weights & Biases: one run for all programs; None means off."""

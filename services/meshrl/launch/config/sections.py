@@ -16,7 +16,7 @@ from meshrl.weights.config import WeightsConfig
 
 
 class OrchestratorLogConfig(LogConfig):
-    """What the orchestrator logs, and the verifiers package beside the environments."""
+    """Logging of the orchestrator, and of the verifiers package beside the environments."""
 
     vf_level: LogLevel | None = None
     """Log level of the verifiers package; the same as rollout.vf_level."""
@@ -120,8 +120,8 @@ class RunDeploymentConfig(DeploymentConfig):
     """How a run is spread over the GPUs of this machine, or over the nodes of a job."""
 
     num_infer_gpus: int | None = Field(default=None, ge=1)
-    """GPUs for inference: the first of those visible; the trainer takes the next ones. None means what num_engines and
-    the sizes of an engine ask for. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
+    """GPUs for inference: the first visible ones; the trainer takes the next ones. None means the number for
+    num_engines and the sizes of an engine. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
 
     type: DeploymentType = "single_node"
     """multi_node starts the trainer on the first num_train_nodes nodes of a SLURM job and engines on the next

@@ -11,7 +11,7 @@ from meshrl.core.config.shared import Addresses
 
 
 class LengthPenaltyConfig(BaseConfig):
-    """What long rollouts lose of their reward before advantages are made.
+    """Reward that long rollouts lose before advantages are made.
 
     It does not count for filters.zero_signal: a group of equal rewards is dropped, although its lengths differ.
     """
@@ -21,7 +21,7 @@ class LengthPenaltyConfig(BaseConfig):
     (the soft overlong punishment of DAPO, arXiv 2503.14476); per_token: weight for each sampled token."""
 
     weight: float = Field(ge=0.0)
-    """overlong: the most that comes off, 1 in DAPO; per_token: what comes off for each token, 1e-4 for example."""
+    """overlong: the largest deduction, 1 in DAPO. per_token: the deduction per token, 1e-4 for example."""
 
     max_length: int | None = Field(default=None, ge=1)
     """overlong: sampled tokens at which the whole weight comes off; usually sampling.max_tokens."""
@@ -52,7 +52,7 @@ class AdvantageConfig(BaseConfig):
     minus the mean of the others. opo: reward minus the length-weighted mean. custom: your function."""
 
     length_penalty: LengthPenaltyConfig | None = None
-    """What long rollouts lose of their reward; None means nothing."""
+    """Reward that long rollouts lose; None means none."""
 
     import_path: str | None = None
     """custom: `package.module.function`, called with the rewards and sampled lengths of a group, arrays (G,)."""

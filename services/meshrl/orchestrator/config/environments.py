@@ -42,7 +42,7 @@ class TrainEnvsConfig(BaseConfig):
 
 
 class EvalEnvConfig(RunEnvConfig):
-    """One environment that is evaluated. What it leaves at None is taken from the section `eval`."""
+    """One environment for evaluations. A key that is None is taken from the section `eval`."""
 
     interval: int | None = Field(default=None, ge=1)
     """Evaluate this environment after every this many steps; None takes eval.interval."""

@@ -46,7 +46,7 @@ class FilterConfig(BaseConfig):
 
 
 class DeadlinesConfig(BaseConfig):
-    """How long the orchestrator waits for whom, in seconds."""
+    """Longest waits of the orchestrator, in seconds."""
 
     startup_s: float = Field(default=300.0, gt=0.0)
     """For rollout, trainer and weights to serve, and for version 0 to be active."""
@@ -73,7 +73,7 @@ class DeadlinesConfig(BaseConfig):
     """For one evaluation."""
 
     sleep_s: float = Field(default=60.0, gt=0.0)
-    """For engines to fall asleep, with sleep_engines; then the step goes on beside those that are still awake."""
+    """For engines to fall asleep, with sleep_engines; then the step continues beside those still awake."""
 
 
 class LogprobCheckConfig(BaseConfig):
@@ -111,7 +111,7 @@ class OrchestratorConfig(BaseConfig):
     """Schedules rollouts, makes batches, submits them, activates the versions that come out."""
 
     train: TrainEnvsConfig = TrainEnvsConfig()
-    """What to train on."""
+    """Training data."""
 
     eval: EvalConfig | None = None
     """Evaluations during the run; None means none."""
@@ -139,8 +139,8 @@ class OrchestratorConfig(BaseConfig):
     """A rollout is dropped when its oldest token is more than this many versions behind the policy that trains it."""
 
     max_inflight_rollouts: int | None = Field(default=None, ge=1)
-    """Most training rollouts in flight; None means what max_async_level leaves room for: batch_size times
-    (max_async_level + 1)."""
+    """Most training rollouts in flight; None means the room under max_async_level: batch_size times (max_async_level +
+    1)."""
 
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards of a group become advantages, in the algorithms grpo, hierarchical_grpo and echo."""
@@ -189,14 +189,15 @@ class OrchestratorConfig(BaseConfig):
     checkpoint_interval it always is. rl sets it with ckpt."""
 
     session: str = ""
-    """Names one launch: an orchestrator that restarts under the same name goes on with the run of its output_dir even
-    where the trainer has yet to train a step. Empty: the trainer's process decides."""
+    """Names one launch: an orchestrator that restarts under the same name continues the run of its output_dir, even
+    before the trainer's first step. Empty: the trainer's process decides."""
 
     services: ServicesConfig = ServicesConfig()
     """Addresses of the three services."""
 
     exchange: ExchangeConfig | None = None
-    """Where rollout workers that nobody can reach dial in; None means nowhere. services.rollout may then be empty."""
+    """Where rollout workers without a reachable address dial in; None disables it. services.rollout may then be
+    empty."""
 
     server: ServerConfig | None = None
     """Where to serve health; None means nowhere."""

@@ -10,7 +10,7 @@ from meshrl.core.config.shared import ServerConfig
 
 
 class ExchangeConfig(ServerConfig):
-    """Where rollout workers that nobody can reach dial in, and on which terms."""
+    """Where rollout workers without a reachable address dial in, and the terms."""
 
     port: int = Field(default=50054, ge=0, le=65535)
     """Port to bind; 0 takes a free one, which the log names."""
@@ -25,11 +25,11 @@ class ExchangeConfig(ServerConfig):
     """Rollouts that a worker may send before the orchestrator has booked them."""
 
     wait_s: float = Field(default=1800.0, gt=0.0)
-    """How long the run waits while nobody who hosts an environment is there; then it ends."""
+    """Seconds that the run waits for a host of an environment that has none; then it ends."""
 
     workers: list[str] = Field(default=[])
     """Names of workers that the run waits for before it begins, for up to deadlines.startup_s. Empty: it begins as soon
-    as somebody hosts each environment. Others may dial in at any time."""
+    as each environment has a host. Others may dial in at any time."""
 
     @model_validator(mode="after")
     def _lease_outlasts_silence(self) -> Self:

@@ -16,11 +16,11 @@ class ExchangeLinkConfig(BaseConfig):
     """host:port of the orchestrator's RolloutExchange (its orchestrator.exchange.port)."""
 
     name: str = Field(default="", max_length=256)
-    """What this worker is called: the same at every start, and no other worker's. Empty: the name of its host."""
+    """Name of this worker: the same at every start, and unique. Empty: the name of its host."""
 
     spool: Path | None = None
-    """File that keeps what the orchestrator has not acknowledged; None is `exchange/NAME.sqlite` in output_dir."""
+    """File of the results that the orchestrator has not acknowledged; None is `exchange/NAME.sqlite` in output_dir."""
 
     spool_max_mib: float = Field(default=256.0, gt=0.0)
-    """MiB of results that wait for the orchestrator from which on the worker takes no new groups. What it plays by then
-    is still kept."""
+    """MiB of unacknowledged results above which the worker takes no new groups. It still keeps the results of its
+    current ones."""

@@ -52,8 +52,8 @@ class DataConfig(BaseConfig):
     """Longest sample in tokens; a longer conversation is cut at its end."""
 
     pack_function: Literal["cat", "stack"] = "cat"
-    """What counts as a sample of batch_size. cat: a row of seq_len tokens with as many conversations as fit; stack: one
-    conversation. Neither pads, and no conversation sees another."""
+    """Unit of batch_size. cat: a row of seq_len tokens with as many conversations as fit. stack: one conversation.
+    Neither pads, and no conversation attends to another."""
 
     shuffle: bool = True
     """Draw a new order for each epoch; false keeps the order of the data."""
@@ -62,8 +62,8 @@ class DataConfig(BaseConfig):
     """Seed of the order, which is drawn anew each epoch, and of the mixture."""
 
     num_workers: int | Literal["auto"] = "auto"
-    """Processes that tokenize ahead of training. auto: none on a CPU, two where a GPU trains. The batches are the same
-    whatever their number."""
+    """Processes that tokenize ahead of training. auto: none on a CPU, two for a GPU. The batches do not depend on their
+    number."""
 
     length: Literal["fixed", "variable"] = "fixed"
     """fake: every sample has seq_len tokens, or lengths vary as those of real data do."""
