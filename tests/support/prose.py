@@ -115,21 +115,21 @@ def _keys(path: Path, section: ast.ClassDef) -> Iterator[Passage]:
             yield Passage(path, node.lineno, node.value.value)
 
 
-def docstrings(root: Path, *, private: bool = False) -> Iterator[Passage]:
+def docstrings(root: Path) -> Iterator[Passage]:
     """The docstrings of modules and of their public classes, functions and methods; sections of configuration apart."""
     for path in sources(root):
-        yield from _docstrings(path, ast.parse(path.read_text()), private=private)
+        yield from _docstrings(path, ast.parse(path.read_text()))
 
 
-def _docstrings(path: Path, scope: ast.Module | ast.ClassDef, *, private: bool) -> Iterator[Passage]:
+def _docstrings(path: Path, scope: ast.Module | ast.ClassDef) -> Iterator[Passage]:
     yield from _own_docstring(path, scope)
     for node in scope.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if node.name.startswith("_") and not private:
+            if node.name.startswith("_"):
                 continue
             if isinstance(node, ast.ClassDef):
                 if not is_section(node):
-                    yield from _docstrings(path, node, private=private)
+                    yield from _docstrings(path, node)
             else:
                 yield from _own_docstring(path, node)
 

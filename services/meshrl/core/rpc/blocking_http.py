@@ -11,7 +11,7 @@ from meshrl.core.credentials.https import client_context
 
 
 def ask_blocking(url: str, *, body: object = None, api_key: str | None = None, deadline_s: float) -> tuple[int, object]:
-    """The status of an answer and what `parsed` makes of it. A `body` is posted as JSON; without one it is a GET.
+    """The status of an answer and the result of `parsed` on it. A `body` is posted as JSON; without one it is a GET.
 
     Engines are verified as `client_context` does, and asked directly, whatever proxy the environment names. Raises
     OSError where no whole answer comes, and ConfigError for an authority that cannot be read.

@@ -39,7 +39,7 @@ def engine_session(
 async def ask(
     http: aiohttp.ClientSession, method: str, url: str, *, body: object = None, deadline_s: float | None = None
 ) -> tuple[int, object]:
-    """The status of an answer and what `parsed` makes of it. Raises NO_ANSWER.
+    """The status of an answer and the result of `parsed` on it. Raises NO_ANSWER.
 
     Without `deadline_s` the timeout of the session holds.
     """
