@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loguru import logger
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.models.load import ModelError
+from meshrl.models.renderers import RendererError, make_renderer
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -52,8 +53,7 @@ class ChatReplies:
         Raises: ModelError when the options name no renderer, or one that does not fit the tokenizer.
         """
         try:
-            from renderers import RendererConfig, create_renderer  # takes a second, and is not in every environment
-            from renderers.base import MODEL_RENDERER_MAP
+            from renderers.base import MODEL_RENDERER_MAP  # takes a second, and is not in every environment
         except ImportError as error:
             if options:
                 message = "inference.renderer needs the package renderers here; install meshrl[inference] anew"
@@ -62,16 +62,11 @@ class ChatReplies:
         if not options and tokenizer.name_or_path not in MODEL_RENDERER_MAP:
             return None
         try:
-            config = TypeAdapter(RendererConfig).validate_python(dict(options)) if options else None
-            renderer = create_renderer(tokenizer, config)
-        except (ValidationError, ValueError, OSError, AssertionError) as error:
-            what = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else error
-            message = (
-                f"inference.renderer {dict(options)} does not fit the tokenizer {tokenizer.name_or_path!r}: {what}"
-            )
+            renderer = make_renderer(tokenizer, options, key="inference.renderer")
+        except RendererError as error:
             if options:
-                raise ModelError(message) from error
-            logger.warning("{}; replies stay text", message)
+                raise ModelError(str(error)) from error
+            logger.warning("{}; replies stay text", error)
             return None
         logger.info("replies of chat requests are parsed by {}", type(renderer).__name__)
         return cls(renderer, tokenizer)

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from loguru import logger
-from pydantic import TypeAdapter, ValidationError
-from renderers import RendererConfig, create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ParsedResponse, RenderedTokens, Renderer, load_tokenizer
-from renderers.configs import DefaultRendererConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message
 
 from meshrl.core.chat_messages import normal_message
 from meshrl.core.config import ConfigError
+from meshrl.models.renderers import RendererError, make_renderer
 from meshrl.rollout.rendering.content import tell_content
 from meshrl.rollout.rendering.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
 from meshrl.rollout.rendering.shown_prompts import show_prompts
@@ -163,19 +162,17 @@ def load_renderer(tokenizer: str, options: Mapping[str, object], *, show_rows: i
 
 
 def _create(loaded: object, tokenizer: str, options: Mapping[str, object]) -> Renderer:
-    if options:
-        try:
-            return create_renderer(loaded, TypeAdapter(RendererConfig).validate_python(dict(options)))
-        except (ValidationError, ValueError, AssertionError) as error:
-            raise ConfigError(f"rollout.renderer {dict(options)} does not fit {tokenizer!r}: {error}") from error
     # Of a model of text alone there is nothing left to find out, for which the search would import torch.
     text_alone = tokenizer not in MODEL_RENDERER_MAP and known_class(tokenizer) is not None
+    make, default = partial(make_renderer, loaded, key="rollout.renderer", name=tokenizer), {"name": "default"}
     try:
-        return create_renderer(loaded, DefaultRendererConfig() if text_alone else None)
-    except (OSError, ValueError, AssertionError) as error:
+        return make(options or (default if text_alone else {}))
+    except RendererError as error:
+        if options:
+            raise ConfigError(str(error)) from error
         if not getattr(loaded, "chat_template", None):
             raise ConfigError(
                 f"no renderer knows {tokenizer!r} and its tokenizer has no chat template; set rollout.renderer"
             ) from error
         logger.info("no renderer is made for {}; its chat template renders", tokenizer)
-        return create_renderer(loaded, DefaultRendererConfig())
+        return make(default)

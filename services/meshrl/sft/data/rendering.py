@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.models.load import ModelError, load_tokenizer
+from meshrl.models.renderers import RendererError, make_renderer
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.conversations import Conversation
 
@@ -54,18 +54,13 @@ class Renderers:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
         """Raises ModelError when the options name no renderer, or one that does not fit the tokenizer."""
-        from renderers import RendererConfig  # takes a moment, and most runs render by their template
-
-        self._tokenizer = tokenizer
+        self._tokenizer, self._options = tokenizer, options
         self._made: dict[str, object] = {}
         try:
-            self._config = TypeAdapter(RendererConfig).validate_python(dict(options))
             self.of({})
-        except (ValidationError, ValueError, OSError, AssertionError) as error:
-            what = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else error
+        except RendererError as error:
             raise ModelError(
-                f"renderer {dict(options)} does not fit the tokenizer {tokenizer.name_or_path!r}: {what}; name the"
-                " renderer of the model's family, or leave [renderer] out and use its chat template"
+                f"{error}; name the renderer of the model's family, or leave [renderer] out and use its chat template"
             ) from error
 
     @property
@@ -74,13 +69,11 @@ class Renderers:
         return type(self.of({})).__name__
 
     def of(self, template_options: Mapping[str, object]) -> object:
-        """The renderer for a row. Raises ValueError for options that it has not."""
-        from renderers import create_renderer
-
+        """The renderer for a row. Raises RendererError for options that it has not."""
         key = json.dumps(template_options, sort_keys=True, default=str)
         if key not in self._made:
-            self._made[key] = create_renderer(
-                self._tokenizer, self._config, chat_template_kwargs=dict(template_options) or None
+            self._made[key] = make_renderer(
+                self._tokenizer, self._options, key="renderer", template_options=template_options
             )
         return self._made[key]
 

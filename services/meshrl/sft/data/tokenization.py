@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.algorithms.packing import TrainSample
+from meshrl.models.renderers import RendererError
 from meshrl.sft.data.conversations import Conversation, DataError
 from meshrl.sft.data.rendering import MatchingRenderers, Renderers
 from meshrl.sft.data.template_masks import PrefixError, TemplateMasks
@@ -79,7 +80,8 @@ def _rendered(
             message_loss_mask=list(learned),
         )
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # by what a message lacks
-        raise DataError(f"{conversation.row}: the renderer cannot render it: {error}") from error
+        why = error.why if isinstance(error, RendererError) else error
+        raise DataError(f"{conversation.row}: the renderer cannot render it: {why}") from error
     return list(rendered.token_ids), np.array(rendered.loss_mask, dtype=np.bool_)
 
 
