@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from meshrl.wire.errors import MeshError, Reason
@@ -195,30 +195,6 @@ class GroupTable:
             if request_id in self._groups or (at > now - REMEMBERED_S and len(self._seen) <= REMEMBERED_REQUESTS):
                 return
             del self._seen[request_id]
-
-
-class CancelAnswers:
-    """What calls that stop groups were answered: one that is repeated stops nothing that began after the first."""
-
-    def __init__(self) -> None:
-        self._given: OrderedDict[str, tuple[frozenset[str], int]] = OrderedDict()
-
-    def once(self, request_id: str, group_ids: Collection[str], cancel: Callable[[], int]) -> int:
-        """Runs `cancel` for a new id, else returns its first answer; a call without an id is always new.
-
-        Raises MeshError DUPLICATE_REQUEST for an id that came with other groups.
-        """
-        asked = frozenset(group_ids)
-        if request_id not in self._given or not request_id:
-            self._given[request_id] = (asked, cancel())
-            while len(self._given) > REMEMBERED_REQUESTS:
-                self._given.popitem(last=False)
-        before, answer = self._given[request_id]
-        if before != asked:
-            raise MeshError(
-                Reason.DUPLICATE_REQUEST, f"request {request_id} named other groups before; use a new request_id"
-            )
-        return answer
 
 
 def rollout_failure(

@@ -8,8 +8,8 @@ from contextlib import aclosing
 import grpc
 import grpc.aio
 
+from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.rollout.group_runner import GroupRunner
-from meshrl.rollout.groups import CancelAnswers
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
@@ -40,7 +40,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
 
     def __init__(self, runner: GroupRunner) -> None:
         self._runner = runner
-        self._cancels = CancelAnswers()
+        self._cancels: FirstAnswers[int] = FirstAnswers()
 
     async def ListEnvironments(  # noqa: N802  # the name of the RPC
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
@@ -62,8 +62,13 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def CancelRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.CancelRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> pb.CancelRolloutsResponse:
-        group_ids = tuple(request.group_ids)
-        cancelled = self._cancels.once(request.request_id, group_ids, lambda: self._runner.cancel(group_ids))
+        group_ids = sorted(set(request.group_ids))
+
+        async def cancel() -> int:
+            return self._runner.cancel(group_ids)
+
+        # A call that is repeated stops nothing that began after the first.
+        cancelled = await self._cancels.once(request.request_id, "\0".join(group_ids).encode(), cancel)
         return pb.CancelRolloutsResponse(cancelled=cancelled)
 
     async def GetRolloutStatus(  # noqa: N802  # the name of the RPC

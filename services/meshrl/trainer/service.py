@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.trainer.answers import Answers
+from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.trainer.runs.table import RunTable, TrainerRun
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
@@ -53,7 +53,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._runs = runs
         self._facts = facts
         self._on_drained = on_drained
-        self._saves: Answers[tuple[int, Path]] = Answers()
+        self._saves: FirstAnswers[tuple[int, Path]] = FirstAnswers()
 
     async def GetTrainer(self, request: pb.GetTrainerRequest, context: object) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
         validate.validate_contract_version(request.contract_version)

@@ -7,13 +7,13 @@ The streams of chunks bypass protobuf (`wire.frames`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
+from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.coordinator.engine_groups import GroupRequest
@@ -23,8 +23,6 @@ from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import digest
 from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, Manifest
-
-KEPT_REQUEST_IDS = 4096
 
 
 def _ranges(request: pb.FetchRequest) -> list[tuple[int, int]]:
@@ -71,7 +69,9 @@ def _checked(
 
     async def call(self: WeightSyncService, request: Any, context: grpc.aio.ServicerContext) -> Message:
         check(request)
-        self._once(request)
+        # Requests without an id have no effect that lasts; the others are idempotent.
+        content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
+        self._requests.check(getattr(request, "request_id", ""), digest(content))
         return answer(await ask(self._hub, request))
 
     return call
@@ -82,7 +82,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._requests: OrderedDict[str, bytes] = OrderedDict()  # request_id -> digest of what it asked for
+        self._requests: FirstAnswers[None] = FirstAnswers()
 
     SealVersion = _checked(
         validate.validate_seal_request,
@@ -111,19 +111,6 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         lambda hub, request: hub.sleep_engines(**_fields(request)),
         convert.to_proto,
     )
-
-    def _once(self, request: Any) -> None:
-        """Refuses a request_id that came before with other content; the calls themselves are idempotent."""
-        request_id: str = getattr(request, "request_id", "")
-        if not request_id:  # a request that has none has no effect that lasts
-            return
-        content = digest(type(request).__name__.encode() + request.SerializeToString(deterministic=True))
-        if self._requests.setdefault(request_id, content) != content:
-            raise MeshError(
-                Reason.DUPLICATE_REQUEST, f"request_id {request_id!r} was used for another request; draw a new one"
-            )
-        while len(self._requests) > KEPT_REQUEST_IDS:
-            self._requests.popitem(last=False)
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
         validate.validate_register_request(request)

@@ -4,7 +4,7 @@ from collections.abc import Sized
 
 import pytest
 
-from meshrl.rollout.groups import RATE_WINDOW_S, REMEMBERED_S, CancelAnswers, GroupTable, Outcome
+from meshrl.rollout.groups import RATE_WINDOW_S, REMEMBERED_S, GroupTable, Outcome
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -109,15 +109,3 @@ def test_what_is_remembered_of_groups_that_are_over_is_bounded_though_nobody_ask
     assert groups.finished == 20_000
     assert max(held.values()) <= REMEMBERED_S + 1
     assert held["_finished_at"] <= RATE_WINDOW_S + 1
-
-
-def test_a_repeated_cancel_gets_the_first_answer_and_stops_nothing_more():
-    answers, stopped = CancelAnswers(), iter([3, 1, 2, 4])
-    assert answers.once("c1", (), lambda: next(stopped)) == 3
-    assert answers.once("c1", (), lambda: next(stopped)) == 3
-    assert answers.once("c2", ("a", "b"), lambda: next(stopped)) == 1
-    assert answers.once("c2", ("b", "a"), lambda: next(stopped)) == 1
-    assert [answers.once("", (), lambda: next(stopped)) for _ in range(2)] == [2, 4]
-    with pytest.raises(MeshError) as refused:
-        answers.once("c2", ("a",), lambda: next(stopped))
-    assert refused.value.reason is Reason.DUPLICATE_REQUEST

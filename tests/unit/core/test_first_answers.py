@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from meshrl.trainer.answers import Answers
+from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -22,13 +22,13 @@ class Counter:
 
 
 async def test_repeated_request_gets_the_first_answer() -> None:
-    answers, make = Answers[int](), Counter()
+    answers, make = FirstAnswers[int](), Counter()
     assert [await answers.once("id", b"x", make) for _ in range(3)] == [1, 1, 1]
     assert await answers.once("other", b"x", make) == 2
 
 
 async def test_same_id_with_another_payload_is_refused() -> None:
-    answers, make = Answers[int](), Counter()
+    answers, make = FirstAnswers[int](), Counter()
     await answers.once("id", b"x", make)
     with pytest.raises(MeshError) as caught:
         await answers.once("id", b"y", make)
@@ -36,14 +36,14 @@ async def test_same_id_with_another_payload_is_refused() -> None:
 
 
 async def test_failed_request_may_be_tried_again() -> None:
-    answers, make = Answers[int](), Counter(failures=1)
+    answers, make = FirstAnswers[int](), Counter(failures=1)
     with pytest.raises(MeshError, match="disk full"):
         await answers.once("id", b"x", make)
     assert await answers.once("id", b"x", make) == 2
 
 
 async def test_caller_that_hangs_up_does_not_cancel_the_work() -> None:
-    answers, make = Answers[int](), Counter()
+    answers, make = FirstAnswers[int](), Counter()
     make.gate.clear()
     first = asyncio.create_task(answers.once("id", b"x", make))
     await asyncio.sleep(0)
@@ -56,7 +56,21 @@ async def test_caller_that_hangs_up_does_not_cancel_the_work() -> None:
 
 
 async def test_old_answers_are_forgotten() -> None:
-    answers, make = Answers[int](keep=2), Counter()
+    answers, make = FirstAnswers[int](keep=2), Counter()
     for name in "abc":
         await answers.once(name, b"x", make)
     assert await answers.once("a", b"x", make) == 4
+
+
+async def test_request_without_an_id_is_always_new() -> None:
+    answers, make = FirstAnswers[int](), Counter()
+    assert [await answers.once("", b"x", make) for _ in range(2)] == [1, 2]
+    answers.check("", b"y")
+
+
+async def test_what_was_checked_under_an_id_is_all_that_it_stands_for() -> None:
+    answers = FirstAnswers[int]()
+    answers.check("id", b"x")
+    answers.check("id", b"x")
+    with pytest.raises(MeshError, match="'id' was used for another request"):
+        answers.check("id", b"y")
