@@ -8,16 +8,16 @@ from meshrl.core.clock import Clock
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.dispatch import GroupDispatcher
+from meshrl.orchestrator.dispatch import DispatchSettings, GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
-from meshrl.orchestrator.finish import StepFinisher
+from meshrl.orchestrator.finish import FinishSettings, StepFinisher
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.writer import Writer
-from meshrl.orchestrator.loop import RunLoop
+from meshrl.orchestrator.loop import LoopSettings, RunLoop
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
-from meshrl.orchestrator.peers.version_relay import VersionRelay
+from meshrl.orchestrator.peers.version_relay import RelaySettings, VersionRelay
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.build import build_scorer
 from meshrl.orchestrator.work.lost_groups import LostGroups
@@ -29,7 +29,7 @@ from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
-from meshrl.wire.types import RunInfo, TrainerInfo
+from meshrl.wire.types import ActivationPolicy, RunInfo, TrainerInfo
 
 
 def make_journal(
@@ -105,7 +105,7 @@ def build_loop(
         scorer=build_scorer(config, recipes.by_environment, services.weights),
         tracer=tracer,
     )
-    deadlines = config.deadlines
+    deadlines, envs = config.deadlines, config.train.env
     limits = SamplerDeadlines(
         group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
     )
@@ -116,13 +116,35 @@ def build_loop(
     dispatcher = GroupDispatcher(
         run,
         sampler,
-        config=config,
-        vocab_size=mesh.trainer.vocab_size or None,
-        lost=LostGroups(config, clock),
+        DispatchSettings(
+            sampling={env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in envs},
+            taught=config.taught_environments,
+            max_zero_signal_groups=config.filters.max_zero_signal_groups,
+            longest_first=config.sampling_seed is None,
+            vocab_size=mesh.trainer.vocab_size or None,
+        ),
+        lost=LostGroups(
+            recipes.least_rollouts,
+            most_in_a_row=config.filters.max_lost_groups,
+            unreachable_s=deadlines.unreachable_s,
+            services=config.services.rollout,
+            clock=clock,
+        ),
         teacher=teacher,
     )
     uploader = BatchUploader(services.trainer, run, address=config.services.trainer, deadlines=deadlines, clock=clock)
-    relay = VersionRelay(services.weights, config=config, run_id=run.run_id, clock=clock)
+    relay = VersionRelay(
+        services.weights,
+        RelaySettings(
+            address=config.services.weights,
+            policy=ActivationPolicy(config.activation_policy),
+            deadlines=deadlines,
+            engine_pool=config.engine_pool,
+            min_ready=config.min_ready,
+        ),
+        run_id=run.run_id,
+        clock=clock,
+    )
     evaluator = None
     if config.eval is not None:
         evaluator = Evaluator(
@@ -137,7 +159,16 @@ def build_loop(
         )
     finisher = StepFinisher(
         run,
-        config=config,
+        FinishSettings(
+            services=config.services,
+            output_dir=config.output_dir,
+            seq_len=config.seq_len,
+            mixture=config.mixture,
+            logprob_check=config.logprob_check,
+            rollout_samples=config.rollout_samples,
+            log_extras=config.log_extras,
+            keep_records=config.bench,
+        ),
         uploader=uploader,
         relay=relay,
         dispatcher=dispatcher,
@@ -147,7 +178,13 @@ def build_loop(
     )
     return RunLoop(
         run,
-        config,
+        LoopSettings(
+            services=config.services,
+            batch_s=deadlines.batch_s,
+            seq_len=config.seq_len,
+            env_seq_len={env.resolved_name: env.seq_len or config.seq_len for env in envs},
+            sleep_engines=config.sleep_engines,
+        ),
         mesh.trainer,
         dispatcher=dispatcher,
         uploader=uploader,

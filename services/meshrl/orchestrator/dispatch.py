@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config.flags import flag
-from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.length_estimates import LengthEstimates
 from meshrl.orchestrator.work.lost_groups import LostGroups
@@ -27,7 +27,23 @@ from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler, Problems
 from meshrl.wire.errors import MeshError
 from meshrl.wire.trainable import rollout_problems
-from meshrl.wire.types import Rollout, RolloutEvent, RolloutSummary
+from meshrl.wire.types import Rollout, RolloutEvent, RolloutSummary, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchSettings:
+    """How the groups of a run are sampled."""
+
+    sampling: Mapping[str, Sampling]
+    """By environment; what is unset is the rollout service's to fill."""
+    taught: Collection[str]
+    """Environments that a teacher plays."""
+    max_zero_signal_groups: int
+    """So many groups in a row with equal rewards end the run."""
+    longest_first: bool
+    """Off for a run that is to be repeated: lengths are known only of what came back in time."""
+    vocab_size: int | None
+    """The trainer's; None where not known."""
 
 
 class GroupDispatcher:
@@ -37,26 +53,20 @@ class GroupDispatcher:
         self,
         run: Run,
         sampler: GroupSampler,
+        settings: DispatchSettings,
         *,
-        config: OrchestratorConfig,
-        vocab_size: int | None,
         lost: LostGroups,
         teacher: GroupSampler | None = None,
     ) -> None:
-        """`vocab_size`: the trainer's, None where not known; `teacher` samples environments that a teacher plays."""
+        """`teacher` samples environments that a teacher plays."""
         self._run = run
         self._sampler = sampler
         self._teacher = teacher
-        self._config = config
-        self._vocab_size = vocab_size
+        self._settings = settings
         self._cancelled: set[str] = set()
         """Groups in flight that the rollout services were told to stop, because they would come back too old."""
         self._lost = lost
-        # What is known of lengths depends on what came back in time: a run that is to be repeated goes in order.
-        self._lengths = LengthEstimates() if config.sampling_seed is None else None
-        whole = config.sampling.to_wire()
-        self._sampling = {env.resolved_name: env.sampling.to_wire().over(whole) for env in config.train.env}
-        """An environment's own sampling over the run's; what both leave unset is the rollout service's to fill."""
+        self._lengths = LengthEstimates() if settings.longest_first else None
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -101,11 +111,11 @@ class GroupDispatcher:
         """
         run = self._run
         with trace.use_span(run.span(ticket.for_step)):
-            taught = self._teacher is not None and ticket.task.environment in self._config.taught_environments
+            taught = self._teacher is not None and ticket.task.environment in self._settings.taught
             sampler = self._teacher if taught and self._teacher is not None else self._sampler
             group = await sampler.sample(
                 replace(ticket, min_version=0) if taught else ticket,  # a teacher has no versions
-                sampling=self._sampling[ticket.task.environment],
+                sampling=self._settings.sampling[ticket.task.environment],
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
                 on_event=lambda event: self._on_event(ticket, event),
@@ -121,7 +131,7 @@ class GroupDispatcher:
         screened = run.plan.finish(group)
         self._cancelled.discard(ticket.group_id)
         run.count(group, screened)
-        if run.plan.zero_signal_in_a_row >= self._config.filters.max_zero_signal_groups:
+        if run.plan.zero_signal_in_a_row >= self._settings.max_zero_signal_groups:
             raise RunError(
                 f"{run.plan.zero_signal_in_a_row} groups in a row had equal rewards, last in"
                 f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
@@ -139,8 +149,8 @@ class GroupDispatcher:
         """Why the trainer would not take a rollout, as (field, problem); empty when it would."""
         if self._run.journal.is_open(rollout.rollout_id):
             return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
-        if rollout.oldest_version is None and rollout.environment not in self._config.taught_environments:
+        if rollout.oldest_version is None and rollout.environment not in self._settings.taught:
             unsaid = [place for place, sample in enumerate(rollout.samples) if sample.loss_mask.any()]
             if unsaid:
                 return [(f"samples[{unsaid[0]}].version_spans", "must say which version of the policy sampled what")]
-        return rollout_problems(rollout, vocab_size=self._vocab_size, newest_version=self._run.steps.recorded)
+        return rollout_problems(rollout, vocab_size=self._settings.vocab_size, newest_version=self._run.steps.recorded)

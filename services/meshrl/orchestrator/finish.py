@@ -9,17 +9,20 @@ unblocks   sampling, which a new version admits; the uploader, through room at t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.clock import Clock
+from meshrl.core.config.shared import LogExtrasConfig, ServicesConfig
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator.config import EvalEnvConfig, OrchestratorConfig
+from meshrl.orchestrator.config import EvalEnvConfig, LogprobCheckConfig, RolloutSamplesConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
@@ -35,14 +38,32 @@ from meshrl.wire.program_state import read_states
 from meshrl.wire.types import StepEvent
 
 
+@dataclass(frozen=True, kw_only=True)
+class FinishSettings:
+    """What is shown and kept of a step; None for `rollout_samples` and `log_extras` keeps none."""
+
+    services: ServicesConfig
+    """Addresses, for the log."""
+    output_dir: Path
+    seq_len: int
+    """Tokens of a row."""
+    mixture: Mapping[str, float]
+    """Configured shares of the environments."""
+    logprob_check: LogprobCheckConfig
+    rollout_samples: RolloutSamplesConfig | None
+    log_extras: LogExtrasConfig | None
+    keep_records: bool = False
+    """For the table of a benchmark; other runs may be long."""
+
+
 class StepFinisher:
     """Ends the steps of one run. `evaluator` is None when no evaluation is configured."""
 
     def __init__(
         self,
         run: Run,
+        settings: FinishSettings,
         *,
-        config: OrchestratorConfig,
         uploader: BatchUploader,
         relay: VersionRelay,
         dispatcher: GroupDispatcher,
@@ -53,19 +74,20 @@ class StepFinisher:
         self.busy = False
         """Whether a step is being ended now."""
         self.records: list[record.Metrics] = []
-        """Of every step, for the table of a benchmark; empty in other runs, which may be long."""
+        """Of every step, where they are kept."""
         self._run = run
-        self._config = config
+        self._settings = settings
+        self._synchronous = run.plan.law.max_async_level == 0
         self._uploader = uploader
         self._relay = relay
         self._dispatcher = dispatcher
         self._evaluator = evaluator
         self._monitor = monitor
         self._clock = clock
-        kept, folder = config.rollout_samples, Layout(config.output_dir).rollouts
+        kept, folder = settings.rollout_samples, Layout(settings.output_dir).rollouts
         self._samples = None if kept is None else RolloutSamplesWriter(kept, folder)
-        self._logprobs = LogprobCheck(config.logprob_check)
-        self._alerts = Alerts(synchronous=config.max_async_level == 0)
+        self._logprobs = LogprobCheck(settings.logprob_check)
+        self._alerts = Alerts(synchronous=self._synchronous)
         self._step_began_s = clock.now()
         self._evaluated = run.journal.starting_point.evaluated
 
@@ -90,7 +112,7 @@ class StepFinisher:
 
     async def _finish(self, step: int, done: StepEvent, tasks: asyncio.TaskGroup) -> None:
         """Activates the version of a step, writes the step's record, and evaluates where that is due."""
-        run, synchronous = self._run, self._config.max_async_level == 0
+        run = self._run
         run.journal.trained(step)
         submitted = await run.take_step(step)
         self._logprobs.check(done, record.staleness_metrics(submitted.groups, step=step, law=run.plan.law))
@@ -100,7 +122,7 @@ class StepFinisher:
         if version > run.plan.active_version:  # else engines have moved on: it was done before this process began
             try:
                 at_hub = run.waits.waiting(
-                    "version", f"version {version} to reach the engines", (self._config.services.weights,)
+                    "version", f"version {version} to reach the engines", (self._settings.services.weights,)
                 )
                 with trace.use_span(run.span(step)), at_hub:
                     activation = await self._relay.activate_or_skip(self._uploader, version)
@@ -111,7 +133,7 @@ class StepFinisher:
         active = activation is not None and step <= run.steps.trained  # else it is made and activated again
         if active:
             served["policy/active_version"] = float(version)
-            if not synchronous:
+            if not self._synchronous:
                 self._admit(version)
         if run.journal.redone(step):
             served["progress/redone"] = 1.0
@@ -120,7 +142,7 @@ class StepFinisher:
         if self._evaluator is not None and step > self._evaluated and (due := self._evaluator.due(step)):
             served_now = version if active else run.plan.active_version
             await self._evaluate(self._evaluator, step, due, tasks, version=served_now)
-        if active and synchronous:  # sampling goes on only now, after the evaluation
+        if active and self._synchronous:  # sampling goes on only now, after the evaluation
             self._admit(version)
 
     async def evaluate_before_training(self, version: int) -> None:
@@ -148,7 +170,7 @@ class StepFinisher:
     ) -> None:
         """Evaluates a step: beside training, or before the run goes on where it is synchronous."""
         self._evaluated = step
-        if self._config.max_async_level == 0:
+        if self._synchronous:
             await self._wait_for_evaluation(evaluator, step, envs, version=version)
         else:
             tasks.create_task(evaluator.evaluate(step, envs, version=version))
@@ -160,7 +182,7 @@ class StepFinisher:
         with self._run.waits.waiting(
             "evaluation",
             lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}",
-            self._config.services.rollout,
+            self._settings.services.rollout,
         ):
             await evaluator.evaluate(step, envs, version=version)
 
@@ -180,14 +202,14 @@ class StepFinisher:
             run.journal.progress(submitted.step),
             step=submitted.step,
             law=run.plan.law,
-            seq_len=self._config.seq_len,
+            seq_len=self._settings.seq_len,
             seconds=seconds,
         )
-        metrics |= record.mixture_metrics(submitted.assembled, submitted.groups, self._config.mixture)
+        metrics |= record.mixture_metrics(submitted.assembled, submitted.groups, self._settings.mixture)
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=record.trainer_metrics(done))
-        states = await asyncio.to_thread(read_states, self._config.output_dir)
+        states = await asyncio.to_thread(read_states, self._settings.output_dir)
         lags_s = {state.program: state.loop_lag_s for state in states.values()}
         metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.check(metrics, lags_s))
         run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
@@ -195,6 +217,6 @@ class StepFinisher:
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)
         if self._samples is not None:
             await asyncio.to_thread(self._samples.write, submitted, done.logprobs)
-        await log_extras(self._monitor, self._config.log_extras, submitted, done)
-        if self._config.bench:
+        await log_extras(self._monitor, self._settings.log_extras, submitted, done)
+        if self._settings.keep_records:
             self.records.append(metrics)

@@ -16,15 +16,15 @@ What a restarted orchestrator or trainer finds is in the journal: see `ledger.re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from loguru import logger
 
 from meshrl.algorithms.recipes.base import Scores
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.core.config.shared import ServicesConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
@@ -40,13 +40,28 @@ BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """What the loop keeps to besides the plan."""
+
+    services: ServicesConfig
+    """Addresses, for the log and for errors."""
+    batch_s: float
+    """How long a step waits for its groups."""
+    seq_len: int
+    """Tokens of a row."""
+    env_seq_len: Mapping[str, int]
+    """Most tokens of a sample, by environment."""
+    sleep_engines: bool = False
+
+
 class RunLoop:
     """Brings one run from the trainer's current step to the last one."""
 
     def __init__(
         self,
         run: Run,
-        config: OrchestratorConfig,
+        settings: LoopSettings,
         trainer: TrainerInfo,
         *,
         dispatcher: GroupDispatcher,
@@ -56,9 +71,9 @@ class RunLoop:
         clock: Clock,
     ) -> None:
         self.run = run
-        self.config = config
         self.relay = relay
         self.finisher = finisher
+        self._settings = settings
         self._trainer = trainer
         self._dispatcher = dispatcher
         self._uploader = uploader
@@ -67,7 +82,7 @@ class RunLoop:
     async def train(self) -> None:
         """Runs until the last step's version is active. Raises RunError when the run cannot go on."""
         plan, first = self.run.plan, self.run.info.version
-        hub = (self.config.services.weights,)
+        hub = (self._settings.services.weights,)
         try:
             with self.run.waits.waiting("engines", "engines to register at the weight hub", hub):
                 await self.relay.wait_for_engines()
@@ -92,7 +107,7 @@ class RunLoop:
             self._dispatcher.start(tasks)
             while True:
                 began_s = self._clock.now()
-                with run.waits.waiting("trainer", self._describe_trainer, (self.config.services.trainer,)):
+                with run.waits.waiting("trainer", self._describe_trainer, (self._settings.services.trainer,)):
                     # No deadline here: the finisher has those of each step.
                     await uploader.wait_for_room(1 if run.plan.exhausted else BATCHES_AT_TRAINER)
                 run.tally.wait_for_ckpt_s += self._clock.now() - began_s
@@ -106,7 +121,7 @@ class RunLoop:
                     groups = await self._gather()
                 if groups is None:
                     continue
-                if self.config.sleep_engines and not (run.plan.in_flight or self.finisher.evaluating):
+                if self._settings.sleep_engines and not (run.plan.in_flight or self.finisher.evaluating):
                     run.tally.sleep_engines_s = await self.relay.sleep_engines()  # the trainer gets their memory
                 await self._submit(step, groups)
             uploader.end()
@@ -120,7 +135,7 @@ class RunLoop:
     async def _gather(self) -> list[ReadyGroup] | None:
         """The groups of the next step; None when an earlier batch was refused. Raises RunError when none come."""
         run = self.run
-        most_s = run.tally.wait_for_rollouts_s + self.config.deadlines.batch_s  # on top of those of dissolved batches
+        most_s = run.tally.wait_for_rollouts_s + self._settings.batch_s  # on top of those of dissolved batches
         while self._uploader.refused is None:
             for _, screened in run.plan.drop_stale():
                 run.drop(screened)
@@ -140,9 +155,9 @@ class RunLoop:
         if idle and not self.finisher.busy and run.steps.trained >= run.steps.recorded:
             raise RunError(
                 f"step {plan.next_step} needs version {plan.law.required_version(plan.next_step)} on the"
-                f" engines (max_async_level = {self.config.max_async_level}), but they serve version"
+                f" engines (max_async_level = {plan.law.max_async_level}), but they serve version"
                 f" {plan.active_version} and no newer one could be activated; see the log of the weight hub at"
-                f" {self.config.services.weights}"
+                f" {self._settings.services.weights}"
             )
         began_s = self._clock.now()
         waiting = nullcontext() if idle else run.slots.waiting()
@@ -152,8 +167,8 @@ class RunLoop:
                     await run.changed.wait()
         except TimeoutError:
             raise RunError(
-                f"rollout service at {' and '.join(self.config.services.rollout)} did not finish enough groups for step"
-                f" {plan.next_step} within {self.config.deadlines.batch_s:g} s;"
+                f"rollout service at {' and '.join(self._settings.services.rollout)} did not finish enough groups for"
+                f" step {plan.next_step} within {self._settings.batch_s:g} s;"
                 " raise orchestrator.deadlines.batch_s if they need longer"
             ) from None
         waited_s = self._clock.now() - began_s
@@ -178,7 +193,7 @@ class RunLoop:
 
     def _holders_of_groups(self) -> Collection[str]:
         """Addresses of the services that the next step waits for."""
-        services = self.config.services
+        services = self._settings.services
         return services.rollout if self.run.plan.in_flight else (services.trainer, services.weights)
 
     # --- submit -----------------------------------------------------------------------------------
@@ -211,8 +226,8 @@ class RunLoop:
                 run_id=run.run_id,
                 step=step,
                 streams=streams,
-                environments={env.resolved_name: env.seq_len or self.config.seq_len for env in self.config.train.env},
-                seq_len=self.config.seq_len,
+                environments=self._settings.env_seq_len,
+                seq_len=self._settings.seq_len,
                 dp_size=self._trainer.dp_size,
                 min_shared_prefix=self._trainer.min_shared_prefix,
                 traceparent=run.traces.traceparent(step),

@@ -10,12 +10,12 @@ import google_crc32c
 import pytest
 
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.peers.version_relay import VersionRelay
+from meshrl.orchestrator.config import DeadlinesConfig
+from meshrl.orchestrator.peers.version_relay import RelaySettings, VersionRelay
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
-from meshrl.wire.types import AgentState, Chunk, Manifest, Transport, VersionState
+from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Transport, VersionState
 
 
 async def activate(mesh: Any, version: int, **more: Any) -> Any:
@@ -316,7 +316,8 @@ async def no_memory() -> None:
 
 def relay(mesh: Any) -> VersionRelay:
     """The orchestrator's, with five minutes of patience."""
-    return VersionRelay(mesh.client(), config=OrchestratorConfig(bench=True), run_id="run", clock=Clock())
+    settings = RelaySettings(address="hub", policy=ActivationPolicy.ROLLING, deadlines=DeadlinesConfig())
+    return VersionRelay(mesh.client(), settings, run_id="run", clock=Clock())
 
 
 async def test_run_whose_only_engine_has_no_memory_for_its_first_version_ends_at_once_and_with_that_sentence(

@@ -3,7 +3,6 @@
 import pytest
 
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.sampling.retry import RunError
 
@@ -18,14 +17,13 @@ async def test_groups_cut_off_by_a_service_that_restarts_end_no_run_before_it_ha
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    config = OrchestratorConfig.model_validate(
-        {
-            "train": {"env": [{"id": "echo"}]},
-            "filters": {"max_lost_groups": 4},
-            "deadlines": {"unreachable_s": UNREACHABLE_S},
-        }
+    lost = LostGroups(
+        {"echo": 2},
+        most_in_a_row=4,
+        unreachable_s=UNREACHABLE_S,
+        services=["rollout:50051"],
+        clock=Clock(now=lambda: now_s, sleep=sleep),
     )
-    lost = LostGroups(config, Clock(now=lambda: now_s, sleep=sleep))
     group = make_group()
     group.cut_short = reason
     for _ in range(20):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from loguru import logger
 from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.channel import ServiceClient
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import EvalConfig, OrchestratorConfig
 from meshrl.sampling.hosts import HostTable
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError, failed, first_cause
@@ -55,47 +55,46 @@ class Mesh:
 
 
 def connect(config: OrchestratorConfig, clock: Clock | None = None) -> Services:
-    """Clients of the configured addresses; nothing is dialled yet."""
-    options = ChannelOptions(reconnect_s=config.deadlines.unreachable_s)
+    """Clients of the configured addresses; nothing is dialled yet.
+
+    Raises RunError where an environment needs a teacher's rollout service and none is named.
+    """
+    teachers = None if config.teacher is None else config.teacher.rollout
+    if config.taught_environments and teachers is None:
+        raise RunError(
+            "orchestrator.teacher.rollout must name the rollout service in which the teacher plays, got none; start"
+            " `rollout` with text_samples and client.api chat_completions, or let rl start it"
+        )
+    unreachable_s = config.deadlines.unreachable_s
+    options = ChannelOptions(reconnect_s=unreachable_s)
     return Services(
         rollouts=RolloutPool(
             config.services.rollout,
-            unreachable_s=config.deadlines.unreachable_s,
+            unreachable_s=unreachable_s,
             options=options,
             clock=clock,
             dial_in=None if config.exchange is None else (config.exchange.address, config.exchange.workers),
         ),
         trainer=TrainerClient(config.services.trainer, options),
         weights=WeightSyncClient(config.services.weights, options),
-        teachers=_teachers(config, options, clock),
-    )
-
-
-def _teachers(config: OrchestratorConfig, options: ChannelOptions, clock: Clock | None) -> RolloutPool | None:
-    """The services in which the teacher plays. Raises RunError where an environment needs one and none is named."""
-    if not config.taught_environments:
-        return None
-    if config.teacher is None or config.teacher.rollout is None:
-        raise RunError(
-            "orchestrator.teacher.rollout must name the rollout service in which the teacher plays, got none; start"
-            " `rollout` with text_samples and client.api chat_completions, or let rl start it"
-        )
-    return RolloutPool(
-        config.teacher.rollout, unreachable_s=config.deadlines.unreachable_s, options=options, clock=clock
+        teachers=RolloutPool(teachers, unreachable_s=unreachable_s, options=options, clock=clock)
+        if config.taught_environments and teachers is not None
+        else None,
     )
 
 
 async def wait_for_services(config: OrchestratorConfig, services: Services) -> Mesh:
     """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config."""
     deadline_s, addresses = config.deadlines.startup_s, config.services
-    wanted = {name for name, _ in _wanted(config)}
+    wanted = [("train", env.resolved_name) for env in config.train.env]
+    wanted += [("eval", env.resolved_name) for env in (config.eval.env if config.eval is not None else ())]
     waits = (
         ("trainer", addresses.trainer, services.trainer),
         ("weight hub", addresses.weights, services.weights),
     )
     try:
         async with asyncio.TaskGroup() as waiting:
-            waiting.create_task(services.rollouts.gather(wanted, startup_s=deadline_s))
+            waiting.create_task(services.rollouts.gather({name for _, name in wanted}, startup_s=deadline_s))
             if services.teachers is not None:
                 waiting.create_task(services.teachers.gather(config.taught_environments, startup_s=deadline_s))
             for name, address, client in waits:
@@ -111,8 +110,8 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
         trainer=trainer,
         run=find_run(config.run_id, trainer),
     )
-    check_hosted(config, services.rollouts.table)
-    check_fit(config, mesh)
+    check_hosted(wanted, services.rollouts.table)
+    check_fit(mesh, config.seq_len, config.eval)
     logger.info(
         f"trainer {trainer.model} at step {mesh.run.step} (run {mesh.run.run_id}, {trainer.objective} loss);"
         f" environments {', '.join(mesh.environments)}"
@@ -145,20 +144,15 @@ def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
     raise RunError(f"orchestrator.run_id {run_id!r} is not a run of the trainer; it has {known or 'none'}")
 
 
-def _wanted(config: OrchestratorConfig) -> list[tuple[str, str]]:
-    """The environments that a run needs, each with the section that names it."""
-    evals = config.eval.env if config.eval is not None else []
-    return [
-        (env.resolved_name, section) for section, envs in (("train", config.train.env), ("eval", evals)) for env in envs
-    ]
+def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:
+    """Raises RunError for environments, each after the section that names it, that no service hosts.
 
-
-def check_hosted(config: OrchestratorConfig, table: HostTable) -> None:
-    """Raises RunError for environments that no service hosts; the error lists the hosts of each environment."""
-    missing = [(name, section) for name, section in _wanted(config) if not table.hosting(name)]
+    The error lists the environments of each service.
+    """
+    missing = [(section, name) for section, name in wanted if not table.hosting(name)]
     if not missing:
         return
-    names = ", ".join(f"orchestrator.{section}.env names {name!r}" for name, section in missing)
+    names = ", ".join(f"orchestrator.{section}.env names {name!r}" for section, name in missing)
     lists = [(host.address, ", ".join(host.environments) or "none") for host in table.hosts]
     if len(lists) == 1:
         raise RunError(f"{names}, which the rollout service does not host; it has {lists[0][1]}")
@@ -169,15 +163,15 @@ def check_hosted(config: OrchestratorConfig, table: HostTable) -> None:
     )
 
 
-def check_fit(config: OrchestratorConfig, mesh: Mesh) -> None:
+def check_fit(mesh: Mesh, seq_len: int, evaluated: EvalConfig | None) -> None:
     """Raises RunError where the config asks for what the services do not have."""
-    if config.seq_len > mesh.trainer.seq_len:
+    if seq_len > mesh.trainer.seq_len:
         raise RunError(
-            f"orchestrator.seq_len must be at most the trainer's ({mesh.trainer.seq_len}), got {config.seq_len};"
+            f"orchestrator.seq_len must be at most the trainer's ({mesh.trainer.seq_len}), got {seq_len};"
             " lower it, or raise trainer.seq_len"
         )
-    if config.eval is not None:
-        names = [env.resolved_name for env in config.eval.env if config.eval.num_examples_of(env) < 0]
+    if evaluated is not None:
+        names = [env.resolved_name for env in evaluated.env if evaluated.num_examples_of(env) < 0]
         infinite = [name for name in names if mesh.environments[name].num_tasks is None]
         if infinite:
             raise RunError(

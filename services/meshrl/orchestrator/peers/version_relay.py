@@ -7,12 +7,13 @@ failure of that never ends a run.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.sampling.retry import AWAY, Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
@@ -31,32 +32,45 @@ class VersionGoneError(Exception):
     """The hub does not have a sealed version any more: a newer trainer took over."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RelaySettings:
+    """How versions are committed on the engines of a pool."""
+
+    address: str
+    """The hub's, for errors."""
+    policy: ActivationPolicy
+    deadlines: DeadlinesConfig
+    engine_pool: str = ""
+    min_ready: int = 0
+    """Engines that must have a version before it is committed."""
+
+
 class VersionRelay:
     """Commits versions of one run on the engines."""
 
     def __init__(
         self,
         client: WeightSyncClient,
+        settings: RelaySettings,
         *,
-        config: OrchestratorConfig,
         run_id: str,
         clock: Clock,
     ) -> None:
         self._client = client
-        self._config = config
+        self._settings = settings
         self._run_id = run_id
         self._clock = clock
 
     async def wait_for_engines(self) -> None:
         """Returns once as many engines as needed are registered at the hub. Raises RunError after startup_s."""
-        address, deadline_s = self._config.services.weights, self._config.deadlines.startup_s
-        wanted = max(1, self._config.min_ready)
+        address, deadline_s = self._settings.address, self._settings.deadlines.startup_s
+        wanted = max(1, self._settings.min_ready)
         give_up_at_s = self._clock.now() + deadline_s
         patience = Patience(unreachable_s=deadline_s, retry_s=deadline_s)
         while True:
             try:
                 engines = await persist(
-                    lambda: self._client.list_engines(self._config.engine_pool),
+                    lambda: self._client.list_engines(self._settings.engine_pool),
                     patience,
                     clock=self._clock,
                 )
@@ -78,23 +92,23 @@ class VersionRelay:
 
         Raises RunError, at once where every engine has refused the version for a reason that stays.
         """
-        startup_s = self._config.deadlines.startup_s
+        startup_s = self._settings.deadlines.startup_s
         patience = Patience(unreachable_s=startup_s, retry_s=startup_s, also=_NOT_THERE_YET)
         doing = f"activating version {version}, which the run starts from,"
         try:
             return await persist(lambda: self._commit_first(version, startup_s, doing), patience, clock=self._clock)
         except MeshError as error:
-            raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+            raise failed(_SERVICE, self._settings.address, doing, error) from error
 
     async def _commit_first(self, version: int, startup_s: float, doing: str) -> Activation:
         try:
             return await self._commit(version, startup_s)
         except MeshError as error:
             if error.metadata and error.reason is Reason.ENGINES_NOT_READY:
-                engines = await self._client.list_engines(self._config.engine_pool)
+                engines = await self._client.list_engines(self._settings.engine_pool)
                 faults = [engine.last_fault for engine in engines]
                 if all(fault is not None and fault.reason in _LASTING for fault in faults):
-                    raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+                    raise failed(_SERVICE, self._settings.address, doing, error) from error
             raise
 
     async def activate(self, version: int) -> Activation | None:
@@ -102,14 +116,14 @@ class VersionRelay:
 
         Raises VersionGoneError, and RunError when the hub is gone.
         """
-        deadlines = self._config.deadlines
+        deadlines = self._settings.deadlines
         patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
         try:
             return await persist(lambda: self._commit(version, deadlines.activation_s), patience, clock=self._clock)
         except MeshError as error:
             if error.reason in AWAY:
                 doing = f"activating version {version}"
-                raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+                raise failed(_SERVICE, self._settings.address, doing, error) from error
             if error.reason in _GONE:
                 raise VersionGoneError(str(error)) from error
             logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
@@ -122,7 +136,7 @@ class VersionRelay:
         back at a later step never does, so the version is skipped: a later one is activated. The version that it comes
         back at is published anew, and waited for. Raises RunError when the hub is gone.
         """
-        give_up_at_s = self._clock.now() + self._config.deadlines.startup_s
+        give_up_at_s = self._clock.now() + self._settings.deadlines.startup_s
         while uploader.came_back_at <= version:
             epoch = uploader.epoch
             try:
@@ -141,10 +155,10 @@ class VersionRelay:
 
     async def sleep_engines(self) -> float:
         """Has engines give their memory back until the next version; returns seconds. A failure is only a warning."""
-        began_s, deadline_s = self._clock.now(), self._config.deadlines.sleep_s
+        began_s, deadline_s = self._clock.now(), self._settings.deadlines.sleep_s
         try:
             async with asyncio.timeout(deadline_s + SLEEP_MARGIN_S):
-                outcome = await self._client.sleep_engines(self._config.engine_pool, deadline_s=deadline_s)
+                outcome = await self._client.sleep_engines(self._settings.engine_pool, deadline_s=deadline_s)
         except (MeshError, TimeoutError) as error:
             why = str(error) or f"the {_SERVICE} did not answer in time"
             logger.warning(f"engines were not put to sleep, and the step goes on beside them: {why}")
@@ -157,7 +171,7 @@ class VersionRelay:
         return await self._client.activate_version(
             run_id=self._run_id,
             version=version,
-            policy=ActivationPolicy(self._config.activation_policy),
-            min_ready=self._config.min_ready,
+            policy=self._settings.policy,
+            min_ready=self._settings.min_ready,
             prepare_deadline_s=prepare_deadline_s,
         )

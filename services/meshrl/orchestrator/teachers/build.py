@@ -34,7 +34,7 @@ def build_scorer(config: OrchestratorConfig, recipes: Mapping[str, Recipe], hub:
         chosen = teacher if scored_by is Actor.TEACHER and teacher is not None else TeacherConfig()
         key = f"{scored_by.value} {chosen.model_dump_json()}"
         if key not in teachers:
-            teachers[key] = _connect(config, scored_by, chosen, hub)
+            teachers[key] = _connect(scored_by, chosen, hub, config.engine_pool)
         servers[name] = teachers[key]
     cache_tokens = max(
         (teacher.cache_tokens for env in config.train.env if (teacher := config.teacher_of(env))), default=4_000_000
@@ -42,9 +42,7 @@ def build_scorer(config: OrchestratorConfig, recipes: Mapping[str, Recipe], hub:
     return GroupScorer(recipes, servers, cache_tokens=cache_tokens)
 
 
-def _connect(
-    config: OrchestratorConfig, scored_by: Actor, teacher: TeacherConfig, hub: WeightSyncClient
-) -> LogprobServers:
+def _connect(scored_by: Actor, teacher: TeacherConfig, hub: WeightSyncClient, engine_pool: str) -> LogprobServers:
     try:
         from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
     except ModuleNotFoundError as error:
@@ -61,6 +59,6 @@ def _connect(
         return LogprobServers(who, configured, config=teacher, api_key=api_key)
 
     async def engines() -> Sequence[str]:
-        return [engine.url for engine in await hub.list_engines(config.engine_pool) if engine.routable]
+        return [engine.url for engine in await hub.list_engines(engine_pool) if engine.routable]
 
     return LogprobServers("the policy's engines", engines, config=teacher, api_key=api_key)

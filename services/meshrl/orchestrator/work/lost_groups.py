@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from loguru import logger
 
 from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import AWAY, RunError
 from meshrl.wire.errors import Reason
@@ -21,9 +22,20 @@ WAIT_S = (0.02, 2.0)
 class LostGroups:
     """Counts the groups in a row that failures have left with fewer rollouts than their algorithm needs."""
 
-    def __init__(self, config: OrchestratorConfig, clock: Clock) -> None:
-        self._config = config
-        self._least = {env.resolved_name: config.algo_of(env).least_rollouts for env in config.train.env}
+    def __init__(
+        self,
+        least_rollouts: Mapping[str, int],
+        *,
+        most_in_a_row: int,
+        unreachable_s: float,
+        services: Sequence[str],
+        clock: Clock,
+    ) -> None:
+        """`least_rollouts`: what an algorithm needs, by environment; `services`: addresses, for the error."""
+        self._least = least_rollouts
+        self._most = most_in_a_row
+        self._unreachable_s = unreachable_s
+        self._services = services
         self._clock = clock
         self._backoff = Backoff(*WAIT_S, jitter=0.0)
         self._in_a_row = 0
@@ -44,12 +56,12 @@ class LostGroups:
         last = group.failures[-1] if group.failures else None
         why = f"{last.reason}: {last.message}" if last else group.cut_short
         away = (last.reason if last else group.cut_short) in _AWAY
-        may_come_back = away and self._clock.now() - self._since_s < self._config.deadlines.unreachable_s
-        if self._in_a_row >= self._config.filters.max_lost_groups and not may_come_back:
+        may_come_back = away and self._clock.now() - self._since_s < self._unreachable_s
+        if self._in_a_row >= self._most and not may_come_back:
             raise RunError(
                 f"{self._in_a_row} groups in a row were lost to failures, last in"
                 f" {group.ticket.task.environment!r} with {why}; see the log of the rollout service at"
-                f" {' or '.join(self._config.services.rollout)}"
+                f" {' or '.join(self._services)}"
             )
         logger.warning(f"group {group.ticket.group_id} of {group.ticket.task.environment} is lost: {why}")
         await self._clock.sleep(self._backoff.next_s())

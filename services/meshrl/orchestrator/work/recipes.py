@@ -43,7 +43,8 @@ class Recipes:
     def __init__(self, config: OrchestratorConfig) -> None:
         """Raises RunError for a custom algorithm that cannot be made."""
         self.by_environment: dict[str, Recipe] = {
-            env.resolved_name: _build_recipe(config.algo_of(env), config) for env in config.train.env
+            env.resolved_name: _build_recipe(config.algo_of(env), config.advantage, config.seq_len)
+            for env in config.train.env
         }
         for name, recipe in self.by_environment.items():
             if recipe.sampler is Actor.TEACHER and name not in config.taught_environments:
@@ -90,7 +91,7 @@ class Recipes:
             recipe.restore(state.get(name, {}))
 
 
-def _build_recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
+def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -> Recipe:
     if algo.import_path is not None:
         try:
             return load_recipe(algo.import_path, algo.kwargs, key="orchestrator.algo")
@@ -104,12 +105,12 @@ def _build_recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
     if algo.type == "opd":
         return OnPolicyDistillation(weight=weight, top_k=algo.top_k)
     if algo.type == "opsd":
-        context_tokens = algo.context_tokens or config.seq_len - 1
+        context_tokens = algo.context_tokens or seq_len - 1
         scored_by = Actor.POLICY if algo.teacher is None else Actor.TEACHER
         return SelfDistillation(weight=weight, context_tokens=context_tokens, top_k=algo.top_k, scored_by=scored_by)
     if algo.type == "sft":
         return Imitation(weight=weight, min_reward=algo.min_reward)
-    advantage = build_advantage(config.advantage)
+    advantage = build_advantage(of_rewards)
     if algo.type == "hierarchical_grpo":
         return HierarchicalGroupRelative(advantage, episode_agents=algo.episode_agents)
     if algo.type == "echo":
