@@ -8,7 +8,7 @@ from meshrl.core.clock import Clock
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.dispatch import DispatchSettings, GroupDispatcher
+from meshrl.orchestrator.dispatch import DispatchSettings, GroupDispatcher, LostGroups
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import FinishSettings, StepFinisher
 from meshrl.orchestrator.ledger.journal import Journal
@@ -20,7 +20,6 @@ from meshrl.orchestrator.peers.connect import Mesh, Services
 from meshrl.orchestrator.peers.version_relay import RelaySettings, VersionRelay
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.build import build_scorer
-from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import screen_finished

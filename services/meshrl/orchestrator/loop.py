@@ -31,8 +31,7 @@ from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble, at_fault, split_groups
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
-from meshrl.orchestrator.work.tally import StepTally
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened, StepTally
 from meshrl.sampling.retry import RunError, first_cause
 from meshrl.wire.types import TrainerInfo
 

@@ -20,9 +20,8 @@ from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.batches import SubmittedStep
 from meshrl.orchestrator.work.plan import WorkPlan
 from meshrl.orchestrator.work.recipes import Recipes
-from meshrl.orchestrator.work.screening import DropReason, Screened
+from meshrl.orchestrator.work.screening import DropReason, Screened, StepTally
 from meshrl.orchestrator.work.slot_use import SlotUse
-from meshrl.orchestrator.work.tally import StepTally
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Batch, RunInfo
 

@@ -19,8 +19,7 @@ from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.screening import ReadyGroup
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import ReadyGroup, RunTotals
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import RunInfo, TrainerInfo

@@ -13,7 +13,7 @@ from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.ledger.writer import LedgerFileError
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout

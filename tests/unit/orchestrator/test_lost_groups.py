@@ -3,7 +3,7 @@
 import pytest
 
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.work.lost_groups import LostGroups
+from meshrl.orchestrator.dispatch import LostGroups
 from meshrl.sampling.retry import RunError
 
 UNREACHABLE_S = 60.0

@@ -16,7 +16,7 @@ from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, Train
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
 from meshrl.orchestrator.ledger.rows import StepRecord
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import RunTotals
 from meshrl.wire.types import RunInfo, TrainerInfo
 
 ROLLOUTS = 64

@@ -5,8 +5,7 @@ import pytest
 from meshrl.orchestrator.ledger.resume import goes_on, plan_resume, rows_fit
 from meshrl.orchestrator.ledger.rows import Past, PastGroup, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
-from meshrl.orchestrator.work.screening import DropReason
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import DropReason, RunTotals
 
 RUN = RunRow(run=1, run_id="main", session="s", epoch=3, first_step=1, metrics_offset=0)
 

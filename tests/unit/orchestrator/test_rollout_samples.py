@@ -17,8 +17,7 @@ from meshrl.algorithms.recipes.base import SampleStreams
 from meshrl.orchestrator.config import RolloutSamplesConfig
 from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter, chosen, within
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble
-from meshrl.orchestrator.work.screening import ReadyGroup
-from meshrl.orchestrator.work.tally import StepTally
+from meshrl.orchestrator.work.screening import ReadyGroup, StepTally
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.trainer.rollout_logprobs import rollout_logprobs
 from meshrl.wire.types import Batch, MessageSpan, Rollout, RolloutFailure, Sample, VersionSpan

@@ -11,8 +11,7 @@ from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.monitor import Monitor, SampleRow
 from meshrl.orchestrator.reports.sample_tables import log_extras
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
-from meshrl.orchestrator.work.screening import ReadyGroup
-from meshrl.orchestrator.work.tally import StepTally
+from meshrl.orchestrator.work.screening import ReadyGroup, StepTally
 from meshrl.wire.types import Batch, StepEvent, StepState
 
 

@@ -29,8 +29,7 @@ from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import RunRow, StepRecord, last_run
 from meshrl.orchestrator.ledger.rules import OPEN_STATES, RolloutState
 from meshrl.orchestrator.ledger.writer import LedgerFileError, check_layout, unusable
-from meshrl.orchestrator.work.screening import DropReason
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import DropReason, RunTotals
 from meshrl.wire.growing_file import GrowingFile
 from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.text_table import plain_table

@@ -16,7 +16,7 @@ from loguru import logger
 from meshrl.core.durable import write_file
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import StepRecord
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import RunTotals
 from meshrl.sampling.retry import RunError
 
 

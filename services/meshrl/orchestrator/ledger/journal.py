@@ -16,8 +16,7 @@ from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.rules import Balance, Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import AssembledBatch
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire import convert

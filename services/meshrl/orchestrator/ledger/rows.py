@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from meshrl.core.sqlite_files import seal
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
-from meshrl.orchestrator.work.screening import DropReason
-from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.orchestrator.work.screening import DropReason, RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 LAYOUT = 3

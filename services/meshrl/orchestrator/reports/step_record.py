@@ -19,9 +19,8 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
 from meshrl.orchestrator.work.batches import AssembledBatch
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, is_empty
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, RunTotals, StepTally, is_empty
 from meshrl.orchestrator.work.staleness import StalenessLaw
-from meshrl.orchestrator.work.tally import RunTotals, StepTally
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Activation, MicroBatch, Rollout, StepEvent
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.algorithms.recipes.base import SampleStreams, Streams
-from meshrl.orchestrator.work.screening import ReadyGroup
-from meshrl.orchestrator.work.tally import StepTally
+from meshrl.orchestrator.work.screening import ReadyGroup, StepTally
 from meshrl.wire.errors import MeshError
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Batch, Rollout, Sample

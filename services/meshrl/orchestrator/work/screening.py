@@ -1,14 +1,16 @@
 """Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step.
 
-Used by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason.
+Used by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason,
+for the record of a step and for the ledger.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshrl.algorithms.recipes.base import by_agent
 from meshrl.orchestrator.work.staleness import StalenessLaw
@@ -127,3 +129,44 @@ def has_zero_signal(rollouts: Iterable[Rollout], tolerance: float) -> bool:
         max(rewards) - min(rewards) <= tolerance
         for rewards in ([rollout.reward for rollout in group] for group in by_agent(rollouts).values())
     )
+
+
+@dataclass(kw_only=True)
+class StepTally:
+    """What was judged since the step before was taken."""
+
+    discarded: list[RolloutGroup] = field(default_factory=list)
+    zero_signal_groups: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    wait_for_rollouts_s: float = 0.0
+    wait_for_ckpt_s: float = 0.0
+    sleep_engines_s: float | None = None  # None: they were not asked to
+    idle_slots: tuple[float, float] | None = None  # shares: idle, and idle while the batch waited; None: not known
+
+    def drop(self, reason: DropReason) -> None:
+        self.dropped[reason.value] += 1
+
+    def take_back(self, of_step: StepTally) -> None:
+        """Adds what was judged for a step whose batch was taken apart."""
+        self.discarded[:0] = of_step.discarded
+        self.zero_signal_groups += of_step.zero_signal_groups
+        self.dropped.update(of_step.dropped)
+        self.wait_for_rollouts_s += of_step.wait_for_rollouts_s
+        self.wait_for_ckpt_s += of_step.wait_for_ckpt_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTotals:
+    """Totals since the start of the run."""
+
+    tokens: int = 0
+    samples: int = 0
+    problems: int = 0
+
+    def plus(self, groups: Sequence[ReadyGroup]) -> RunTotals:
+        rollouts = [rollout for ready in groups for rollout in ready.kept]
+        return RunTotals(
+            tokens=self.tokens + sum(rollout.num_tokens for rollout in rollouts),
+            samples=self.samples + len(rollouts),
+            problems=self.problems + len(groups),
+        )

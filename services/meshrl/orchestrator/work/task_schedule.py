@@ -1,15 +1,25 @@
-"""Which task comes next: environments mixed by ratio, each shuffled anew every pass; read by the plan of work."""
+"""Which task comes next: environments mixed by ratio, each shuffled anew every pass; read by the plan of work.
+
+The groups that the plan begins together are sent to the rollout services longest first, as far as lengths are known,
+because a batch waits for its last rollouts. That changes neither which tasks are drawn nor for which step.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.sampling.groups import TaskRef
+from meshrl.algorithms.recipes.base import sampled_tokens
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 MOST_DRAWS = 4
 """With follow_mixture: an environment whose groups come to nothing takes at most so many times its share of draws."""
+
+REMEMBERED_TASKS = 65_536
+REMEMBERED_GROUPS = 32
+"""Each group moves the mean of its environment by one part in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +117,32 @@ class TaskSchedule:
             for stream in self._streams
             if stream.source.num_tasks is not None
         }
+
+
+class LengthEstimates:
+    """Expected lengths in sampled tokens: of a task, that of its last group; of one not seen yet, its environment's."""
+
+    def __init__(self) -> None:
+        self._of_task: OrderedDict[TaskRef, float] = OrderedDict()
+        self._of_environment: dict[str, tuple[float, int]] = {}  # mean, groups seen
+
+    def observe(self, group: RolloutGroup) -> None:
+        """Notes the longest rollout of a group that is over: the group ends with it."""
+        if not group.rollouts:
+            return
+        task, length = group.ticket.task, float(max(map(sampled_tokens, group.rollouts)))
+        self._of_task[task] = length
+        self._of_task.move_to_end(task)
+        if len(self._of_task) > REMEMBERED_TASKS:
+            self._of_task.popitem(last=False)
+        mean, seen = self._of_environment.get(task.environment, (length, 0))
+        weight = 1 / min(seen + 1, REMEMBERED_GROUPS)
+        self._of_environment[task.environment] = (mean + weight * (length - mean), seen + 1)
+
+    def expected(self, task: TaskRef) -> float:
+        """Sampled tokens of the longest rollout of the next group of a task; 0 where nothing is known."""
+        return self._of_task.get(task, self._of_environment.get(task.environment, (0.0, 0))[0])
+
+    def longest_first(self, tickets: Iterable[GroupTicket]) -> list[GroupTicket]:
+        """The tickets by the step that they are for, within a step the longest first, else as they came."""
+        return sorted(tickets, key=lambda ticket: (ticket.for_step, -self.expected(ticket.task)))
