@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,8 +26,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
 from learning_rows import Job, jobs
 
+from local_ports import free_port
 from meshrl.launch.demo_report import EVAL_SCORE, read_records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,9 +188,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def serving(model: Path, folder: Path, cores: Sequence[int]) -> Iterator[str]:
     """The URL of an engine with a teacher's weights, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["-m", ENGINE, "--model.name", model, "--server.port", port, "--max-model-len", 256]
     command += ["--torch-threads", 1, "--output-dir", folder / "teacher"]
     log = folder / "teacher.log"

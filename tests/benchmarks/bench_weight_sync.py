@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,12 +31,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
 import torch
 from engine_load import Load
 from loguru import logger
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from local_ports import free_port
 from meshrl.client import WeightSyncClient
 from meshrl.core.telemetry.waits import Waits
 from meshrl.models.load import fill_at_random
@@ -302,12 +304,6 @@ def link_gbps() -> float | None:
         torch.cuda.synchronize(1)
         times.append(time.perf_counter() - began_s)
     return source.numel() / min(times) / 1e9
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def line_of(shape: str, transport: str, ranks: str, records: list[dict[str, float]], link: float | None) -> str:

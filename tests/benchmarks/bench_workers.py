@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
 from rollout_paths import TEMPLATE_TOKENS, save_tokenizer
+
+from local_ports import free_port
 
 HERE = Path(__file__).parent
 START_DEADLINE_S = 600.0
@@ -131,8 +134,7 @@ def program(folder: Path, workers: int, engines: list[str], options: argparse.Na
     """The `rollout` program, once it serves: its process and address."""
     from meshrl.core.readiness import READY_FILE
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     own = folder / f"workers_{workers}"
     own.mkdir()
     characters = max(1, options.prompt_tokens - TEMPLATE_TOKENS)

@@ -7,6 +7,7 @@ import sys
 from types import TracebackType
 from typing import Self
 
+from meshrl.client.machine.ports import bound, port_of
 from meshrl.core.config import ConfigError
 
 HOLDS = sys.platform == "linux"
@@ -26,18 +27,14 @@ class FreePorts:
 
     def __call__(self, host: str) -> int:
         """A free port of `host`. Raises ConfigError when the host is not one of this machine."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         while True:
-            probe = socket.socket(family, socket.SOCK_STREAM)
             try:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(HOLDS))
-                probe.bind((host, 0))
+                probe = bound(host, shared=HOLDS)
             except OSError as error:
-                probe.close()
                 raise ConfigError(
                     f"server.host {host!r}: no port can be bound there ({error}); use 127.0.0.1"
                 ) from error
-            port = int(probe.getsockname()[1])
+            port = port_of(probe)
             if HOLDS:
                 self._held.append(probe)
             else:

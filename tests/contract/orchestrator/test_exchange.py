@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import pytest
 from opentelemetry.trace import get_tracer
 
 from cut_link import CutLink
+from local_ports import free_port
 from meshrl.cli.status import _dialled_in
 from meshrl.client import ChannelOptions
 from meshrl.client.authority import Authority
@@ -280,8 +280,7 @@ async def test_a_run_of_workers_that_are_killed_and_cut_off_loses_nothing_and_bo
     mesh, script, make_config, tmp_path: Path
 ) -> None:
     """The whole orchestrator with its ledger; every worker listens nowhere."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = make_config(
         mesh.services.model_copy(update={"rollout": []}),
         max_steps=10,

@@ -12,7 +12,6 @@ import contextlib
 import hmac
 import json
 import mimetypes
-import socket
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,6 +29,7 @@ from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.pieces import TokenPieces
 from meshrl.cli.ui.views import WINDOW, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
 from meshrl.client.idle_connections import IdleConnections
+from meshrl.client.machine.ports import bound, port_of
 from meshrl.wire.values import JsonObject
 
 _T = TypeVar("_T")
@@ -307,7 +307,9 @@ async def serve(
     runs: Sequence[RunFolder], *, host: str, port: int, token: str | None, ready: Callable[[int], None]
 ) -> None:
     """Serves the page until it is cancelled; `ready` is called with the port once it listens. Raises OSError."""
-    port = port or _free_port(host)
+    if not port:
+        with bound(host) as probe:
+            port = port_of(probe)
     names = ("127.0.0.1", "localhost", "[::1]")
     hosts = frozenset(f"{name}:{port}" for name in names) if token is None else None
     idle = IdleConnections()
@@ -321,10 +323,3 @@ async def serve(
             await asyncio.Event().wait()
     finally:
         await site_runner.cleanup()
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
-        port: int = server.getsockname()[1]
-        return port

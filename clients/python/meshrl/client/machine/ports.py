@@ -1,0 +1,26 @@
+"""A free port of this machine, for a server that is about to start."""
+
+from __future__ import annotations
+
+import socket
+
+
+def bound(host: str, *, shared: bool = False) -> socket.socket:
+    """A socket that is bound to a free port of the host, and does not listen. Raises OSError.
+
+    While it is open the kernel gives the port to nobody who asks for any; `shared` lets a server that asks for it by
+    number have it all the same, which only Linux does.
+    """
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(shared))
+        probe.bind((host, 0))
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
+def port_of(probe: socket.socket) -> int:
+    """The port that a socket is bound to."""
+    return int(probe.getsockname()[1])
