@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig, TlsConfig
+from meshrl.core.config.shared import (
+    EnvConfig,
+    LogConfig,
+    ModelConfig,
+    SamplingConfig,
+    ServerConfig,
+    TlsConfig,
+    refuse_repeated_names,
+)
 from meshrl.core.private_folders import ReadableBy
 from meshrl.rollout.exchange.config import ExchangeLinkConfig
 
@@ -167,13 +175,7 @@ class RolloutConfig(BaseConfig):
             raise ValueError(
                 "rollout.env must list at least one environment, got none; add [[env]] with id = '<taskset>'"
             )
-        names = [env.resolved_name for env in self.env]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(
-                f"rollout.env must have distinct names, got {', '.join(repeated)} more than once;"
-                " give each [[env]] its own name"
-            )
+        refuse_repeated_names(self.env, "rollout.env", "give each [[env]] its own name")
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from meshrl.core.config.shared import (
     ModelConfig,
     SamplingConfig,
     ServerConfig,
+    refuse_repeated_names,
 )
 from meshrl.core.private_folders import ReadableBy
 from meshrl.inference.config import InferenceConfig
@@ -180,12 +181,8 @@ class TrialsConfig(BaseConfig):
                 "needs at least one environment, got none; name them with environment_ids"
                 " (--environment-ids a,b), or add [[env]] with id = '<taskset>'"
             )
-        names = [env.resolved_name for env in self.environments]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"env and environment_ids must have distinct names, got {', '.join(repeated)} more than once; name each"
-                " once, or give each [[env]] its own name"
-            )
+        remedy = "name each once, or give each [[env]] its own name"
+        refuse_repeated_names(self.environments, "env and environment_ids", remedy)
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -300,6 +301,13 @@ class EnvConfig(BaseConfig):
     def resolved_name(self) -> str:
         """The name, or the id where none is given."""
         return self.name or self.id
+
+
+def refuse_repeated_names(envs: Sequence[EnvConfig], keys: str, remedy: str) -> None:
+    """Raises ValueError where two environments of `keys` have the same name; `remedy` ends its sentence."""
+    names = [env.resolved_name for env in envs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{keys} must have distinct names, got {', '.join(repeated)} more than once; {remedy}")
 
 
 class WeightBroadcastConfig(BaseConfig):

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import GROUP_SIZE_SPELLINGS, EnvConfig, SamplingConfig
+from meshrl.core.config.shared import GROUP_SIZE_SPELLINGS, EnvConfig, SamplingConfig, refuse_repeated_names
 from meshrl.orchestrator.config.algorithms import AlgoConfig
 
 
@@ -90,12 +90,7 @@ class EvalConfig(BaseConfig):
             raise ValueError(
                 "orchestrator.eval.env must name at least one environment, got none; add [[orchestrator.eval.env]]"
             )
-        names = [env.resolved_name for env in self.env]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"orchestrator.eval.env must have distinct names, got {', '.join(repeated)} more than once;"
-                " give each [[orchestrator.eval.env]] its own name"
-            )
+        refuse_repeated_names(self.env, "orchestrator.eval.env", "give each [[orchestrator.eval.env]] its own name")
         return self
 
     def interval_of(self, env: EvalEnvConfig) -> int:

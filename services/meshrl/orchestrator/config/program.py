@@ -19,6 +19,7 @@ from meshrl.core.config.shared import (
     TlsConfig,
     WandbConfig,
     log_extras_of,
+    refuse_repeated_names,
 )
 from meshrl.core.private_folders import ReadableBy
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
@@ -322,13 +323,8 @@ class OrchestratorConfig(BaseConfig):
                 f"orchestrator.train.env: seq_len of {long[0].resolved_name!r} is {long[0].seq_len}, but a row holds"
                 f" orchestrator.seq_len = {self.seq_len} tokens; lower it, or raise orchestrator.seq_len"
             )
-        names = [env.resolved_name for env in self.train.env]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(
-                f"orchestrator.train.env must have distinct names, got {', '.join(repeated)} more than once;"
-                " give each [[orchestrator.train.env]] its own name"
-            )
+        remedy = "give each [[orchestrator.train.env]] its own name"
+        refuse_repeated_names(self.train.env, "orchestrator.train.env", remedy)
         return self
 
     @property
