@@ -12,7 +12,7 @@ query heads share H key-value heads, and L queries see S keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -214,12 +214,14 @@ def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def enable_packed_attention(model: PreTrainedModel) -> None:
-    """Switches the model's attention to packed rows; each forward then needs `packed_layout=`.
+    """Switches the model's attention to packed rows; each forward then needs `packed_layout=`."""
+    use_attention(model, ATTENTION_NAME, packed_attention)
 
-    Adds one entry to transformers' own table of attention functions, which is the way it offers.
-    """
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    model.set_attn_implementation(ATTENTION_NAME)
+
+def use_attention(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> None:
+    """Makes the model's layers attend by `function`, which gets a name in transformers' own table of such functions."""
+    AttentionInterface.register(name, function)
+    model.set_attn_implementation(name)
 
 
 def packed_attention(

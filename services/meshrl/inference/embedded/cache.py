@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from meshrl.models.attention import ScoreRule, refuse_strange_scores, window_mask
+from meshrl.models.attention import ScoreRule, refuse_strange_scores, use_attention, window_mask
 
 ATTENTION_NAME = "meshrl_slots"
 PLAN_ARGUMENT = "slot_plan"
@@ -232,6 +231,5 @@ def bytes_per_slot(states: Sequence[tuple[torch.Tensor, torch.Tensor]], max_len:
 
 
 def register_attention(model: PreTrainedModel) -> None:
-    """Makes the model's layers attend through the slots. transformers keeps such functions in one registry by name."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, slot_attention)
-    model.set_attn_implementation(ATTENTION_NAME)
+    """Makes the model's layers attend through the slots."""
+    use_attention(model, ATTENTION_NAME, slot_attention)
