@@ -50,7 +50,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[JsonObject], **option
     """
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
-    except Exception:
+    except Exception:  # a template is a program, which may raise anything
         if not any(message.get("tool_calls") for message in messages):
             raise
         return tokenizer.apply_chat_template([_with_json(message) for message in messages], **options)

@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
+from conversations import load_conversations
 from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.environments.word_trail.demonstrations import write_demonstrations
 from meshrl.environments.word_trail.trail import trails
 from meshrl.sft.config import DataConfig
-from meshrl.sft.data.sources import load_conversations
 from meshrl.sft.data.tokenization import ConversationTokenizer
 
 # verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from conversations import load_conversations
 from meshrl.environments.reverse_text.demonstrations import demonstrations
 from meshrl.environments.reverse_text.model import create_model
 from meshrl.environments.reverse_text.sentences import sentences
 from meshrl.sft.data.config import DataConfig
-from meshrl.sft.data.sources import load_conversations
 
 FILE = """
 max_steps = 100

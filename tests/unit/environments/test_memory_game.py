@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
+from conversations import load_conversations
 from meshrl.algorithms.packing import TrainSample
 from meshrl.environments.memory_game import demonstrations as game_demonstrations
 from meshrl.environments.memory_game.game import games, right_reply
@@ -16,7 +17,6 @@ from meshrl.environments.plugins import plugin_id
 from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.environments.words import every_word, words_of
 from meshrl.sft.config import DataConfig
-from meshrl.sft.data.sources import load_conversations
 from meshrl.sft.data.tokenization import ConversationTokenizer
 
 TOKENIZER = create_tokenizer()

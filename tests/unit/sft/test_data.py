@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from conversations import load_conversations
 from meshrl.sft.config import DataConfig
 from meshrl.sft.data.conversations import DataError
-from meshrl.sft.data.sources import load_conversations
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "ho"}

@@ -190,6 +190,16 @@ def test_generation_marks_are_taken_where_a_template_has_them() -> None:
     assert list(tokenize.ways) == ["the generation marks of the chat template"]
 
 
+def test_a_template_with_marks_that_leaves_calls_out_is_refused_too() -> None:
+    marked = (
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}{% generation %}{{ m.content ~ '<|im_end|>' }}"
+        "{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = family_tokenizer(marked, eos_token="<|im_end|>")
+    with pytest.raises(DataError, match="message 1: calls tools, which the chat template leaves out"):
+        learned_by(CONVERSATIONS["tools"], tokenizer)
+
+
 GLM = (
     "[gMASK]<sop>{% for m in messages %}{{ '<|' ~ ('observation' if m.role == 'tool' else m.role) ~ '|>\n' ~ m.content"
     " ~ (m.tool_calls | tojson if m.tool_calls else '') }}{% endfor %}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.sft.data.config import DataConfig
-from meshrl.sft.data.conversations import Conversation, DataError, Row, to_conversation
+from meshrl.sft.data.conversations import DataError, Row
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -213,13 +213,3 @@ def every_row(parts: Mapping[str, DataRows]) -> Iterator[tuple[int, int]]:
 def row_name(rows: DataRows, part: str, row: int, *, mixed: bool) -> str:
     """What errors call a row of a part of the data."""
     return f"{rows.where(row)} of {part}" if mixed else rows.where(row)
-
-
-def load_conversations(config: DataConfig) -> list[Conversation]:
-    """Every row of the data. Raises DataError for data that is missing, malformed or empty."""
-    parts = open_parts(config)
-    names, rows = list(parts), list(parts.values())
-    return [
-        to_conversation(rows[part][row], row_name(rows[part], names[part], row, mixed=len(names) > 1))
-        for part, row in every_row(parts)
-    ]

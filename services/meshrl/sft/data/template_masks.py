@@ -57,6 +57,14 @@ class TemplateMasks:
 
     def whole(self, conversation: Conversation) -> list[int]:
         """Tokens of all messages. Raises DataError where the template does not take them."""
+        self._check_calls(conversation)
+        try:
+            return self._render(conversation, conversation.messages)
+        # No template, or one that does not take the messages (Jinja's errors are plain exceptions of many kinds).
+        except Exception as error:
+            raise DataError(f"{conversation.row}: the tokenizer cannot render messages: {error}") from error
+
+    def _check_calls(self, conversation: Conversation) -> None:
         template = self._tokenizer.chat_template
         calls = [place for place, message in enumerate(conversation.messages) if message.get("tool_calls")]
         if calls and isinstance(template, str) and "tool_calls" not in template:
@@ -64,11 +72,6 @@ class TemplateMasks:
                 f"{conversation.row}, message {calls[0]}: calls tools, which the chat template leaves out; give"
                 " tokenizer.chat_template one that writes tool_calls, or take the calls out of the data"
             )
-        try:
-            return self._render(conversation, conversation.messages)
-        # No template, or one that does not take the messages (Jinja's errors are plain exceptions of many kinds).
-        except Exception as error:
-            raise DataError(f"{conversation.row}: the tokenizer cannot render messages: {error}") from error
 
     def by_marks(
         self, conversation: Conversation, learned: Sequence[bool]
@@ -79,6 +82,7 @@ class TemplateMasks:
         roles = [message["role"] for message in conversation.messages]
         if any(learns and role != "assistant" for learns, role in zip(learned, roles, strict=True)):
             return None
+        self._check_calls(conversation)
         whole, marked = self._marked(conversation)
         edges = np.flatnonzero(np.diff(marked.astype(np.int8), prepend=0, append=0))
         runs = list(zip(edges[::2], edges[1::2], strict=True))
