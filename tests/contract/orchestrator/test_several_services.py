@@ -121,8 +121,8 @@ async def test_a_service_that_is_killed_loses_nothing_and_is_used_again_once_it_
     script.step_holds = {4: asyncio.Event(), 9: asyncio.Event()}
     stays, dies = Host(script, {"echo": 50}), Host(script, {"echo": 50})
     async with hosts(stays, dies) as addresses:
-        config = make_config(services_with(mesh, addresses), max_steps=16, max_async_level=2, deadlines=PATIENT)
-        async with start(config) as (loop, journal):
+        config = make_config(services_with(mesh, addresses), max_steps=64, max_async_level=2, deadlines=PATIENT)
+        async with start(config) as (loop, journal):  # steps enough that the one that is back has its turn
             running = asyncio.create_task(loop.train())
             await until(lambda: script.trained_version == 3 and dies.asked and stays.asked)
             dies.gate = asyncio.Event()
@@ -140,7 +140,7 @@ async def test_a_service_that_is_killed_loses_nothing_and_is_used_again_once_it_
         assert len(dies.asked) > asked, "the service that is back plays again"
         report = audit(tmp_path)
         assert report.violations == (), report.table()
-        assert report.counts["trained", ""] == 16 * 8
+        assert report.counts["trained", ""] == 64 * 8
         assert not [reason for state, reason in report.counts if state == "failed"], report.table()
     assert any("rollouts to come, which are sampled again" in line for line in said)
     assert any(f"the rollout service at {dies.address} is draining" in line for line in said)
