@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from loguru import logger
 from torch import nn
-from transformers import PreTrainedModel
 
 from meshrl.models.families import learned_positions
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
@@ -35,8 +34,8 @@ def build_learner(
 ) -> Learner:
     """A learner on `parallel.device`; every rank of the group calls this with the same arguments.
 
-    What the configuration leaves to `auto` is chosen before (`auto_settings`): here it is off. `seq_len` is the length
-    of the longest sample, where it is known. `max_logits_bytes` None takes what suits the device; `random_weights`
+    What the configuration leaves to `auto` is chosen before (`auto_settings`): here it is off. `seq_len` is the most
+    tokens of a sample, where it is known. `max_logits_bytes` None takes what suits the device; `random_weights`
     reads the model's configuration only. Raises ModelError, and ValueError for settings that do not fit the model or
     the group.
     """
@@ -46,8 +45,12 @@ def build_learner(
     # Master weights are float32, since small updates drown in bfloat16; weights that adapters leave alone need none.
     stored_dtype = torch.float32 if config.lora is None else compute_dtype
     model = empty_model(config, dtype=stored_dtype)
-    if seq_len is not None:
-        _check_positions(model, config.name, seq_len, warn=parallel.plan.leads)
+    learned = learned_positions(model)
+    if seq_len is not None and learned is not None and seq_len > learned:
+        raise ValueError(
+            f"seq_len {seq_len} is beyond the {learned} positions that model.name {config.name!r} has learned; set it"
+            f" to {learned}"
+        )
     add_adapters(model, config)
     if config.lora is not None and parallel.plan.leads:
         logger.info(coverage(model))
@@ -76,21 +79,6 @@ def build_learner(
         reset_lora(model, seed)
     seed_rank(seed, 0, parallel.plan.rank)  # dropout must not fall alike on every rank
     return Learner(policy, parallel)
-
-
-def _check_positions(model: PreTrainedModel, name: str, seq_len: int, *, warn: bool) -> None:
-    limit = learned_positions(model)
-    if limit is not None and seq_len > limit:
-        raise ValueError(
-            f"seq_len {seq_len} is beyond the {limit} positions that model.name {name!r} has learned; set it to {limit}"
-        )
-    meant = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if warn and meant is not None and seq_len > meant:
-        logger.warning(
-            "seq_len {} is beyond the {} positions (max_position_embeddings) that {} was made for: samples that are "
-            "longer train it on positions that it has not seen",
-            seq_len, meant, name,
-        )  # fmt: skip
 
 
 def add_adapters(model: nn.Module, config: TrainerModelConfig) -> None:

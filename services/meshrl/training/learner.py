@@ -17,6 +17,7 @@ from typing import SupportsFloat
 
 import numpy as np
 import torch
+from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, objective_loss
@@ -78,6 +79,7 @@ class Learner:
         self.parallel = parallel or RankGroup(device=self.model.device)
         self.device = self.parallel.device
         self._routing = RoutingWatch(self.model)
+        self._unseen_named = False
         policy.train()
 
     def step(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -102,6 +104,8 @@ class Learner:
         counts = counts or count(micro_batches)
         own = self.parallel.plan.own_rows(micro_batches)
         longest = max((len(micro_batch.token_ids) for micro_batch in own), default=0)
+        if self.parallel.plan.leads and not self._unseen_named:
+            self._name_unseen_positions(micro_batches)
         self._routing.begin()
         with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
             rows = [self._forward_backward(run, micro_batch, counts) for micro_batch in own]
@@ -202,6 +206,17 @@ class Learner:
             )
         finally:
             self.policy.train()
+
+    def _name_unseen_positions(self, micro_batches: Sequence[MicroBatch]) -> None:
+        meant = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = 1 + max((int(row.position_ids.max()) for row in micro_batches if len(row.position_ids)), default=0)
+        if meant is not None and longest > meant:
+            self._unseen_named = True
+            logger.warning(
+                "a sample of {} tokens is beyond the {} positions (max_position_embeddings) that the model was made"
+                " for: it is trained on positions that it has not seen; lower seq_len to {}",
+                longest, meant, meant,
+            )  # fmt: skip
 
     def _forward_backward(self, run: RunState, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
         row = self._forward(run, micro_batch, counts)

@@ -82,7 +82,7 @@ def test_a_token_beyond_the_embedding_is_named_with_its_row(folder: Path) -> Non
     assert not (folder / "out/weights").exists()
 
 
-def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_named(folder: Path) -> None:
+def test_rows_beyond_learned_positions_are_refused(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tiny_model("gpt2", None, vocab_size=len(tokenizer)).save_pretrained(folder / "model")
     with pytest.raises(
@@ -90,12 +90,21 @@ def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_named(
     ):
         train(config(folder, seq_len=129), (), RankGroup())
     train(config(folder, seq_len=128), (), RankGroup())
+
+
+def test_a_sample_beyond_rotary_positions_is_named_once_and_a_row_of_short_ones_is_not(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tiny_model("llama", None, vocab_size=len(tokenizer)).save_pretrained(folder / "model")
     said: list[str] = []
     sink = logger.add(said.append, level="WARNING")
+    train(config(folder, seq_len=1536), (), RankGroup())
+    assert not [line for line in said if "positions" in line]
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo" * 200}]}
+    (folder / "chat.jsonl").write_text(json.dumps(row) + "\n")
     train(config(folder, seq_len=129), (), RankGroup())
     logger.remove(sink)
-    assert any("seq_len 129 is beyond the 128 positions (max_position_embeddings)" in line for line in said)
+    (line,) = [line for line in said if "positions" in line]
+    assert "a sample of 129 tokens is beyond the 128 positions (max_position_embeddings)" in line
 
 
 def test_adapters_on_a_hybrid_reach_its_linear_attention(folder: Path) -> None:
