@@ -21,6 +21,7 @@ import numpy as np
 from loguru import logger
 from transformers import AutoConfig
 
+from meshrl.core.config.shared import ModelConfig
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.inference.build import open_engine
 from meshrl.inference.config import EngineBenchConfig, InferenceConfig
@@ -70,7 +71,9 @@ async def bench(config: InferenceConfig, settings: EngineBenchConfig, stop: asyn
         logger.error("{}", error)
         return 2
     try:
-        report = await unless_stopped(stop, measure(engine, settings, config))
+        report = await unless_stopped(
+            stop, measure(engine, settings, config.model, deadline_s=config.request_deadline_s)
+        )
     except StoppedError:
         return 0
     except (MeshError, ValueError) as error:  # requests that this engine does not take, or that outlast their deadline
@@ -86,20 +89,22 @@ async def bench(config: InferenceConfig, settings: EngineBenchConfig, stop: asyn
     return 0
 
 
-async def measure(engine: Engine, settings: EngineBenchConfig, config: InferenceConfig) -> EngineBenchReport:
-    """Warms the engine up, then measures it. Raises MeshError for requests that it does not take."""
+async def measure(
+    engine: Engine, settings: EngineBenchConfig, model: ModelConfig, *, deadline_s: float
+) -> EngineBenchReport:
+    """Warms the engine up, then measures it; a request may take `deadline_s`. Raises MeshError for requests that it
+    does not take, and ValueError."""
     model_config = await asyncio.to_thread(
-        AutoConfig.from_pretrained, config.model.name, trust_remote_code=config.model.trust_remote_code
+        AutoConfig.from_pretrained, model.name, trust_remote_code=model.trust_remote_code
     )
     requests = fake_requests(settings, engine, vocab_size=int(model_config.get_text_config().vocab_size))
     concurrency = settings.concurrency or min(engine.stats().slots, len(requests))
-    deadline_s = config.request_deadline_s
     short = SamplingParams(max_tokens=4, ignore_eos=True)
     await _run([replace(one, sampling=short) for one in requests[:concurrency]], engine, concurrency, deadline_s)
     run = await _run(requests, engine, concurrency, deadline_s)
     latencies, sampled = np.array(run.latencies_s), sum(one.sampling.max_tokens for one in requests)
     return EngineBenchReport(
-        model=config.model.name,
+        model=model.name,
         requests=len(requests),
         concurrency=concurrency,
         prompt_tokens=sum(len(one.prompt_ids) for one in requests),

@@ -46,44 +46,36 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     model = load_model(config.model)
+    max_model_len = config.max_model_len
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max_model_len > limit:  # a default is lowered to what the model can do
+        if "max_model_len" in config.model_fields_set:
+            raise ValueError(
+                f"max_model_len {max_model_len} is beyond the {limit} positions of {config.model.name}; lower it"
+            )
+        max_model_len = limit
     return EmbeddedEngine(
         model,
-        max_model_len=_max_model_len(config, model),
+        max_model_len=max_model_len,
         num_slots=SLOTS if config.max_num_seqs == "auto" else config.max_num_seqs,
         max_queue=config.max_queue,
         max_num_batched_tokens=config.max_num_batched_tokens or PREFILL_TOKENS,
-        kv_cache_bytes=config.kv_cache_bytes or _cache_bytes(config, model),
+        kv_cache_bytes=config.kv_cache_bytes or _cache_bytes(model, versions=config.weight_broadcast is not None),
         eos_token_ids=eos_token_ids(model),
         seed=config.seed,
         version=0 if config.weight_broadcast is None else None,
     )
 
 
-def _max_model_len(config: InferenceConfig, model: PreTrainedModel) -> int:
-    """The configured length; one that was left at its default is lowered to what the model can do."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is None or config.max_model_len <= limit:
-        return config.max_model_len
-    if "max_model_len" in config.model_fields_set:
-        raise ValueError(
-            f"max_model_len {config.max_model_len} is beyond the {limit} positions of {config.model.name}; lower it"
-        )
-    return limit
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    memory = machine_memory()
-    if memory is None:
-        raise ValueError("this system does not report its memory; set inference.kv_cache_bytes")
-    return memory.available
-
-
-def _cache_bytes(config: InferenceConfig, model: PreTrainedModel) -> int:
+def _cache_bytes(model: PreTrainedModel, *, versions: bool) -> int:
     """Half of what is free once a second copy of the weights, into which versions come, has its room."""
-    shadow = 0 if config.weight_broadcast is None else sum(p.nbytes for p in model.parameters())
-    free = _free_bytes(model.device)
+    shadow = sum(p.nbytes for p in model.parameters()) if versions else 0
+    if model.device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(model.device)[0])
+    elif (memory := machine_memory()) is not None:
+        free = memory.available
+    else:
+        raise ValueError("this system does not report its memory; set inference.kv_cache_bytes")
     if shadow >= free:
         raise ValueError(
             f"{free / GIB:.2f} GiB are free on {model.device} beside the model, and versions come into a second copy"

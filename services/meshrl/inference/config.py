@@ -256,6 +256,12 @@ class InferenceConfig(BaseConfig):
         own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
         return (*own, *(f"vllm.{key}" for key in self.vllm))
 
+    @property
+    def takes_whole_versions(self) -> bool:
+        """Whether vLLM has a second copy of the weights beside the live ones: adapters need none."""
+        adapters = self.lora_rank is not None or bool(self.vllm_argument("enable_lora"))
+        return self.weight_broadcast is not None and not adapters
+
     def vllm_arguments(self) -> JsonObject:
         """vLLM's engine arguments: what is set here and in the `vllm` table, and the model; not what is auto."""
         given = {key: self._own(key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}

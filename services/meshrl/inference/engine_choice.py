@@ -24,8 +24,8 @@ def choose_engine(config: InferenceConfig) -> EngineChoice:
     """The engine of the key `engine`, or the choice of `auto` on this machine. Raises ValueError for keys that the
     engine does not have."""
     has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
-    choice = decide(config, has_vllm=has_vllm, has_gpu=has_gpu)
-    if cost := cost_of(choice, config, has_gpu=has_gpu):
+    choice = decide(config.engine, config.model.device, has_vllm=has_vllm, has_gpu=has_gpu)
+    if config.engine == "auto" and (cost := cost_of(choice, config.model.device, has_gpu=has_gpu)):
         logger.warning(cost)
     if choice.engine == "embedded" and config.vllm_only:
         raise ValueError(f"{only_vllm(config.vllm_only)} (engine = '{config.engine}': {choice.reason})")
@@ -37,9 +37,9 @@ def choose_engine(config: InferenceConfig) -> EngineChoice:
     return choice
 
 
-def cost_of(choice: EngineChoice, config: InferenceConfig, *, has_gpu: bool) -> str:
-    """A warning about the embedded engine's speed on a GPU if `auto` chose it; empty without a reason for one."""
-    if choice.engine != "embedded" or config.engine != "auto" or not has_gpu or config.model.device.startswith("cpu"):
+def cost_of(choice: EngineChoice, device: str, *, has_gpu: bool) -> str:
+    """A warning about the embedded engine's speed on a GPU, where `auto` chose it; empty without a reason for one."""
+    if choice.engine != "embedded" or not has_gpu or device.startswith("cpu"):
         return ""
     return (
         "there is a GPU but no vLLM here, so the embedded engine runs: it decodes at most 128 sequences at once, each"
@@ -50,16 +50,16 @@ def cost_of(choice: EngineChoice, config: InferenceConfig, *, has_gpu: bool) -> 
     )
 
 
-def decide(config: InferenceConfig, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
-    """The choice for an interpreter with or without vLLM and a machine with or without a GPU."""
-    if config.engine != "auto":
-        return EngineChoice(engine=config.engine, reason="as configured")
+def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
+    """The choice for an interpreter with or without vLLM, a machine with or without a GPU, and a model's device."""
+    if engine != "auto":
+        return EngineChoice(engine=engine, reason="as configured")
     if not has_vllm:
         return EngineChoice(engine="embedded", reason="vLLM is not installed here (uv sync --extra vllm installs it)")
     if not has_gpu:
         return EngineChoice(
             engine="embedded", reason="there is no GPU; inference.engine = 'vllm' runs vLLM on a CPU as well"
         )
-    if config.model.device.startswith("cpu"):
-        return EngineChoice(engine="embedded", reason=f"model.device is {config.model.device!r}")
+    if device.startswith("cpu"):
+        return EngineChoice(engine="embedded", reason=f"model.device is {device!r}")
     return EngineChoice(engine="vllm", reason="vLLM is installed and there is a GPU")

@@ -48,14 +48,35 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     try:
         with waits_of(tracer).waiting("start", f"its engine of {config.model.name} to come up"):
             engine = await unless_stopped(stop, open_engine(config))
-        codec = await _codec(config, engine.max_model_len)
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
+        except ModelError as error:  # the token-in route works without one
+            logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
+            codec = None
+        else:
+            codec = TextCodec(
+                tokenizer,
+                replies=await asyncio.to_thread(ChatReplies.load, tokenizer, config.renderer),
+                max_prompt_bytes=config.max_prompt_bytes
+                or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * engine.max_model_len),
+                trust_request_chat_template=config.trust_request_chat_template,
+            )
     except StoppedError:  # a large model takes minutes: whoever stops the program need not wait for it
         return 0
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
     follower = HubFollower(engine, config, waits=waits_of(tracer))
-    server = _server(config, engine, codec, api_key, follower)
+    server = InferenceServer(
+        engine,
+        model_name=config.served_model_name or config.model.name,
+        codec=codec,
+        loader=WeightLoader(engine, config.model.name),
+        request_deadline_s=config.request_deadline_s,
+        api_key=api_key,
+        admin_key=os.environ.get(ADMIN_KEY),
+        follower=follower,
+    )
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     freeze_loaded()
@@ -82,35 +103,6 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     await engine.close(config.drain_deadline_s)
     await runner.cleanup()
     return code
-
-
-def _server(
-    config: InferenceConfig, engine: Engine, codec: TextCodec | None, api_key: str | None, follower: HubFollower
-) -> InferenceServer:
-    return InferenceServer(
-        engine,
-        model_name=config.served_model_name or config.model.name,
-        codec=codec,
-        loader=WeightLoader(engine, config.model.name),
-        request_deadline_s=config.request_deadline_s,
-        api_key=api_key,
-        admin_key=os.environ.get(ADMIN_KEY),
-        follower=follower,
-    )
-
-
-async def _codec(config: InferenceConfig, max_model_len: int) -> TextCodec | None:
-    try:
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
-    except ModelError as error:  # the token-in route works without one
-        logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
-        return None
-    return TextCodec(
-        tokenizer,
-        replies=await asyncio.to_thread(ChatReplies.load, tokenizer, config.renderer),
-        max_prompt_bytes=config.max_prompt_bytes or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * max_model_len),
-        trust_request_chat_template=config.trust_request_chat_template,
-    )
 
 
 async def _until_stopped(engine: Engine, follower: HubFollower, address: str, stop: asyncio.Event) -> int:

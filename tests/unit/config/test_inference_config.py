@@ -138,11 +138,12 @@ def test_free_arguments_survive_the_resolved_file(tmp_path: Path) -> None:
 def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
     argv: list[str], has_vllm: bool, has_gpu: bool, engine: str, reason: str
 ) -> None:
-    choice = decide(load(*argv), has_vllm=has_vllm, has_gpu=has_gpu)
+    config = load(*argv)
+    choice = decide(config.engine, config.model.device, has_vllm=has_vllm, has_gpu=has_gpu)
     assert choice.engine == engine
     assert reason in choice.reason
-    cost = cost_of(choice, load(*argv), has_gpu=has_gpu)
-    assert ("uv sync --extra vllm" in cost) == (not argv and has_gpu and not has_vllm), "only where nobody chose it"
+    cost = cost_of(choice, config.model.device, has_gpu=has_gpu)
+    assert ("uv sync --extra vllm" in cost) == (engine == "embedded" and has_gpu and config.model.device != "cpu")
 
 
 def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from loguru import logger
 
-from meshrl.inference.config import InferenceConfig
+from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, shape_of
 from meshrl.inference.vllm.installed import VllmError, check_supported
 from meshrl.models.load import empty_model
@@ -35,16 +35,10 @@ RESERVED: Mapping[str, str] = {
 }
 
 
-def takes_whole_versions(config: InferenceConfig) -> bool:
-    """Whether a second copy of the weights will lie beside the live ones: adapters need none."""
-    adapters = config.lora_rank is not None or bool(config.vllm_argument("enable_lora"))
-    return config.weight_broadcast is not None and not adapters
-
-
 def engine_arguments(given: JsonObject, *, versions: bool = False, torch_threads: int | None = None) -> AsyncEngineArgs:
     """vLLM's AsyncEngineArgs from snake_case keys, for that many threads on a CPU (None: vLLM's own choice).
 
-    `versions`: as `takes_whole_versions`. Raises VllmError naming every key that is wrong.
+    `versions`: as `InferenceConfig.takes_whole_versions`. Raises VllmError naming every key that is wrong.
     """
     check_supported()
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -74,10 +68,10 @@ def engine_arguments(given: JsonObject, *, versions: bool = False, torch_threads
         raise VllmError(f"inference.vllm: {error}") from error
 
 
-def automatic(config: InferenceConfig, given: JsonObject) -> dict[str, bool | int | float]:
+def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -> dict[str, bool | int | float]:
     """Slots, tokens a step and share of memory where `given` has none, for the model and the device that are there.
 
-    Raises ModelError when the model is not one.
+    `versions`: as `InferenceConfig.takes_whole_versions`. Raises ModelError when the model is not one.
     """
     check_supported()
     from vllm.platforms import current_platform
@@ -87,14 +81,14 @@ def automatic(config: InferenceConfig, given: JsonObject) -> dict[str, bool | in
     if current_platform.is_cpu():
         logger.info("max_num_seqs is {} on a CPU", given.get("max_num_seqs", CPU_SLOTS))
         return {"max_num_seqs": CPU_SLOTS}
-    model = empty_model(config.model, dtype=torch.bfloat16)
+    model = empty_model(model_config, dtype=torch.bfloat16)
     shape = shape_of(
         model.config.get_text_config(),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        bytes_per_value=4 if config.model.dtype == "float32" else 2,
+        bytes_per_value=4 if model_config.dtype == "float32" else 2,
     )
     gpus = int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
-    memory, versions = int(current_platform.get_device_total_memory()), takes_whole_versions(config)
+    memory = int(current_platform.get_device_total_memory())
     if versions and not fits(shape, gpu_bytes=memory, gpus=gpus):
         logger.warning(
             "weights and the second copy that versions come into need {:.0f} GiB on each of {} GPU(s) of {:.0f} GiB;"
@@ -104,12 +98,12 @@ def automatic(config: InferenceConfig, given: JsonObject) -> dict[str, bool | in
     size = engine_size(
         shape,
         gpu_bytes=memory,
-        max_model_len=config.max_model_len,
+        max_model_len=given["max_model_len"],
         gpus=gpus,
         versions=versions,
         share=given.get("gpu_memory_utilization"),
     )
-    whole_prompts = config.max_model_len if given.get("enable_chunked_prefill") is False else 1
+    whole_prompts = given["max_model_len"] if given.get("enable_chunked_prefill") is False else 1
     batched = int(given.get("max_num_batched_tokens", max(size.max_num_batched_tokens, whole_prompts)))
     slots = int(given.get("max_num_seqs", min(size.max_num_seqs, batched)))
     chosen = {

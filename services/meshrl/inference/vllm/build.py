@@ -13,7 +13,7 @@ from loguru import logger
 
 from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config, takes_whole_versions
+from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
 from meshrl.inference.vllm.installed import VllmError
 from meshrl.models.folder import ModelFolder, WeightReader, renamed_in_layers
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
@@ -31,7 +31,7 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
     """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses, and ModelError."""
-    _prepare_environment(config)
+    _prepare_environment(config.torch_threads, eager=bool(config.vllm_argument("enforce_eager")))
     with loading():
         vllm_config = await asyncio.to_thread(_vllm_config, config)
         from meshrl.inference.vllm.adapters import AdapterStore
@@ -60,7 +60,7 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
 
 def run_headless(config: InferenceConfig) -> None:
     """Runs this node's share of a data-parallel engine whose front end is on another node; returns when that ends."""
-    _prepare_environment(config)
+    _prepare_environment(config.torch_threads, eager=bool(config.vllm_argument("enforce_eager")))
     vllm_config = _vllm_config(config, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
@@ -93,21 +93,21 @@ def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConf
     if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
         given["dtype"] = str(resolve_dtype(config.model)).removeprefix("torch.")
     arguments = engine_arguments(
-        {**automatic(config, given), **given},
-        versions=takes_whole_versions(config),
+        {**automatic(config.model, given, versions=config.takes_whole_versions), **given},
+        versions=config.takes_whole_versions,
         torch_threads=config.torch_threads,
     )
     return engine_config(arguments, headless=headless)
 
 
-def _prepare_environment(config: InferenceConfig) -> None:
+def _prepare_environment(torch_threads: int | None, *, eager: bool) -> None:
     """vLLM's processes take what they read from their environment from here: to start quietly, with these threads."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if config.torch_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(config.torch_threads)
+    if torch_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(torch_threads)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM counts and binds threads by itself
-    if config.vllm_argument("enforce_eager") and not torch.accelerator.is_available():
+    if eager and not torch.accelerator.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a few functions on a CPU even then
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
@@ -144,7 +144,7 @@ def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple
     whose versions vLLM would not take, and ModelError.
     """
     skeleton = empty_model(config.model, dtype=dtype)
-    versions = takes_whole_versions(config)
+    versions = config.takes_whole_versions
     if versions and config.vllm_argument("load_format") in (None, "auto"):
         WeightReader(ModelFolder.find(config.model), skeleton)
     if versions and (renamed := renamed_in_layers(skeleton)) is not None:
