@@ -70,7 +70,7 @@ def one_caller(paths: Iterable[Path]) -> int:
 
 def whole_configurations(paths: Iterable[Path]) -> int:
     """Functions with a parameter `config` that is the configuration of a whole program."""
-    programs = "Rl|Orchestrator|Trainer|Rollout|Inference|Weights|Sft|Eval|Synthesis|Trials"
+    programs = "RL|SFT|Orchestrator|Trainer|Rollout|Inference|Weights|Evaluation|Synthesis|Trials"
     whole = re.compile(rf"\"?(?:{programs})Config\b")
     return sum(
         isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
