@@ -81,38 +81,48 @@ def compose(
     `placement` lists instead which program has which, and `engine_hosts` where each engine listens. Raises ConfigError
     when there are too few GPUs.
     """
-    placement = placement or place(config, gpus)
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
-    hub = running.weights or reach(weights.server)
-    trainer = _trainer(config, hub, placement, free_port)
-    engines = _engines(config, hub, placement, free_port, engine_hosts)
-    engine_parts = _engine_parts(config, engines, placement)
+    run = _Composition(
+        config=config,
+        free_port=free_port,
+        placement=placement or place(config.gpu_demand, gpus),
+        hub=running.weights or reach(weights.server),
+    )
+    trainer = run.trainer()
+    engines = run.engines(engine_hosts)
     # Two that load a model onto one GPU at once take each other's room: vLLM counts what is free while it starts.
-    shared = [part.name for number, part in enumerate(engine_parts) if placement.shared(number)]
-    rollout = _with_port(_rollout(config, hub), free_port)
-    taught = _teacher_rollout(config, rollout, free_port)
-    addresses = {"trainer": reach(trainer.server), "weights": hub, **running.model_dump(exclude_none=True)}
+    shared = [part.name for number, part in enumerate(engines) if run.placement.shared(number)]
+    rollout = _with_port(run.rollout(), free_port)
+    taught = run.teacher_rollout(rollout)
+    addresses = {"trainer": reach(trainer.server), "weights": run.hub, **running.model_dump(exclude_none=True)}
     addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
-    waits = _deadlines(config, ENGINE_START_S if shared else 0.0)
-    orchestrator = _orchestrator(config, addresses, waits, None if taught is None else reach(taught.server), session)
+    orchestrator = run.orchestrator(
+        {
+            "services": addresses,
+            **run.deadlines(ENGINE_START_S if shared else 0.0),
+            **({} if taught is None else {"teacher.rollout": [reach(taught.server)]}),
+            **({"session": session} if session and not config.orchestrator.session else {}),
+        }
+    )
     engine_key = key_environ(config.inference, rollout.client.api_key_var)
-    parts = (
+    scores = any(config.orchestrator.algo_of(env).type in ("opsd", "custom") for env in config.orchestrator.train.env)
+    parts = [
         Part(
             name="weights",
             module="meshrl.weights.main",
-            config=with_values(weights, _engines_of_the_hub(config, len(engines), rollout.client)),
+            config=run.with_engines(weights, len(engines), rollout.client),
             end_stage=HUB,
             environ=engine_key if config.running_engines else {},
             restarts=config.restarts,
         ),
-        *engine_parts,
+        *engines,
         Part(
             name="trainer",
             module="meshrl.trainer.main",
             config=trainer,
             end_stage=CLIENTS,
-            environ=gpu_variables(placement.trainer),
+            environ=gpu_variables(run.placement.trainer),
             restarts=config.restarts_of("trainer"),
             after=tuple(shared),
         ),
@@ -124,140 +134,176 @@ def compose(
             environ=engine_key,
             restarts=config.restarts,
         ),
-        *(
-            []
-            if taught is None
-            else [
-                Part(
-                    name="teacher",
-                    module="meshrl.rollout.main",
-                    config=taught,
-                    end_stage=CLIENTS,
-                    restarts=config.restarts,
-                )
-            ]
-        ),
+    ]
+    if taught is not None:
+        parts.append(
+            Part(
+                name="teacher",
+                module="meshrl.rollout.main",
+                config=taught,
+                end_stage=CLIENTS,
+                restarts=config.restarts,
+            )
+        )
+    parts.append(
         Part(
             name="orchestrator",
             module="meshrl.orchestrator.main",
             config=orchestrator,
             end_stage=0,
-            environ=engine_key if _scores_policy(config) else {},
+            environ=engine_key if scores else {},  # it calls engines itself
             restarts=config.restarts_of("orchestrator"),
-        ),
+        )
     )
     return tuple(part for part in parts if part.name not in running.replaced())
 
 
-def _engines_of_the_hub(config: RLConfig, started: int, client: ClientConfig) -> dict[str, object]:
-    """What the hub is told of the engines: those that run already, their key, and how many are `started` here."""
-    values: dict[str, object] = {
-        "engines": [*config.weights.engines, *config.running_engines],
-        "engine_api_key_var": client.api_key_var,
-        "engine_api_key_file": client.api_key_file,
-    }
-    if started and "min_engines" not in config.weights.model_fields_set:
-        values["min_engines"] = started
-    return values
+@dataclass(frozen=True, kw_only=True)
+class _Composition:
+    """Makes each program's own configuration out of that of the run."""
 
+    config: RLConfig
+    free_port: Callable[[str], int]
+    placement: Placement
+    hub: str
+    """Address of the weight hub."""
 
-def _trainer(config: RLConfig, hub: str, placement: Placement, free_port: Callable[[str], int]) -> TrainerConfig:
-    """The trainer, which publishes to the hub in a way that its GPUs allow."""
-    values: dict[str, object] = {"weight_broadcast.address": hub, **_transport(config, placement)}
-    if config.inference is not None and config.inference.sleep_while_training:
-        _check_sleep(config.inference, placement)
-        values["release_memory"] = True
-    return with_values(_with_port(config.trainer, free_port), values)
+    def with_engines(self, weights: WeightsConfig, started: int, client: ClientConfig) -> WeightsConfig:
+        """The hub, with the engines that run already, their key, and how many are `started` here."""
+        values: dict[str, object] = {
+            "engines": [*self.config.weights.engines, *self.config.running_engines],
+            "engine_api_key_var": client.api_key_var,
+            "engine_api_key_file": client.api_key_file,
+        }
+        if started and "min_engines" not in self.config.weights.model_fields_set:
+            values["min_engines"] = started
+        return with_values(weights, values)
 
+    def trainer(self) -> TrainerConfig:
+        """The trainer, which publishes to the hub in a way that its GPUs allow."""
+        config, inference = self.config, self.config.inference
+        engines_apart = [number for number in range(len(self.placement.engines)) if not self.placement.shared(number)]
+        values: dict[str, object] = {"weight_broadcast.address": self.hub}
+        if len(engines_apart) < len(self.placement.engines):
+            if config.trainer.weight_broadcast.type == "nccl":
+                raise ConfigError(
+                    "weights.transport is 'nccl', but trainer and engine share a GPU, where NCCL has no place for both;"
+                    " use 'filesystem' or 'auto', or give them GPUs of their own"
+                )
+            if config.trainer.weight_broadcast.type == "auto":
+                values["weight_broadcast.type"] = "filesystem"
+        if inference is not None and inference.sleep_while_training:
+            if engines_apart and not inference.share_gpu:
+                raise ConfigError(
+                    "inference.sleep_while_training gives memory to a trainer on the same GPU, but trainer and engine"
+                    " share none; list the same GPU in inference_gpu_ids and trainer_gpu_ids, set inference.share_gpu"
+                    " where they are placed in another way, or leave sleep_while_training out"
+                )
+            values["release_memory"] = True
+        return with_values(_with_port(config.trainer, self.free_port), values)
 
-def _orchestrator(
-    config: RLConfig, services: Mapping[str, object], deadlines: Mapping[str, object], teacher: str | None, session: str
-) -> OrchestratorConfig:
-    """The orchestrator, with the addresses of all `services` and of the rollout program in which a `teacher` plays."""
-    values: dict[str, object] = {"services": services, **deadlines}
-    if teacher is not None:
-        values["teacher.rollout"] = [teacher]
-    if session and not config.orchestrator.session:
-        values["session"] = session
-    if config.inference is not None and config.inference.sleep_while_training:
-        values["sleep_engines"] = True
-    ckpt = config.trainer.ckpt
-    if ckpt is not None and not ckpt.weights_only and "trainer" not in config.orchestrator.services.given():
-        values |= {"checkpoint_interval": ckpt.interval, "checkpoint_at_end": True}
-    return with_values(_own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM), values)
+    def orchestrator(self, values: dict[str, object]) -> OrchestratorConfig:
+        """The orchestrator, with `values` of this launch and what follows from the other programs' keys."""
+        config, ckpt = self.config, self.config.trainer.ckpt
+        if config.inference is not None and config.inference.sleep_while_training:
+            values["sleep_engines"] = True
+        if ckpt is not None and not ckpt.weights_only and "trainer" not in config.orchestrator.services.given():
+            values |= {"checkpoint_interval": ckpt.interval, "checkpoint_at_end": True}
+        return with_values(_own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM), values)
 
+    def teacher_rollout(self, rollout: RolloutConfig) -> RolloutConfig | None:
+        """The rollout program in which the teacher plays; None where it plays nothing, or one runs already."""
+        names, teacher = self.config.orchestrator.taught_environments, self.config.orchestrator.teacher
+        if not names or teacher is None or teacher.rollout is not None:
+            return None
+        values: dict[str, object] = {
+            "env": [entry.model_dump() for entry in rollout.env if entry.resolved_name in names],
+            "client": {
+                "api": "chat_completions",
+                "base_url": teacher.client.base_url,
+                "api_key_var": teacher.client.api_key_var,
+                "call_deadline_s": teacher.client.call_deadline_s,
+                "failover_s": teacher.client.failover_s,
+            },
+            "weights": None,
+            "tokenizer": rollout.tokenizer or rollout.model.name,
+            "model.name": teacher.model.name or rollout.model.name,
+            "text_samples": True,
+            "server.port": self.free_port(rollout.server.host),
+            "output_dir": rollout.output_dir / "teacher",
+        }
+        return with_values(rollout, values)
 
-def _teacher_rollout(config: RLConfig, rollout: RolloutConfig, free_port: Callable[[str], int]) -> RolloutConfig | None:
-    """The rollout program in which the teacher plays; None where it plays nothing, or one runs already."""
-    names, teacher = config.orchestrator.taught_environments, config.orchestrator.teacher
-    if not names or teacher is None or teacher.rollout is not None:
-        return None
-    values: dict[str, object] = {
-        "env": [entry.model_dump() for entry in rollout.env if entry.resolved_name in names],
-        "client": {
-            "api": "chat_completions",
-            "base_url": teacher.client.base_url,
-            "api_key_var": teacher.client.api_key_var,
-            "call_deadline_s": teacher.client.call_deadline_s,
-            "failover_s": teacher.client.failover_s,
-        },
-        "weights": None,
-        "tokenizer": rollout.tokenizer or rollout.model.name,
-        "model.name": teacher.model.name or rollout.model.name,
-        "text_samples": True,
-        "server.port": free_port(rollout.server.host),
-        "output_dir": rollout.output_dir / "teacher",
-    }
-    return with_values(rollout, values)
-
-
-def _scores_policy(config: RLConfig) -> bool:
-    """Whether the orchestrator itself calls engines, which then want their key."""
-    return any(config.orchestrator.algo_of(env).type in ("opsd", "custom") for env in config.orchestrator.train.env)
-
-
-def _rollout(config: RLConfig, hub: str) -> RolloutConfig:
-    """The rollout program, with the engines that the hub names: they come and go, and have the run's versions."""
-    client = {**config.rollout.client.model_dump(), "base_url": []}
-    if config.inference is not None and not {"api_key_var", "api_key_file"} & config.rollout.client.model_fields_set:
-        client |= {"api_key_var": config.inference.api_key_var, "api_key_file": config.inference.api_key_file}
-    env = [entry.model_dump() for entry in config.local_environments or config.rollout.env]
-    return RolloutConfig.model_validate({**config.rollout.model_dump(), "client": client, "weights": hub, "env": env})
-
-
-def _transport(config: RLConfig, placement: Placement) -> dict[str, object]:
-    """What a GPU that trainer and engine share means for how versions travel: NCCL has no place for both on one."""
-    if not any(placement.shared(number) for number in range(len(placement.engines))):
-        return {}
-    if config.trainer.weight_broadcast.type == "nccl":
-        raise ConfigError(
-            "weights.transport is 'nccl', but trainer and engine share a GPU, where NCCL has no place for both; use"
-            " 'filesystem' or 'auto', or give them GPUs of their own"
+    def rollout(self) -> RolloutConfig:
+        """The rollout program, with the engines that the hub names: they come and go, and have the run's versions."""
+        config = self.config
+        client = {**config.rollout.client.model_dump(), "base_url": []}
+        if (
+            config.inference is not None
+            and not {"api_key_var", "api_key_file"} & config.rollout.client.model_fields_set
+        ):
+            client |= {"api_key_var": config.inference.api_key_var, "api_key_file": config.inference.api_key_file}
+        env = [entry.model_dump() for entry in config.local_environments or config.rollout.env]
+        return RolloutConfig.model_validate(
+            {**config.rollout.model_dump(), "client": client, "weights": self.hub, "env": env}
         )
-    return {"weight_broadcast.type": "filesystem"} if config.trainer.weight_broadcast.type == "auto" else {}
 
+    def deadlines(self, trainer_held_s: float) -> dict[str, object]:
+        """The orchestrator's waits, where it names none itself.
 
-def _deadlines(config: RLConfig, trainer_held_s: float) -> dict[str, object]:
-    """The orchestrator's waits, where it names none itself: the trainer may be held until an engine serves, and look
-    for its hub before it answers, and where the others are started again, that may happen in the midst of the run."""
-    given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
-    values: dict[str, object] = {}
-    if "startup_s" not in given.model_fields_set:
-        values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S) + trainer_held_s
-    if "unreachable_s" not in given.model_fields_set and (config.restarts or config.restarts_of("trainer")):
-        values["deadlines.unreachable_s"] = RESTART_DEADLINE_S + hub_deadline_s
-    return values
+        The trainer may be held until an engine serves, and look for its hub before it answers; where programs are
+        restarted, that may happen in the midst of the run.
+        """
+        config = self.config
+        given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
+        values: dict[str, object] = {}
+        if "startup_s" not in given.model_fields_set:
+            values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S) + trainer_held_s
+        if "unreachable_s" not in given.model_fields_set and (config.restarts or config.restarts_of("trainer")):
+            values["deadlines.unreachable_s"] = RESTART_DEADLINE_S + hub_deadline_s
+        return values
 
-
-def _check_sleep(inference: InferenceConfig, placement: Placement) -> None:
-    """Engines that sleep while the trainer trains do so for a trainer on the same GPU."""
-    apart = [number for number in range(len(placement.engines)) if not placement.shared(number)]
-    if apart and not inference.share_gpu:
-        raise ConfigError(
-            "inference.sleep_while_training gives memory to a trainer on the same GPU, but trainer and engine share"
-            " none; list the same GPU in inference_gpu_ids and trainer_gpu_ids, set inference.share_gpu where they are"
-            " placed in another way, or leave sleep_while_training out"
-        )
+    def engines(self, hosts: Sequence[str] | None) -> list[Part]:
+        """The engines that are started: one on each of `hosts`, by default all on the configured one."""
+        config, given = self.config, self.config.inference
+        if given is None:
+            return []
+        broadcast, lora = given.weight_broadcast or config.trainer.weight_broadcast, config.trainer.model.lora
+        adapter_rank = lora.rank if lora is not None and config.trainer.weight_broadcast.lora_adapter_only else None
+        hosts = hosts or [given.server.host] * config.engine_count
+        parts = []
+        for number, host in enumerate(hosts):
+            port = given.server.port + hosts[:number].count(host) if given.server.port else self.free_port(host)
+            values: dict[str, object] = {
+                "server.host": host,
+                "server.port": port,
+                "weight_broadcast": {**broadcast.model_dump(), "address": self.hub},
+                "share_gpu": given.share_gpu or self.placement.shared(number),
+                "lora_rank": given.lora_rank or adapter_rank,
+                "api_key": None,  # it comes through the environment: the configuration is written to a file
+            }
+            if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument(
+                "data_parallel_rpc_port"
+            ):
+                # vLLM's own default is the same for all runs
+                values["data_parallel_rpc_port"] = self.free_port(host)
+            if config.engine_count > 1 and given.engine_id:
+                values["engine_id"] = f"{given.engine_id}-{number + 1}"
+            if number and given.seed is not None:
+                values["seed"] = given.seed + number  # engines with one seed would sample the same replies to a prompt
+            engine = with_values(given, values)
+            parts.append(
+                Part(
+                    name="inference" if number == 0 else f"inference_{number + 1}",
+                    module="meshrl.inference.main",
+                    config=engine,
+                    end_stage=ENGINES,
+                    environ=gpu_variables(self.placement.engines[number]) | key_environ(given, engine.api_key_var),
+                    python=engine.python,
+                    restarts=config.restarts_of("inference"),
+                )
+            )
+        return parts
 
 
 def reach(server: ServerConfig) -> str:
@@ -299,53 +345,3 @@ def _with_port(config: Server, free_port: Callable[[str], int]) -> Server:
 def _own_keys(program: type[Config], section: BaseConfig, others: Mapping[str, bool | set[str]]) -> Config:
     """A program's own configuration: the section of rl without the keys that only rl takes there."""
     return program.model_validate(section.model_dump(exclude=dict(others)))
-
-
-def _engines(
-    config: RLConfig,
-    hub: str,
-    placement: Placement,
-    free_port: Callable[[str], int],
-    hosts: Sequence[str] | None,
-) -> list[InferenceConfig]:
-    if config.inference is None:
-        return []
-    given = config.inference
-    broadcast, lora = given.weight_broadcast or config.trainer.weight_broadcast, config.trainer.model.lora
-    adapter_rank = lora.rank if lora is not None and config.trainer.weight_broadcast.lora_adapter_only else None
-    engines = []
-    hosts = hosts or [given.server.host] * config.engine_count
-    for number, host in enumerate(hosts):
-        port = given.server.port + hosts[:number].count(host) if given.server.port else free_port(host)
-        values: dict[str, object] = {
-            "server.host": host,
-            "server.port": port,
-            "weight_broadcast": {**broadcast.model_dump(), "address": hub},
-            "share_gpu": given.share_gpu or placement.shared(number),
-            "lora_rank": given.lora_rank or adapter_rank,
-            "api_key": None,  # it comes through the environment: the configuration is written to a file
-        }
-        if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument("data_parallel_rpc_port"):
-            # vLLM's own default is the same for all runs
-            values["data_parallel_rpc_port"] = free_port(host)
-        if config.engine_count > 1 and given.engine_id:
-            values["engine_id"] = f"{given.engine_id}-{number + 1}"
-        if number and given.seed is not None:
-            values["seed"] = given.seed + number  # engines with one seed would sample the same replies to a prompt
-        engines.append(with_values(given, values))
-    return engines
-
-
-def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig], placement: Placement) -> list[Part]:
-    return [
-        Part(
-            name="inference" if number == 0 else f"inference_{number + 1}",
-            module="meshrl.inference.main",
-            config=engine,
-            end_stage=ENGINES,
-            environ=gpu_variables(placement.engines[number]) | key_environ(config.inference, engine.api_key_var),
-            python=engine.python,
-            restarts=config.restarts_of("inference"),
-        )
-        for number, engine in enumerate(engines)
-    ]

@@ -61,12 +61,6 @@ def makes_own(config: RLConfig, environ: Mapping[str, str]) -> bool:
     return not named and not (config.deployment.type == "multi_node" and config.deployment.insecure)
 
 
-def hub_is_open(config: RLConfig) -> bool:
-    """Whether the run's hub is called by programs that were started before it, which cannot know its tokens."""
-    given = config.orchestrator.services.given()
-    return "weights" not in given and bool({"rollout", "trainer"} & set(given))
-
-
 def credentials_for(
     config: RLConfig, parts: Sequence[Part], environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, str]]:
@@ -80,9 +74,21 @@ def credentials_for(
     try:
         private_folder(folder)
         if config.deployment.type == "multi_node" and not (folder / "ca.key").exists():
-            _check_all_started(config)
+            running = [address for addresses in config.orchestrator.services.given().values() for address in addresses]
+            if running or config.running_engines:
+                raise ConfigError(
+                    f"{', '.join([*running, *config.running_engines])} ran before this job and cannot know the"
+                    " certificates that it makes for its programs; give them all credentials of one run"
+                    " (MESHRL_TLS_FOLDER, docs/deployment.md), or set deployment.insecure where nobody else reaches"
+                    " that network"
+                )
             Authority.create(folder, f"job-{environ.get('SLURM_JOB_ID', 'none')}")
-        admin = _write_engine_key(config, environ, folder)
+        admin, engines = {}, config.inference  # of engines whose key was set elsewhere nothing is written
+        if engines is not None and engines.api_key_file is None and not environ.get(engines.api_key_var):
+            key = secrets.token_urlsafe(32) if engines.api_key is None else engines.api_key.get_secret_value()
+            write_private(folder / ENGINE_KEY, key.encode() + b"\n")
+            if engines.api_key is None:  # they want one for their admin routes alone
+                admin = {ADMIN_KEY: key}
         # Where the run has an authority, programs get certificates by it.
         tokens = {} if (folder / "ca.key").exists() else _write_tokens(folder)
     except (OSError, sqlite3.Error) as error:
@@ -90,33 +96,12 @@ def credentials_for(
             f"output_dir: {str(folder)!r} cannot be written: {error}; choose another output_dir"
         ) from error
     kinds = {part.name: part.name.partition("_")[0] for part in parts}
-    if hub_is_open(config) and tokens:
+    if config.hub_is_open and tokens:
         tokens[Role.HUB].pop(f"{PREFIX}TRUST")
     return {
         name: {**tokens.get(ROLE_OF[kind], {}), **(admin if kind == "inference" else {})}
         for name, kind in kinds.items()
     }
-
-
-def _check_all_started(config: RLConfig) -> None:
-    """Raises ConfigError where a job with certificates of its own uses what runs already, which cannot know them."""
-    running = [address for addresses in config.orchestrator.services.given().values() for address in addresses]
-    if running or config.running_engines:
-        raise ConfigError(
-            f"{', '.join([*running, *config.running_engines])} ran before this job and cannot know the certificates"
-            " that it makes for its programs; give them all credentials of one run (MESHRL_TLS_FOLDER,"
-            " docs/deployment.md), or set deployment.insecure where nobody else reaches that network"
-        )
-
-
-def _write_engine_key(config: RLConfig, environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Writes the key that engines ask for; returns the variable of one that they want for their admin routes alone."""
-    engines = config.inference
-    if engines is None or engines.api_key_file is not None or environ.get(engines.api_key_var):
-        return {}  # theirs is known to who set it
-    key = secrets.token_urlsafe(32) if engines.api_key is None else engines.api_key.get_secret_value()
-    write_private(folder / ENGINE_KEY, key.encode() + b"\n")
-    return {ADMIN_KEY: key} if engines.api_key is None else {}
 
 
 def _write_tokens(folder: Path) -> dict[Role, dict[str, str]]:

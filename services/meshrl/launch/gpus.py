@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.core.config import ConfigError
-from meshrl.launch.config import RLConfig
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -31,6 +30,22 @@ class Placement:
         return bool(set(self.engines[engine] or ()) & set(self.trainer or ()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuDemand:
+    """How many GPUs a run takes, and those that are listed, as places among the visible ones."""
+
+    engines: int
+    for_engines: int
+    """Of all engines together."""
+
+    for_trainer: int
+    num_infer_gpus: int | None = None
+    """As deployment.num_infer_gpus gives it."""
+
+    inference_gpu_ids: Sequence[int] | None = None
+    trainer_gpu_ids: Sequence[int] | None = None
+
+
 def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The GPUs of this machine that a program started here may use, under the names that CUDA takes."""
     listed = environ.get(VARIABLE)
@@ -43,40 +58,40 @@ def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(str(place) for place in range(torch.cuda.device_count()))
 
 
-def place(config: RLConfig, gpus: Sequence[str]) -> Placement:
+def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
     """Gives every program its GPUs. Raises ConfigError, with the remedy, if they are too few.
 
     On a machine without GPUs nothing is placed, and lists, which preflight refuses there, are taken as they are.
     """
-    count = config.engine_count
+    count = demand.engines
     if not gpus:
-        if config.deployment.num_infer_gpus is not None:
+        if demand.num_infer_gpus is not None:
             raise ConfigError(
-                f"deployment.num_infer_gpus is {config.deployment.num_infer_gpus} but no GPU is visible here; leave it"
-                f" out, or look at nvidia-smi and {VARIABLE}"
+                f"deployment.num_infer_gpus is {demand.num_infer_gpus} but no GPU is visible here; leave it out, or"
+                f" look at nvidia-smi and {VARIABLE}"
             )
-        listed, trainer = config.inference_gpu_ids, config.trainer_gpu_ids
+        listed, trainer = demand.inference_gpu_ids, demand.trainer_gpu_ids
         return Placement(
             engines=_divide(None if listed is None else [str(gpu) for gpu in listed], count),
             trainer=None if trainer is None else tuple(str(gpu) for gpu in trainer),
         )
-    engines, trainer = _places(config, len(gpus))
+    engines, trainer = _places(demand, len(gpus))
     return Placement(
         engines=_divide([gpus[place] for place in engines], count), trainer=tuple(gpus[place] for place in trainer)
     )
 
 
-def _places(config: RLConfig, num_visible: int) -> tuple[list[int], list[int]]:
+def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequence[int]]:
     """Places among the visible GPUs: those of all engines, and those of the trainer."""
     for key in ("inference_gpu_ids", "trainer_gpu_ids"):
-        beyond = [gpu for gpu in getattr(config, key) or () if not 0 <= gpu < num_visible]
+        beyond = [gpu for gpu in getattr(demand, key) or () if not 0 <= gpu < num_visible]
         if beyond:
             raise ConfigError(
                 f"{key} lists {beyond[0]}, but the GPUs visible here are 0 to {num_visible - 1}; ids count those in"
                 f" {VARIABLE} where it is set"
             )
-    for_engines, for_trainer = config.engine_gpus, config.trainer_gpus
-    engines, trainer = config.inference_gpu_ids, config.trainer_gpu_ids
+    for_engines, for_trainer = demand.for_engines, demand.for_trainer
+    engines, trainer = demand.inference_gpu_ids, demand.trainer_gpu_ids
     left = [gpu for gpu in range(num_visible) if gpu not in (*(engines or ()), *(trainer or ()))]
     if num_visible == 1 and for_engines == for_trainer == 1:  # nothing to choose: both work on the one that is there
         return [0] if engines is None else engines, [0] if trainer is None else trainer

@@ -25,7 +25,7 @@ from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
-from meshrl.launch.credentials import credentials_for, hub_is_open, makes_own, with_engine_key
+from meshrl.launch.credentials import credentials_for, makes_own, with_engine_key
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.certificates import certify_engines
@@ -131,16 +131,11 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
 def launch(config: RLConfig) -> int:
     """Starts a run and watches over it; returns the exit code. Raises ConfigError before anything is started, and
     NodeLostError when a node of its job does not answer."""
-    with FreePorts() as free_ports:
-        return _launch(config, free_ports)
-
-
-def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
     try:
-        with FolderLock(layout) as lock:
+        with FreePorts() as free_ports, FolderLock(layout) as lock:
             ports: FreePorts | NodePorts = free_ports
             spread = None
             if config.deployment.type == "multi_node":
@@ -165,7 +160,8 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     except FolderInUseError as error:
         if not config.dry_run:
             raise
-        _, findings = checked(config, free_ports, folder_in_use=True)
+        with FreePorts() as free_ports:
+            _, findings = checked(config, free_ports, folder_in_use=True)
         outcome = f"nothing was written, since {error.what}"
     sys.stdout.writelines(f"note: {text}\n" for text in config.notes)
     sys.stdout.writelines(f"{finding.severity}: {finding.text}\n" for finding in findings)
@@ -233,7 +229,7 @@ def _supervise(
         logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
     for name, addresses in config.orchestrator.services.given().items():
         logger.info("{} runs already at {}: it is used, and left running at the end", name, " and ".join(addresses))
-    if makes_own(config, os.environ) and hub_is_open(config) and not (layout.credentials / "ca.key").exists():
+    if makes_own(config, os.environ) and config.hub_is_open and not (layout.credentials / "ca.key").exists():
         logger.warning(
             "the weight hub asks nobody who calls, since services that run already call it; with certificates it does"
             " (docs/deployment.md)"

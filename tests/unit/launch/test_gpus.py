@@ -37,26 +37,26 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     ],
 )  # fmt: skip
 def test_lists_and_counts_become_gpus_engines_first(argv: list[str], engines: list[str], trainer: str) -> None:
-    placed = place(load(*argv), EIGHT)
+    placed = place(load(*argv).gpu_demand, EIGHT)
     assert placed == Placement(engines=tuple(tuple(gpus) for gpus in engines), trainer=tuple(trainer))
 
 
 def test_ids_count_the_gpus_that_were_left_visible() -> None:
-    placed = place(load("--inference-gpu-ids", "0,1", "--trainer-gpu-ids", "2"), ("4", "GPU-a", "7"))
+    placed = place(load("--inference-gpu-ids", "0,1", "--trainer-gpu-ids", "2").gpu_demand, ("4", "GPU-a", "7"))
     assert placed == Placement(engines=(("4",), ("GPU-a",)), trainer=("7",))
 
 
 def test_only_gpu_is_shared() -> None:
-    placed = place(load(), ("5",))
+    placed = place(load().gpu_demand, ("5",))
     assert placed == Placement(engines=(("5",),), trainer=("5",))
     assert placed.shared(0)
-    listed = place(load("--inference-gpu-ids", "0,1", "--trainer-gpu-ids", "1"), EIGHT)
+    listed = place(load("--inference-gpu-ids", "0,1", "--trainer-gpu-ids", "1").gpu_demand, EIGHT)
     assert [listed.shared(engine) for engine in range(2)] == [False, True]
 
 
 def test_without_gpus_lists_are_taken_as_they_are_and_nothing_else_is_placed() -> None:
-    assert place(load("--deployment.num-train-gpus", "2"), ()) == Placement(engines=(None,))
-    assert place(load("--inference-gpu-ids", "3", "--trainer-gpu-ids", "4,5"), ()) == Placement(
+    assert place(load("--deployment.num-train-gpus", "2").gpu_demand, ()) == Placement(engines=(None,))
+    assert place(load("--inference-gpu-ids", "3", "--trainer-gpu-ids", "4,5").gpu_demand, ()) == Placement(
         engines=(("3",),), trainer=("4", "5")
     )
 
@@ -64,7 +64,7 @@ def test_without_gpus_lists_are_taken_as_they_are_and_nothing_else_is_placed() -
 def test_a_trainer_that_runs_already_takes_none_of_the_gpus_here() -> None:
     running = ("--orchestrator.services.trainer", "h:1", "--orchestrator.services.weights", "h:2")
     placement = place(
-        load(*running, "--deployment.num-infer-gpus", "2", "--deployment.num-train-gpus", "8"), ("0", "1")
+        load(*running, "--deployment.num-infer-gpus", "2", "--deployment.num-train-gpus", "8").gpu_demand, ("0", "1")
     )
     assert (placement.engines, placement.trainer) == ((("0",), ("1",)), ())
 
@@ -85,7 +85,7 @@ def test_a_trainer_that_runs_already_takes_none_of_the_gpus_here() -> None:
 )
 def test_gpus_that_are_not_there_are_refused(argv: list[str], gpus: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        place(load(*argv), gpus)
+        place(load(*argv).gpu_demand, gpus)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from meshrl.launch.config.sections import (
     WeightsSection,
 )
 from meshrl.launch.config.shared_keys import COMPONENTS, HandedTo, every_component, hand_down
+from meshrl.launch.gpus import GpuDemand
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import CheckpointConfig
 
@@ -195,6 +196,21 @@ class RLConfig(BaseConfig):
         elsewhere = self.orchestrator.environments_elsewhere
         return [entry for entry in self.rollout.env if entry.resolved_name not in elsewhere]
 
+    def place_of(self, environment: str) -> tuple[str, ...]:
+        """The path of an environment's entry, for error messages."""
+        trained, evaluated = self.orchestrator.train.env, self.orchestrator.eval
+        lists: dict[tuple[str, ...], Sequence[EnvConfig]] = {
+            ("orchestrator", "train", "env"): trained,
+            ("orchestrator", "eval", "env"): [] if evaluated is None else evaluated.env,
+            ("rollout", "env"): self.rollout.env,
+        }
+        return next(
+            (*section, str(place))
+            for section, entries in lists.items()
+            for place, entry in enumerate(entries)
+            if entry.resolved_name == environment
+        )
+
     @property
     def engine_count(self) -> int:
         """Inference programs that are started."""
@@ -209,17 +225,26 @@ class RLConfig(BaseConfig):
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.rollout.client.base_url)
 
     @property
-    def engine_gpus(self) -> int:
-        """GPUs that all engines take together."""
-        if self.inference is None:
-            return 0
-        given = self._given_gpus()
-        return self.engine_count * self.inference.gpus_per_engine() if given is None else given
+    def gpu_demand(self) -> GpuDemand:
+        """The GPUs of all engines, and of the trainer where none is used that runs already."""
+        given, engines = self._given_gpus(), 0
+        if self.inference is not None:
+            engines = self.engine_count * self.inference.gpus_per_engine() if given is None else given
+        running = self.orchestrator.services.trainer is not None
+        return GpuDemand(
+            engines=self.engine_count,
+            for_engines=engines,
+            for_trainer=0 if running else self.trainer.deployment.num_train_gpus,
+            num_infer_gpus=self.deployment.num_infer_gpus,
+            inference_gpu_ids=self.inference_gpu_ids,
+            trainer_gpu_ids=self.trainer_gpu_ids,
+        )
 
     @property
-    def trainer_gpus(self) -> int:
-        """GPUs that the trainer takes; none when one is used that runs already."""
-        return 0 if self.orchestrator.services.trainer is not None else self.trainer.deployment.num_train_gpus
+    def hub_is_open(self) -> bool:
+        """Whether programs that were started before the run's hub call it, which cannot know its tokens."""
+        given = self.orchestrator.services.given()
+        return "weights" not in given and bool({"rollout", "trainer"} & set(given))
 
     def _given_gpus(self) -> int | None:
         """How many GPUs the configuration gives to inference; None where it does not say."""

@@ -56,13 +56,15 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
     fit the nodes."""
     given = config.deployment
     trainers, hosts = nodes[: given.num_train_nodes], nodes[given.num_train_nodes :]
-    each = _engines_per_node(config)
+    each = 0
+    if config.inference is not None:
+        each = _engines_per_node(config.inference.gpus_per_engine(), given.gpus_per_node)
     engines = [node for node in hosts for _ in range(each)]
     spread = Spread(
         trainers=trainers,
         engines=engines,
         ranks_per_node=max(1, given.gpus_per_node),
-        placement=_placement(config, len(hosts), each),
+        placement=_placement(len(hosts), each, given.gpus_per_node),
     )
     _check(config, spread)
     model = config.trainer.model
@@ -157,10 +159,7 @@ def _command(node: JobNode, command: Sequence[str], *, tasks: int, before: Seque
     return [*STEP, *where, "sh", "-c", END_BY_USR1, "node", *before, *command]
 
 
-def _engines_per_node(config: RLConfig) -> int:
-    if config.inference is None:
-        return 0
-    gpus, each = config.deployment.gpus_per_node, config.inference.gpus_per_engine()
+def _engines_per_node(each: int, gpus: int) -> int:
     if not gpus:
         return 1
     if each > gpus or gpus % each:
@@ -172,9 +171,8 @@ def _engines_per_node(config: RLConfig) -> int:
     return gpus // each
 
 
-def _placement(config: RLConfig, num_hosts: int, each: int) -> Placement:
-    gpus = config.deployment.gpus_per_node
-    if not gpus or config.inference is None:
+def _placement(num_hosts: int, each: int, gpus: int) -> Placement:
+    if not gpus or not each:
         return Placement(engines=(None,) * (num_hosts * each))
     size = gpus // each
     own = [tuple(str(gpu) for gpu in range(place * size, (place + 1) * size)) for place in range(each)]

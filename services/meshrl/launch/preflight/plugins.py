@@ -14,10 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from meshrl.core.config import ConfigError
-from meshrl.core.config.schema import Path, ReadTable, Table
+from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.plugins import NAMESAKES, is_bundled
-from meshrl.launch.config import RLConfig
 from meshrl.launch.preflight.findings import Finding, Plan, Severity, error, note, warning
 
 IMPORT_DEADLINE_S = 180.0
@@ -56,26 +55,14 @@ def check_plugins(plan: Plan) -> Iterator[Finding]:
         yield error(f"environments cannot be imported: {said[0]}")
         return
     for severity, text, keys in answers:
-        places = [_listed_as(plan.config, int(place), key) for place, *key in keys]
+        hosted = plan.config.local_environments
+        places = [(*plan.config.place_of(hosted[int(place)].resolved_name), *key) for place, *key in keys]
         origins = [plan.config.origin_of(path) for path in places]
         named = (
             ".".join(path) + ("" if origin is None else f" from {origin}")
             for path, origin in zip(places, origins, strict=True)
         )
         yield Finding(severity=severity, text=f"{text} ({', '.join(named)})" if places else text)
-
-
-def _listed_as(config: RLConfig, place: int, key: Sequence[str]) -> Path:
-    """A key of an entry of `local_environments`, by its path in the configuration."""
-    name = config.local_environments[place].resolved_name
-    trained, evaluated = config.orchestrator.train.env, config.orchestrator.eval
-    lists = {
-        ("orchestrator", "train", "env"): [entry.resolved_name for entry in trained],
-        ("orchestrator", "eval", "env"): [] if evaluated is None else [entry.resolved_name for entry in evaluated.env],
-        ("rollout", "env"): [entry.resolved_name for entry in config.rollout.env],
-    }
-    section = next(section for section, names in lists.items() if name in names)
-    return (*section, str(lists[section].index(name)), *key)
 
 
 def _questions(plan: Plan) -> dict[str, object]:
