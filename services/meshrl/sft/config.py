@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, WandbConfig
+from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig
 from meshrl.core.private_folders import ReadableBy
 from meshrl.core.slurm.config import DeploymentType, SlurmConfig
 from meshrl.sft.data.config import DataConfig
@@ -102,6 +104,16 @@ class SFTDeploymentConfig(DeploymentConfig):
         return self
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextSettings:
+    """How conversations become tokens."""
+
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    renderer: Mapping[str, Any]
+    learned_roles: frozenset[str]
+
+
 class SFTConfig(BaseConfig):
     """Fine-tunes a model on conversations."""
 
@@ -177,6 +189,16 @@ class SFTConfig(BaseConfig):
 
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""
+
+    @property
+    def text(self) -> TextSettings:
+        """How conversations of all data become tokens."""
+        return TextSettings(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            renderer=self.renderer,
+            learned_roles=self.loss_mask.roles(),
+        )
 
     @property
     def begins_with(self) -> list[Path]:

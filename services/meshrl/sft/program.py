@@ -78,7 +78,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     torch.manual_seed(config.seed)
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
-    tokenizer = load_sft_tokenizer(config)
+    tokenizer = load_sft_tokenizer(config.text)
     checks: list[DataCheck] = []
     if parallel.plan.leads:
         checks = check_data(config)
@@ -99,7 +99,14 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         logger.info("resumed from step {}", checkpointer.restore(config.ckpt.resume_step))
     saved = checkpointer.progress.data
     unused = frozenset[str]().union(*(check.unused for check in checks))
-    feed = Feed(config, parallel, vocab_size=int(learner.model.config.get_text_config().vocab_size), unused=unused)
+    feed = Feed(
+        config.text,
+        config.data,
+        parallel,
+        vocab_size=int(learner.model.config.get_text_config().vocab_size),
+        validated=None if config.val is None else config.val.data,
+        unused=unused,
+    )
     monitor = Monitor([])
     if parallel.plan.leads:
         monitor = open_monitor(layout, config.log, config.wandb, config.model_dump(mode="json"))

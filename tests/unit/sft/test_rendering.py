@@ -123,7 +123,9 @@ def test_a_chat_template_is_taken_by_name_from_a_file_or_as_text(tmp_path: Path)
     model = TrainerModelConfig(name=str(tmp_path / "model"))
 
     def template(given: str | None) -> object:
-        return load_sft_tokenizer(SFTConfig(model=model, tokenizer=TokenizerConfig(chat_template=given))).chat_template
+        return load_sft_tokenizer(
+            SFTConfig(model=model, tokenizer=TokenizerConfig(chat_template=given)).text
+        ).chat_template
 
     assert template("qwen3") == (TEMPLATES / "qwen3.jinja").read_text()
     assert template(str(tmp_path / "mine.jinja")) == "{{ messages[0].content }}"

@@ -49,7 +49,7 @@ def row(tmp_path: Path) -> Try:
         config = SFTConfig(
             model=TrainerModelConfig(name=str(tmp_path / "model")), data=DataConfig(name=str(tmp_path / "train.jsonl"))
         )
-        rows = TokenizedRows(config, config.data)
+        rows = TokenizedRows(config.text, config.data)
         return shown(rows.sample(Draw(cursor=Cursor(), part=0, row=0, passed=0.0)).sample, tokenizer)
 
     return tokenize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.sft.config import SFTConfig
+from meshrl.sft.config import SFTConfig, TextSettings
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.loader import TokenizedRows
 from meshrl.sft.data.mixture import Cursor, Draw
@@ -42,14 +42,14 @@ def check_data(config: SFTConfig) -> list[DataCheck]:
     Raises DataError for data that is missing or malformed, and ModelError for a tokenizer, template or renderer that
     cannot be loaded.
     """
-    found = _checked(config, config.data, show=config.show_rows)
-    return found + (_checked(config, config.val.data, show=0) if config.val is not None else [])
+    found = _checked(config.text, config.data, show=config.show_rows)
+    return found + (_checked(config.text, config.val.data, show=0) if config.val is not None else [])
 
 
-def _checked(config: SFTConfig, data: DataConfig, *, show: int) -> list[DataCheck]:
+def _checked(text: TextSettings, data: DataConfig, *, show: int) -> list[DataCheck]:
     if data.type == "fake":
         return []
-    rows = TokenizedRows(config, data)
+    rows = TokenizedRows(text, data)
     found: list[DataCheck] = []
     for part, (name, of_part) in enumerate(rows.parts.items()):
         samples = [

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from meshrl.sft.config import SFTConfig
+from meshrl.sft.config import TextSettings
 from meshrl.sft.data.batches import DataProgress, SFTBatch, training_batches, validation_rows
+from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.loader import TokenizedRows, drawn_samples, fake_samples
 from meshrl.training.parallel.rank_group import RankGroup
@@ -39,10 +40,18 @@ class Feed:
     """The batches of a run, and its validation rows; every rank calls the same methods in the same order."""
 
     def __init__(
-        self, config: SFTConfig, parallel: RankGroup, *, vocab_size: int, unused: frozenset[str] = frozenset()
+        self,
+        text: TextSettings,
+        data: DataConfig,
+        parallel: RankGroup,
+        *,
+        vocab_size: int,
+        validated: DataConfig | None = None,
+        unused: frozenset[str] = frozenset(),
     ) -> None:
-        """`unused` are columns and message keys that were named before; others are logged when they are met."""
-        self._config = config
+        """`data` is trained on, `validated` is that of validation. `unused` are columns and message keys that were
+        named before; others are logged when they are met."""
+        self._text, self._data, self._validated = text, data, validated
         self._parallel = parallel
         self._vocab_size = vocab_size
         self._unused = unused
@@ -84,9 +93,9 @@ class Feed:
             rows: list[Sequence[MicroBatch]] = []
 
             def read() -> bytes:
-                assert self._config.val is not None
-                data = self._config.val.data
-                drawn = TokenizedRows(self._config, data, unused=self._unused).in_order()
+                data = self._validated
+                assert data is not None
+                drawn = TokenizedRows(self._text, data, unused=self._unused).in_order()
                 rows.append(validation_rows(drawn, data, dp_size=self._parallel.plan.dp_size).micro_batches)
                 return b"" if self._parallel.plan.is_alone else _encode(rows[0])
 
@@ -100,7 +109,7 @@ class Feed:
         self._close()
 
     def _open(self, progress: DataProgress) -> Iterator[SFTBatch]:
-        data = self._config.data
+        data = self._data
         doubt = data.doubt()
         if doubt is not None:
             logger.warning("{}", doubt)
@@ -108,7 +117,7 @@ class Feed:
             parts = {"fake": ""}
             drawn = fake_samples(data, progress.next, vocab_size=self._vocab_size)
         else:
-            rows = TokenizedRows(self._config, data, unused=self._unused)
+            rows = TokenizedRows(self._text, data, unused=self._unused)
             parts = {name: of.identity for name, of in rows.parts.items()}
             changed = progress.changed(parts)
             if changed is not None:

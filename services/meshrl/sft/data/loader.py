@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshrl.algorithms.packing import TrainSample
 from meshrl.models.load import embedding_rows
-from meshrl.sft.config import SFTConfig
+from meshrl.sft.config import TextSettings
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import Conversation, DataError, to_conversation
 from meshrl.sft.data.mixture import Cursor, Draw, Mixture
@@ -48,8 +48,8 @@ class TokenizedRows(Dataset[object]):
     is logged at its first row.
     """
 
-    def __init__(self, config: SFTConfig, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
-        self._config = config
+    def __init__(self, text: TextSettings, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
+        self._text = text
         self._data = data
         self._parts: dict[str, DataRows] | None = None
         self._tokenize: ConversationTokenizer | None = None
@@ -75,7 +75,7 @@ class TokenizedRows(Dataset[object]):
         if self._vocab_size is not None and largest >= self._vocab_size:
             raise DataError(
                 f"{place}: token {largest} ({self.tokenize.tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the "
-                f"{self._vocab_size} rows of the embedding of model.name {self._config.model.name!r}; take the "
+                f"{self._vocab_size} rows of the embedding of model.name {self._text.model.name!r}; take the "
                 "tokenizer that belongs to it, or save the model with a larger embedding (resize_token_embeddings)"
             )
         return _fitted(draw, sample, self._data.seq_len)
@@ -84,16 +84,16 @@ class TokenizedRows(Dataset[object]):
     def tokenize(self) -> ConversationTokenizer:
         """What makes tokens of a conversation. Raises ModelError when the tokenizer cannot be loaded."""
         if self._tokenize is None:
-            tokenizer = load_sft_tokenizer(self._config)
-            renderers = Renderers(tokenizer, self._config.renderer) if self._config.renderer else None
-            self._vocab_size = embedding_rows(self._config.model)
-            self._tokenize = ConversationTokenizer(tokenizer, renderers, learned_roles=self._config.loss_mask.roles())
+            tokenizer = load_sft_tokenizer(self._text)
+            renderers = Renderers(tokenizer, self._text.renderer) if self._text.renderer else None
+            self._vocab_size = embedding_rows(self._text.model)
+            self._tokenize = ConversationTokenizer(tokenizer, renderers, learned_roles=self._text.learned_roles)
         return self._tokenize
 
     def _list_unused(self, conversation: Conversation) -> None:
         template = str(self.tokenize.tokenizer.chat_template)
         unused = [f"column {name!r}" for name in conversation.other_columns]
-        if not self._config.renderer:  # renderers read what they know of these
+        if not self._text.renderer:  # renderers read what they know of these
             keys = conversation.other_keys | ({"tools"} if conversation.tools else frozenset())
             unused += [f"{name!r}, which the chat template leaves out" for name in keys if name not in template]
         for each in sorted(set(unused) - self.unused):
@@ -109,7 +109,7 @@ class TokenizedRows(Dataset[object]):
 
     def __getstate__(self) -> dict[str, object]:
         left = {"_parts": None, "_tokenize": None, "_vocab_size": None}  # a process of the loader opens its own
-        return {"_config": self._config, "_data": self._data, "unused": self.unused, **left}
+        return {"_text": self._text, "_data": self._data, "unused": self.unused, **left}
 
     def in_order(self) -> list[DrawnSample]:
         """Every row once, as validation takes them. Raises DataError."""

@@ -14,21 +14,21 @@ from transformers import PreTrainedTokenizerBase
 
 from meshrl.models.load import ModelError, load_tokenizer
 from meshrl.models.renderers import RendererError, make_renderer
-from meshrl.sft.config import SFTConfig
+from meshrl.sft.config import TextSettings
 from meshrl.sft.data.conversations import Conversation
 
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def load_sft_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase:
+def load_sft_tokenizer(text: TextSettings) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or the one that is named, with the chat template that is asked for.
 
     Raises ModelError for a tokenizer or template that cannot be loaded.
     """
-    named = config.tokenizer.name
-    tokenizer = load_tokenizer(config.model if named is None else config.model.model_copy(update={"name": named}))
-    if config.tokenizer.chat_template is not None:
-        tokenizer.chat_template = _chat_template(config.tokenizer.chat_template)
+    named = text.tokenizer.name
+    tokenizer = load_tokenizer(text.model if named is None else text.model.model_copy(update={"name": named}))
+    if text.tokenizer.chat_template is not None:
+        tokenizer.chat_template = _chat_template(text.tokenizer.chat_template)
     return tokenizer
 
 
