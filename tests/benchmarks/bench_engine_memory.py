@@ -29,9 +29,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+
 from bench_run import make_model
 from engine_load import Load
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 

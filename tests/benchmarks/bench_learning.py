@@ -29,7 +29,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from learning_rows import Job, jobs
-
 from local_ports import free_port
 from meshrl.launch.demo_report import EVAL_SCORE, read_records
 

@@ -33,11 +33,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 from aiohttp import web
-from rollout_load import PLAYED, TOOL_TURNS, Load, LoadProcess, Target, measure
-from rollout_paths import TOOL_CALL, save_tokenizer
 
 from meshrl.inference.engine import Engine, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from meshrl.wire.types import VersionSpan
+from rollout_load import PLAYED, TOOL_TURNS, Load, LoadProcess, Target, measure
+from rollout_paths import TOOL_CALL, save_tokenizer
 
 PATHS = ("engine", "completions", "json", "binary", *PLAYED)
 USUAL_PATHS = PATHS[:5]

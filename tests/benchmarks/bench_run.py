@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_paths import save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from meshrl.models.load import fill_at_random
+from rollout_paths import save_tokenizer
 
 HERE = Path(__file__).parent
 SHAPES = HERE / "shapes"

@@ -21,11 +21,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from soak_figures import PROGRAMS, Process, Rule, Sample, Verdict, as_json, disk_parts, judge, look_at
-
 from meshrl.core.paths import Layout
 from meshrl.launch import demo
 from meshrl.wire.text_table import markdown_head, markdown_row
+from soak_figures import PROGRAMS, Process, Rule, Sample, Verdict, as_json, disk_parts, judge, look_at
 
 READY_S = 240.0
 STALL_S = 600.0

@@ -29,10 +29,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from storm_run import Run, StormError
-
 from meshrl.launch import demo
 from meshrl.launch.demo_report import EDGE_STEPS, curves, read_records
+from storm_run import Run, StormError
 
 PROGRAMS = ("weights", "inference", "trainer", "rollout", "orchestrator")
 FIRST_STEPS = 5  # before the first fault: they also say how long a step takes

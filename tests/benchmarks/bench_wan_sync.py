@@ -20,10 +20,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "wan")]
 import torch
-from bench_weight_sync import SHAPES, build
 
+from bench_weight_sync import SHAPES, build
 from meshrl.environments.reverse_text.model import create_model
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.text_table import markdown_head, markdown_row

@@ -34,11 +34,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 import torch
-from engine_load import Load
 from loguru import logger
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_load import Load
 from local_ports import free_port
 from meshrl.client import WeightSyncClient
 from meshrl.core.telemetry.waits import Waits

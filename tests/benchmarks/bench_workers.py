@@ -28,9 +28,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
-from rollout_paths import TEMPLATE_TOKENS, save_tokenizer
-
 from local_ports import free_port
+from rollout_paths import TEMPLATE_TOKENS, save_tokenizer
 
 HERE = Path(__file__).parent
 START_DEADLINE_S = 600.0
@@ -41,8 +40,9 @@ TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 def run_engine(pipe: Connection, tokenizer: str, tokens: int) -> None:
     """An engine's process: says its URL, ends when it is told to."""
-    from bench_rollouts import InstantEngine, serve
     from transformers import AutoTokenizer
+
+    from bench_rollouts import InstantEngine, serve
 
     async def main() -> None:
         async with AsyncExitStack() as stack:

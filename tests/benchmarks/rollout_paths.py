@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
 from rollout_load import TOOL_TURNS, Play, Target
 
 CHAT_TEMPLATE = (
@@ -39,24 +42,11 @@ RENDERER = {"name": "default", "tool_parser": "qwen3"}
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
     """A tokenizer of single characters, filled up to `vocab_size` with words that no prompt has."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from character_tokenizer import ALPHABET, SPECIAL, save_character_tokenizer
 
     marks = ["<tools>", "<tool_call>", "</tool_call>"]
-    names = ["<unk>", "<|im_start|>", "<|im_end|>", *map(chr, range(32, 127)), "\n", *marks]
-    names += [f"w{number} " for number in range(len(names), vocab_size)]
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    fast.add_tokens([AddedToken(mark, special=False) for mark in marks])
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    first = len(SPECIAL) + len(ALPHABET) + len(marks)
+    save_character_tokenizer(folder, CHAT_TEMPLATE, marks, words=[f"w{number} " for number in range(first, vocab_size)])
 
 
 async def open_path(path: str, target: Target, stack: AsyncExitStack, number: int) -> Play:

@@ -1,44 +1,25 @@
 """The inference server through the clients that the rollout side uses: `renderers`, openai; over a real socket."""
 
-import copy
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import renderers
-import torch
-from aiohttp import web
 from openai import AsyncOpenAI, BadRequestError
 from renderers.client import OverlongPromptError, generate
 
-from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.http.app import InferenceServer
-from meshrl.inference.http.tokenizer import TextCodec
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "inference"))  # importlib mode puts no test folder on the path
-
-from inference_kit import full_forward, make_model, make_tokenizer
+from inference_kit import full_forward, make_model, make_tokenizer, served
 
 MAX_LEN = 128
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[AsyncOpenAI]:
-    torch.set_num_threads(1)
-    engine = EmbeddedEngine(copy.deepcopy(make_model()), max_model_len=MAX_LEN, num_slots=8, eos_token_ids=(0,), seed=0)
-    engine.start()
-    codec = TextCodec(make_tokenizer())
-    runner = web.AppRunner(InferenceServer(engine, model_name="tiny", codec=codec, loader=None).app())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai:
+    async with (
+        served(make_model(), make_tokenizer(), model_name="tiny", max_model_len=MAX_LEN, eos_token_ids=(0,)) as server,
+        AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai,
+    ):
         yield openai
-    await runner.cleanup()
-    await engine.close()
 
 
 class _Renderer(renderers.DefaultRenderer):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from loss_curves import stream_batch
 from meshrl.algorithms.losses import dppo_kl_loss
@@ -19,28 +18,15 @@ from meshrl.training.checkpoints.train_state import reshard, run_tensors
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from tiny_qwen3 import save_tiny_qwen3
 from trained import Trained
 
 VOCAB, MAX_STEPS = 48, 40
 
 
 def save_model(folder: Path, **changes: Any) -> str:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "tie_word_embeddings": True,
-            **changes,
-        }
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return save_tiny_qwen3(folder, **{"vocab_size": VOCAB, "num_hidden_layers": 2, **shape, **changes})
 
 
 def model_config(model: str, settings: dict[str, Any]) -> TrainerModelConfig:

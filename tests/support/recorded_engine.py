@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from character_tokenizer import ALPHABET, END, save_character_tokenizer
+
 HEAD = "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
 CALLS = "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
 TAIL = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -46,33 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MARKS = [
-    "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
 ]  # fmt: skip
-ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
-END = 2
-
-
-def save_tokenizer(folder: Path, chat_template: str) -> Any:
-    """A tokenizer of single characters with the marks of Qwen3."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {
-        token: number for number, token in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *ALPHABET, *MARKS])
-    }
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>", "<|endoftext|>"],
-    )
-    fast.add_tokens([AddedToken(mark, special=False) for mark in MARKS[1:]])
-    fast.chat_template = chat_template
-    fast.save_pretrained(folder)
-    return fast
 
 
 @dataclass(frozen=True)
@@ -257,7 +234,7 @@ async def play(
 
     chat_template, renderer = CASES[case]
     async with AsyncExitStack() as stack:
-        tokenizer = save_tokenizer(folder, chat_template)
+        tokenizer = save_character_tokenizer(folder, chat_template, MARKS, special=["<|endoftext|>"])
         serving = serving or (lambda loaded: RecordedEngine(loaded, seed).serving())
         engine = await stack.enter_async_context(serving(tokenizer))
         tools_url = await stack.enter_async_context(tool_server())

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from opentelemetry import trace
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from local_ports import free_port
 from meshrl.client import TrainerClient, WeightSyncClient
@@ -22,25 +21,14 @@ from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve as serve_hub
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import StepEvent, StepState, TensorEntry
+from tiny_qwen3 import SHAPE, save_tiny_qwen3
 
-VOCAB = 16
+VOCAB = SHAPE["vocab_size"]
 UP_S = 150.0  # ranks import torch side by side, beside whatever other tests do
 
 
 def save_tiny_model(folder: Path) -> str:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return save_tiny_qwen3(folder, num_hidden_layers=2)
 
 
 @asynccontextmanager

@@ -66,7 +66,8 @@ def written(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     for name, (launcher, device) in LAYOUTS.items():
         done = subprocess.run(
             [sys.executable, *launcher, family_folders.__file__, str(bases), str(results[name]), device, *ALL],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True, text=True, timeout=280,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
     return results

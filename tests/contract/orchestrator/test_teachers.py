@@ -11,7 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
@@ -26,16 +26,14 @@ from meshrl.sampling.retry import RunError
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire.types import Batch, Rollout, RolloutRequest
 from scripted_services import RolloutServicer, Script
+from tiny_qwen3 import tiny_qwen3
 
 TOKENS = list(range(5))  # of every scripted rollout, the last three sampled
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=100, initializer_range=0.5, **sizes, **heads)).eval()
+    return tiny_qwen3(vocab_size=100, initializer_range=0.5, tie_word_embeddings=False).eval()
 
 
 @pytest.fixture

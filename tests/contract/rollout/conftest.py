@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 
+from character_tokenizer import ALPHABET, END, save_character_tokenizer
 from meshrl.client import RolloutClient
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
@@ -36,29 +37,6 @@ CHAT_TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Writes a character-level tokenizer with a ChatML template that is prefix stable."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    specials = ["<unk>", "<|im_start|>", "<|im_end|>"]
-    tool_marks = ["<tool_call>", "</tool_call>"]
-    vocabulary = {token: number for number, token in enumerate([*specials, *ALPHABET, *tool_marks])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    fast.add_tokens([AddedToken(mark, special=False) for mark in tool_marks])
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
 
 
 def encode(text: str) -> list[int]:
@@ -67,9 +45,6 @@ def encode(text: str) -> list[int]:
 
 def decode(ids: list[int]) -> str:
     return "".join(ALPHABET[token - 3] if token > 2 else "|" for token in ids)
-
-
-END = 2
 
 
 @dataclass
@@ -159,7 +134,7 @@ class ScriptedEngine:
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
+    save_character_tokenizer(folder, CHAT_TEMPLATE, ["<tool_call>", "</tool_call>"])
     return folder
 
 

@@ -7,14 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
+from inference_kit import make_model, served
 from meshrl.core.config import ConfigError
-from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.http.app import InferenceServer
-from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.rollout.engines.chat_servers import api_url
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Sampling
@@ -25,24 +22,10 @@ VOCABULARY = 101  # of the fixture's tokenizer
 @pytest.fixture
 async def inference(tokenizer_dir) -> AsyncIterator[str]:
     """Our own inference program's HTTP, with a small model on the embedded engine."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    settings = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, max_position_embeddings=512,
-        eos_token_id=2, bos_token_id=None, **settings,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
-    engine = EmbeddedEngine(model, max_model_len=256, num_slots=8, eos_token_ids=(2,), seed=0, version=0)
-    engine.start()
-    codec = TextCodec(AutoTokenizer.from_pretrained(tokenizer_dir))
-    app = InferenceServer(engine, model_name="policy", codec=codec, loader=None).app()
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
-    await engine.close()
+    async with served(
+        make_model(vocab_size=VOCABULARY, eos_token_id=2), AutoTokenizer.from_pretrained(tokenizer_dir)
+    ) as server:
+        yield server.url
 
 
 class ChatServer:

@@ -4,55 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
-from meshrl.inference.embedded.engine import EmbeddedEngine
+from inference_kit import make_model, served
 from meshrl.inference.engine import HostVersion
-from meshrl.inference.http.app import InferenceServer
 from meshrl.models.state import hf_state
 from meshrl.wire.types import RolloutSummary, Sampling
 
 VOCABULARY = 99  # of the fixture's tokenizer
 
 
-def make_model(seed: int) -> Any:
-    torch.manual_seed(seed)
-    settings = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        eos_token_id=2,
-        bos_token_id=None,
-        **settings,
-    )
-    return Qwen3ForCausalLM(config).eval()
+def rollout_model(seed: int) -> PreTrainedModel:
+    return make_model(seed, vocab_size=VOCABULARY, eos_token_id=2)
 
 
 @pytest.fixture
 async def embedded() -> AsyncIterator[Any]:
-    torch.set_num_threads(1)
-    model = make_model(0)
-    engine = EmbeddedEngine(model, max_model_len=256, num_slots=8, eos_token_ids=(2,), seed=0, version=0)
-    engine.start()
-    runner = web.AppRunner(
-        InferenceServer(engine, model_name="policy", codec=None, loader=None).app(), handler_cancellation=True
-    )
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{runner.addresses[0][1]}", engine=engine, model=model)
-    await runner.cleanup()
-    await engine.close()
+    async with served(rollout_model(0)) as server:
+        yield server
 
 
 def model_logprobs(model: Any, sample: Any) -> np.ndarray:
@@ -136,7 +110,7 @@ async def test_tokens_before_and_after_a_weight_swap_carry_their_own_version(sta
     task = asyncio.create_task(collect(mesh, make_group(group_size=8)))
     while embedded.engine.in_flight < 8:  # noqa: ASYNC110  # the engine offers no event for this
         await asyncio.sleep(0.005)
-    other = make_model(1)
+    other = rollout_model(1)
     await embedded.engine.stage(HostVersion(version=1, tensors=hf_state(other)))
     await embedded.engine.pause()
     await embedded.engine.apply(1, b"")

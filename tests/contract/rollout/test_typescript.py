@@ -13,16 +13,13 @@ import grpc.aio
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 import node_service
 from conformance_kit import verdict
+from inference_kit import make_model, served
 from local_ports import free_port
 from meshrl.client import RolloutClient
-from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.http.app import InferenceServer
-from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as pb_grpc
 from meshrl.wire.types import Rollout, Sampling
@@ -50,28 +47,14 @@ class OneEngine(pb_grpc.WeightSyncServicer):
 @pytest.fixture
 async def engine(tokenizer_dir: Any) -> AsyncIterator[SimpleNamespace]:
     """A small engine that serves version 3, and the hub that names it."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=2, bos_token_id=None,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
-    engine = EmbeddedEngine(model, max_model_len=256, num_slots=8, eos_token_ids=(2,), seed=0, version=3)
-    engine.start()
-    codec = TextCodec(AutoTokenizer.from_pretrained(tokenizer_dir))
-    app = InferenceServer(engine, model_name="policy", codec=codec, loader=None).app()
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    hub = grpc.aio.server()
-    pb_grpc.add_WeightSyncServicer_to_server(OneEngine(f"http://127.0.0.1:{runner.addresses[0][1]}"), hub)
-    port = hub.add_insecure_port("127.0.0.1:0")
-    await hub.start()
-    yield SimpleNamespace(hub=f"127.0.0.1:{port}", model=model)
-    await hub.stop(None)
-    await runner.cleanup()
-    await engine.close()
+    model = make_model(vocab_size=99, eos_token_id=2)
+    async with served(model, AutoTokenizer.from_pretrained(tokenizer_dir), version=3) as server:
+        hub = grpc.aio.server()
+        pb_grpc.add_WeightSyncServicer_to_server(OneEngine(server.url), hub)
+        port = hub.add_insecure_port("127.0.0.1:0")
+        await hub.start()
+        yield SimpleNamespace(hub=f"127.0.0.1:{port}", model=model)
+        await hub.stop(None)
 
 
 @pytest.fixture

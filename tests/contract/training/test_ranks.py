@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import checkpoint_kit
 import loss_curves
 
 STEPS = 10
@@ -48,18 +47,7 @@ TOLERANCES = {"muon": 1e-4, "lora of half precision": 1e-2}  # muon makes matric
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    checkpoint_kit.save_model(folder, num_hidden_layers=3)
     return folder
 
 

@@ -32,7 +32,7 @@ def two_ranks(folder: Path, name: str, parts: dict[str, Any]) -> Iterator[Result
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *TORCHRUN, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=output,
             stderr=output,
         )

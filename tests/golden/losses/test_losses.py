@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import paper_losses
 import pytest
 import torch
 
+import paper_losses
 from meshrl.algorithms.losses import (
     LossInputs,
     LossOutput,

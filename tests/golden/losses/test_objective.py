@@ -3,10 +3,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import paper_losses
 import pytest
 import torch
 
+import paper_losses
 from meshrl.algorithms.losses import dppo_kl_loss, grpo_loss, gspo_loss
 from meshrl.algorithms.objective import BatchCounts, Normaliser, Objective, RowTokens, objective_loss
 

@@ -1,16 +1,12 @@
 """Loads the sample configuration from command lines, files and variables of a test's own."""
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from meshrl.core.config import load_config
-
-sys.path.append(str(Path(__file__).parent))  # importlib mode puts no test folder on the path; the kit lives here
-
 from config_kit import Sample
+from meshrl.core.config import load_config
 
 Load = Callable[..., Sample]
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from config_kit import Sample
 
+from config_kit import Sample
 from meshrl.core.config import load_config
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from config_kit import Sample
-
 from meshrl.core.config import dump_toml, to_toml
 
 

@@ -1,10 +1,8 @@
 """Engines over copies of a tiny random model, and HTTP servers over them."""
 
 import copy
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +11,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
+from inference_kit import EngineFactory, Start, make_model, make_tokenizer
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
-
-sys.path.append(str(Path(__file__).parent))  # importlib mode puts no test folder on the path; the kit lives here
-
-from inference_kit import EngineFactory, Start, make_model, make_tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from inference_kit import EngineFactory, ask, complete, full_forward
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
+from inference_kit import EngineFactory, ask, complete, full_forward
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.engine import HostVersion

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
-from inference_kit import EngineFactory, make_model
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
+from inference_kit import EngineFactory, make_model
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights

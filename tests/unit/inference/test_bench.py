@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from inference_kit import make_model
 
+from inference_kit import make_model
 from meshrl.inference.bench import bench, fake_requests
 from meshrl.inference.config import EngineBenchConfig, InferenceConfig
 from meshrl.inference.embedded.engine import EmbeddedEngine

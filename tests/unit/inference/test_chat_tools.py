@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from inference_kit import EngineFactory, make_tokenizer, post
 from openai import AsyncOpenAI
 from renderers import Qwen3RendererConfig, create_renderer
 from transformers import PreTrainedModel
 
 from chatml_tokenizer import chatml_tokenizer
+from inference_kit import EngineFactory, make_tokenizer, post
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.tokenizer import TextCodec

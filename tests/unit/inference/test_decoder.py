@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,6 +17,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
 from meshrl.inference.embedded.cache import SlotCache, SlotLayer, probe_layers, register_attention
 from meshrl.inference.embedded.decoder import SmallDecoder
 from meshrl.inference.engine import HostVersion

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
 from meshrl.client.machine.memory import MachineMemory
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference import build

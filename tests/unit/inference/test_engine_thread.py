@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from inference_kit import ask, collect, make_model
 
+from inference_kit import ask, collect, make_model
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.wire.errors import MeshError, Reason
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inference_kit import EngineFactory, ask, complete, full_forward, make_model
 
 from group_senders import GroupSenders, flipped
+from inference_kit import EngineFactory, ask, complete, full_forward, make_model
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.engine import CollectiveSupport

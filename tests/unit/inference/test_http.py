@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inference_kit import VOCAB, EngineFactory, Start, make_model, post
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel
 
+from inference_kit import VOCAB, EngineFactory, Start, make_model, post
 from meshrl.inference.embedded.engine import EmbeddedEngine
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from inference_kit import EngineFactory, make_tokenizer
 from loguru import logger
 
+from inference_kit import EngineFactory, make_tokenizer
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
 from meshrl.inference.http.app import InferenceServer

@@ -1,8 +1,9 @@
 """What /inference/v1/generate answers in JSON, over a real engine."""
 
 import numpy as np
-from inference_kit import Start, events, full_forward, post, unpack
 from transformers import PreTrainedModel
+
+from inference_kit import Start, events, full_forward, post, unpack
 
 
 async def test_generate_returns_tokens_logprobs_and_spans(model: PreTrainedModel, serve: Start) -> None:

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from inference_kit import Start, events, make_tokenizer, post
 
+from inference_kit import Start, events, make_tokenizer, post
 from meshrl.inference.http.tokenizer import TextCodec, TextStream
 
 MESSAGES = [{"role": "user", "content": "a"}]

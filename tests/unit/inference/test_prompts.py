@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from inference_kit import EngineFactory, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from inference_kit import EngineFactory, make_tokenizer
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.inference.http.tokenizer_pool import TokenizerPool

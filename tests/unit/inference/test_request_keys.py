@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inference_kit import Start, post
 from loguru import logger
 
+from inference_kit import Start, post
 from meshrl.inference.http.request_keys import CHAT_KEYS, OTHER_KEYS, UnknownKeys
 from request_rows import (
     BODIES,

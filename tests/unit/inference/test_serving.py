@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestServer
-from inference_kit import make_tokenizer
 
+from inference_kit import make_tokenizer
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec

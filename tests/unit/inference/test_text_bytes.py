@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
-from inference_kit import EngineFactory, make_model
 from openai import AsyncOpenAI, NotFoundError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from chatml_tokenizer import chatml_tokenizer
+from inference_kit import EngineFactory, make_model
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.token_bytes import TokenBytes
 from meshrl.inference.http.tokenizer import TextCodec, TextStream

@@ -10,9 +10,9 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from inference_kit import EngineFactory
 from transformers import PreTrainedModel
 
+from inference_kit import EngineFactory
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.runs import Serving

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
 from meshrl.inference.checkpoints import read_checkpoint
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
@@ -36,6 +36,7 @@ from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner, to_row
 from meshrl.wire.types import MicroBatch
 from tiny_families import tiny_model
+from tiny_qwen3 import tiny_qwen3
 from trained import Trained
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -43,18 +44,7 @@ TARGETS = ["q_proj", "down_proj"]
 
 
 def build(*, tied: bool = True, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=tied,
-    )
-    return Qwen3ForCausalLM(config).to(dtype)
+    return tiny_qwen3(intermediate_size=24, num_hidden_layers=2, tie_word_embeddings=tied).to(dtype)
 
 
 def adapted(

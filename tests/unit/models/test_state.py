@@ -1,23 +1,13 @@
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from meshrl.models.state import gather_state, hf_state, load_hf_state
+from tiny_qwen3 import tiny_qwen3
 
 
 def build(*, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        tie_word_embeddings=tied,
-    )
-    return Qwen3ForCausalLM(config)
+    return tiny_qwen3(seed, tie_word_embeddings=tied)
 
 
 def test_names_are_sorted_and_those_of_the_checkpoint() -> None:
@@ -37,8 +27,8 @@ def test_state_shares_memory_and_snapshot_does_not() -> None:
     live, copy = hf_state(model), gather_state(model)
     with torch.no_grad():
         model.model.norm.weight.fill_(7.0)
-    assert live["model.norm.weight"].tolist() == [7.0] * 8
-    assert copy["model.norm.weight"].tolist() == [1.0] * 8
+    assert live["model.norm.weight"].tolist() == [7.0] * 16
+    assert copy["model.norm.weight"].tolist() == [1.0] * 16
 
 
 def test_snapshot_converts_floats() -> None:

@@ -1,12 +1,9 @@
 """The rules by which the soak calls a figure flat."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from soak_figures import Rule, Sample, judge, look_at
 

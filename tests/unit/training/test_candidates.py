@@ -5,23 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective, count, objective_loss
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.training.learner import to_row, to_tokens
+from tiny_qwen3 import tiny_qwen3
 
 VOCAB, TAU, CPU = 16, 0.5, torch.device("cpu")
 
 
 def model(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen3Config(vocab_size=VOCAB, initializer_range=0.5, tie_word_embeddings=True, **sizes, **heads)
-    return Qwen3ForCausalLM(config)
+    return tiny_qwen3(seed, vocab_size=VOCAB, initializer_range=0.5)
 
 
 def logprobs_of(policy: Qwen3ForCausalLM, token_ids: np.ndarray) -> torch.Tensor:

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import aipo_loss
 from meshrl.algorithms.objective import Objective
@@ -16,16 +15,10 @@ from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner, StepResult
 from meshrl.wire import convert
 from meshrl.wire.types import Batch
+from tiny_qwen3 import tiny_qwen3
 from trained import Trained
 
 VOCAB, DELTA, TAU = 16, 2.0, 0.5
-
-
-def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, **sizes, **heads))
 
 
 def trained(samples: list[TrainSample], *, seq_len: int = 24) -> StepResult:
@@ -37,7 +30,7 @@ def trained(samples: list[TrainSample], *, seq_len: int = 24) -> StepResult:
     for message in convert.batch_to_messages(batch):
         reader.feed(message)
     trained = Trained.by(
-        Learner(PackedPolicy(model())),
+        Learner(PackedPolicy(tiny_qwen3(vocab_size=VOCAB))),
         Objective(loss=lambda inputs: aipo_loss(inputs, delta=DELTA), ref_kl_tau=TAU, ref_kl_delta=3.0),
         OptimConfig(lr=1e-2),
     )
@@ -65,7 +58,7 @@ def sample(seed: int, *, rl: bool = True, **terms: bool) -> TrainSample:
 
 def expected(samples: list[TrainSample]) -> dict[str, float]:
     """Each term by its formula, in float64, over logprobs of one plain forward pass a sample."""
-    plain = model()
+    plain = tiny_qwen3(vocab_size=VOCAB)
     sums, counts = dict.fromkeys(("rl", "ce", "ref_kl"), 0.0), dict.fromkeys(("rl", "ce", "ref_kl"), 0)
     for each in samples:
         ids = torch.from_numpy(each.token_ids.astype(np.int64))

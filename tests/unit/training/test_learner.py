@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cross_entropy_loss
 from meshrl.algorithms.objective import Normaliser, Objective
@@ -16,31 +16,17 @@ from meshrl.training.bench.throughput import peak_flops, step_flops
 from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.training.run_state import TokenRecord
+from tiny_qwen3 import tiny_qwen3
 from trained import Trained
 
 VOCAB = 16
-
-
-def build() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def learner(
     loss: Loss = cross_entropy_loss, normaliser: Normaliser = Normaliser.TOKEN, **optim: float | str | None
 ) -> Trained:
     return Trained.by(
-        Learner(PackedPolicy(build())),
+        Learner(PackedPolicy(tiny_qwen3(vocab_size=VOCAB))),
         Objective(loss=loss, normaliser=normaliser),
         OptimConfig(**{"lr": 1e-2, **optim}),
     )
@@ -262,7 +248,7 @@ def test_weight_decay_spares_vectors() -> None:
 
 
 def test_flops_count_parameters_and_attention_within_samples() -> None:
-    model, packing = build(), packed(seq_len=64)
+    model, packing = tiny_qwen3(vocab_size=VOCAB), packed(seq_len=64)
     lengths = np.concatenate([np.diff(row.sample_offsets) for row in packing.micro_batches])
     expected = 6 * active_parameters(model) * lengths.sum() + 6 * 1 * 2 * 8 * (lengths**2).sum()
     assert step_flops(model, packing.micro_batches) == pytest.approx(float(expected))

@@ -10,20 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from meshrl.training import optim
 from meshrl.training.config import OptimConfig
 from meshrl.training.muon import Muon, orthogonal
 from meshrl.training.optim import Optimizer, build_optimizer, clip_gradients, gradient_zeros
+from tiny_qwen3 import tiny_qwen3
 
 
 def model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}
-    return Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, **shape)
-    )
+    return tiny_qwen3(vocab_size=20, intermediate_size=24)
 
 
 def trained(config: OptimConfig, *, cpu_offload: bool = False, steps: int = 3) -> tuple[Qwen3ForCausalLM, Optimizer]:

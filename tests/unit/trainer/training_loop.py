@@ -15,7 +15,6 @@ import torch
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import aipo_loss
 from meshrl.algorithms.objective import Objective
@@ -34,6 +33,7 @@ from meshrl.training.config import CheckpointConfig, OptimConfig
 from meshrl.training.learner import Learner
 from meshrl.versions.progress import Progress
 from meshrl.wire.types import Batch, StepEvent, StepState
+from tiny_qwen3 import tiny_qwen3
 from trained import Trained
 
 DEADLINE_S = 60.0
@@ -43,19 +43,8 @@ STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
 
 
 def build(**optim: str) -> Trained:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
     return Trained.by(
-        Learner(PackedPolicy(Qwen3ForCausalLM(config))),
+        Learner(PackedPolicy(tiny_qwen3())),
         Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
         OptimConfig.model_validate({"lr": 1e-2, **optim}),
     )

@@ -19,11 +19,12 @@ import torch
 from aiohttp import web
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from character_tokenizer import ALPHABET, END
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.http.app import InferenceServer
 from meshrl.models.state import hf_state
-from recorded_engine import ALPHABET, END, Generated, RecordedEngine
+from recorded_engine import Generated, RecordedEngine
 
 SESSION: ContextVar[str] = ContextVar("session")
 SWAP_EVERY_S = 0.25

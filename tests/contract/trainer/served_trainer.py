@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from opentelemetry import trace
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import aipo_loss
 from meshrl.algorithms.objective import Objective
@@ -42,6 +41,7 @@ from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError, from_rpc_error
 from meshrl.wire.types import Batch, StepEvent, StepState
+from tiny_qwen3 import tiny_qwen3
 from trained import Trained
 
 VOCAB = 16
@@ -86,19 +86,8 @@ class Mesh:
 
 
 def build() -> Trained:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
     return Trained.by(
-        Learner(PackedPolicy(Qwen3ForCausalLM(config))),
+        Learner(PackedPolicy(tiny_qwen3(vocab_size=VOCAB))),
         Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
         OptimConfig(lr=1e-2),
     )

@@ -2,17 +2,23 @@
 
 import base64
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from aiohttp import web
 from aiohttp.test_utils import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
+from tiny_qwen3 import tiny_qwen3
 
 VOCAB = 40
 
@@ -21,13 +27,36 @@ Start = Callable[..., Awaitable[TestClient]]
 
 
 def make_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(seed)
     settings = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None,
     }  # fmt: skip
-    return Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes})).eval()
+    return tiny_qwen3(seed, **{**settings, **changes}).eval()
+
+
+@asynccontextmanager
+async def served(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    model_name: str = "policy",
+    **settings: Any,
+) -> AsyncIterator[SimpleNamespace]:
+    """An embedded engine, which takes over the model, behind its HTTP server; yields `url`, `engine` and `model`."""
+    torch.set_num_threads(1)
+    engine = EmbeddedEngine(
+        model, **{"max_model_len": 256, "num_slots": 8, "eos_token_ids": (2,), "seed": 0, "version": 0, **settings}
+    )
+    engine.start()
+    codec = None if tokenizer is None else TextCodec(tokenizer)
+    app = InferenceServer(engine, model_name=model_name, codec=codec, loader=None).app()
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield SimpleNamespace(url=f"http://127.0.0.1:{runner.addresses[0][1]}", engine=engine, model=model)
+    await runner.cleanup()
+    await engine.close()
 
 
 def ask(prompt: list[int] | tuple[int, ...], *, stream: bool = False, **params: Any) -> GenerateRequest:

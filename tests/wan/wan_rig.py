@@ -111,7 +111,7 @@ class Peer:
         """`checkout`: another checkout of this repository, whose program and environment are used."""
         program = [sys.executable, str(PEER)]
         if checkout is not None:
-            program = [str(checkout / ".venv/bin/python"), str(checkout / "tests/support/wan_peer.py")]
+            program = [str(checkout / ".venv/bin/python"), str(checkout / "tests/wan/wan_peer.py")]
         command = [*program, *arguments]
         self.process = wan.start(site, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
