@@ -41,10 +41,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_load import Load
 from local_ports import free_port
 from meshrl.client import WeightSyncClient
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.telemetry.waits import Waits
 from meshrl.models.load import fill_at_random
-from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.publishing.build import decide, open_publication
+from meshrl.trainer.publishing.build import PublishOptions, decide, open_publication
 from meshrl.trainer.publishing.snapshots import Snapshotter, open_snapshotter
 from meshrl.trainer.ranks.commands import (
     CommandSender,
@@ -53,6 +53,7 @@ from meshrl.trainer.ranks.commands import (
     StopCommand,
     receive_commands,
 )
+from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.text_table import markdown_head, markdown_row
 from meshrl.wire.types import ActivationPolicy
@@ -122,24 +123,22 @@ def run_rank(args: argparse.Namespace) -> None:
 
 async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     """Rank 0: publishes and activates versions; a record of each, the first of which counts for its set-up too."""
-    config = TrainerConfig.model_validate(
-        {
-            "output_dir": args.output_dir,
-            "model": {"name": args.shape},
-            "weight_broadcast": {
-                "type": args.transport,
-                "address": args.hub,
-                "bucket_mib": args.bucket_mib,
-                "deltas": args.deltas[0],
-            },
-        }
+    options = PublishOptions(
+        run_id="main",
+        model=TrainerModelConfig(name=args.shape),
+        broadcast=WeightBroadcastConfig(
+            type=args.transport, address=args.hub, bucket_mib=args.bucket_mib, deltas=args.deltas[0]
+        ),
+        output_dir=Path(args.output_dir),
+        hub_deadline_s=240.0,
+        publish_deadline_s=600.0,
     )
     thread, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
     commands, records = CommandSender(parts.parallel), []
     async with WeightSyncClient(args.hub) as hub:
-        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, Waits()), loop)
+        decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, args.epoch, Waits()), loop)
         publication, captured = await loop.run_in_executor(
-            thread, lambda: open_publication(decided, config, parts, commands, hub, os.environ)
+            thread, lambda: open_publication(decided, options, parts, commands, hub, os.environ)
         )
 
         def next_version() -> Any:
@@ -160,7 +159,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
             report = await publication.publisher.publish(version, captured)
             published_s = time.perf_counter()
             done = await hub.activate_version(
-                run_id=config.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
+                run_id=options.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
             )
             ended_s = time.perf_counter()
             if applied := [engine.applied for engine in done.engines if engine.applied is not None]:

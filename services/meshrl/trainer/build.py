@@ -15,6 +15,7 @@ from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import ModelConfig
 from meshrl.core.orphans import Lifeline
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
@@ -112,7 +113,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             learner,
             run,
             config.output_dir,
-            tokenizer=_tokenizer(config) if parallel.plan.leads else None,
+            tokenizer=_tokenizer(config.model) if parallel.plan.leads else None,
             seed=config.seed,
             snapshot_dtype=compute_dtype,
             base=config.model,
@@ -154,10 +155,10 @@ def compile_kernels(learner: Learner, *, seq_len: int) -> None:
     logger.info("kernels are compiled, in {:.1f} s", time.perf_counter() - started)
 
 
-def _tokenizer(config: TrainerConfig) -> PreTrainedTokenizerBase | None:
+def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer, which only snapshots need: without one they hold the model alone."""
     try:
-        return load_tokenizer(config.model)
+        return load_tokenizer(model)
     except ModelError as error:
         logger.warning("weight snapshots will come without a tokenizer: {}", error)
         return None

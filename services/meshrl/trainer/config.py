@@ -59,9 +59,6 @@ class TrainerConfig(BaseConfig):
     max_queued_batches: int = Field(default=2, ge=1)
     """Batches that may wait while one trains; one more is refused until a place is free."""
 
-    max_concurrent_runs: int = Field(default=1, ge=1)
-    """Runs this trainer holds; only its own in this version."""
-
     history_events: int = Field(default=1_000, ge=16)
     """Step events kept for watchers that reconnect: three a step, and one of them holds the step's metrics, about 10
     kB."""
@@ -110,15 +107,6 @@ class TrainerConfig(BaseConfig):
 
     log: LogConfig = LogConfig()
     """Logging."""
-
-    @model_validator(mode="after")
-    def _one_run(self) -> Self:
-        if self.max_concurrent_runs != 1:
-            raise ValueError(
-                f"trainer.max_concurrent_runs is {self.max_concurrent_runs}, but a trainer holds one run so far;"
-                " start a trainer for each run, and leave it out"
-            )
-        return self
 
     @model_validator(mode="after")
     def _horizon(self) -> Self:

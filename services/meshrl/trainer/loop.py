@@ -1,6 +1,6 @@
 """The training loop of rank 0: takes a batch, makes a step, publishes the version; runs on the training thread.
 
-Consumes batches from the run's queue, in order. Produces a snapshot of the weights for the publisher, and a DONE or
+Consumes batches of each run, in order. Produces a snapshot of the weights for the publisher, and a DONE or
 FAILED event a step. Waits for the next batch and, before it captures a version, for the publication of the one before.
 Unblocks the orchestrator, which activates a version once its step is DONE.
 """
@@ -8,8 +8,9 @@ Unblocks the orchestrator, which activates a version once its step is DONE.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,15 @@ from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
 from meshrl.trainer.rollout_logprobs import rollout_logprobs
-from meshrl.trainer.runs.table import TrainerRun
-from meshrl.trainer.runs.work_queue import SaveRequest
+from meshrl.trainer.runs.table import RunTable
+from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue, Work
 from meshrl.trainer.spans import TrainSpan, TrainSpans
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
-from meshrl.training.checkpoints.checkpointer import CheckpointError
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
-from meshrl.training.learner import StepError, StepResult
+from meshrl.training.learner import Learner, StepError, StepResult
+from meshrl.training.run_state import RunState
+from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
@@ -40,70 +43,115 @@ MOST_ENTROPIES = 1024
 
 
 class TrainerLoop:
-    """Trains one run until its queue closes. A step that cannot be made fails alone; anything else ends the trainer."""
+    """Trains the runs of a table, in turn, until all of their queues are closed."""
 
     def __init__(
         self,
-        run: TrainerRun,
-        spans: TrainSpans,
+        table: RunTable,
+        runs: Sequence[RunTraining],
         commands: CommandSender,
+        *,
+        waits: Waits | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_end` is called after the last collective."""
+        self._table, self._commands, self._waits = table, commands, waits or Waits()
+        self._runs = {run.state.run_id: run for run in runs}
+        self._on_end = on_end
+
+    def run(self) -> None:
+        """Works until the queues close, then writes the last checkpoints. Raises what the trainer cannot survive."""
+        try:
+            waited_since = time.perf_counter()
+            while (taken := self._next_work()) is not None:
+                run, work = self._runs[taken[0]], taken[1]
+                if isinstance(work, SaveRequest):
+                    run.save_on_request(work)
+                else:
+                    with self._waits.waiting("step", f"its own work on step {work.step}"):
+                        run.train_on(work, wait_s=time.perf_counter() - waited_since)
+                    waited_since = time.perf_counter()
+            for run in self._runs.values():
+                run.end()
+            self._commands.send(StopCommand())
+            for run in self._runs.values():  # as every rank does
+                run.checkpointer.wait_for_save()
+            self._on_end()
+        except BaseException as error:  # reported to every watcher, then raised: the process ends and says why
+            for queue in self._table:
+                queue.crashed(f"the trainer stopped: {error}")
+            raise
+
+    def _next_work(self) -> tuple[str, Work] | None:
+        batches = " or ".join(f"batch {run.state.next_step}" for run in self._runs.values())
+        with self._waits.waiting("batch", batches, ("orchestrator",)):
+            return self._commands.wait(self._table.take())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunVersions:
+    """How the versions of a run leave the trainer."""
+
+    capture: Callable[[int], Captured]
+    """Copies the weights of a version aside; collective, on the training thread between two steps."""
+
+    publish: Callable[[int, Captured, str], Future[PublishReport]]
+    """(version, what `capture` returned, traceparent) -> a future that is done when the version is published."""
+
+    progress: Progress
+    """When the publication under way last moved."""
+
+    stall_s: float
+    """Seconds for which a publication may stand still."""
+
+
+class RunTraining:
+    """Trains one run: its steps, versions, checkpoints and metrics. A step that cannot be made fails alone."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        state: RunState,
+        queue: TrainingQueue,
+        checkpointer: Checkpointer,
+        versions: RunVersions,
+        commands: CommandSender,
+        spans: TrainSpans,
         *,
         ckpt: CheckpointConfig | None,
         waits: Waits | None = None,
         release: Callable[[], None] = lambda: None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`release` gives memory that no tensor needs back to the device; called after each snapshot.
-
-        `on_end` is called after the last collective.
-        """
-        assert run.versions is not None, "publishing is set up before the first step"
-        self._learner, self._run = run.learner, run.state
-        self._queue, self._checkpointer = run.queue, run.checkpointer
-        self._versions = run.versions
-        self._spans, self._commands, self._waits = spans, commands, waits or Waits()
+        """`release` gives memory that no tensor needs back to the device; called after each snapshot."""
+        self.state, self.checkpointer = state, checkpointer
+        self._learner, self._queue, self._versions = learner, queue, versions
+        self._commands, self._spans, self._waits = commands, spans, waits or Waits()
         self._ckpt = ckpt
-        self._release, self._on_end = release, on_end
+        self._release = release
         self._publishing: Future[PublishReport] | None = None
-        self._published_step = run.state.step_done  # the last one whose publication began
+        self._published_step = state.step_done  # the last one whose publication began
         self._save_ckpt_s = 0.0  # since the last DONE
-        self._saved_step = run.state.step_done  # a step that is on disk, or needs no checkpoint
-        self._peak_flops = peak_flops(run.learner.device)
+        self._saved_step = state.step_done  # a step that is on disk, or needs no checkpoint
+        self._peak_flops = peak_flops(learner.device)
 
-    def run(self) -> None:
-        """Works until the queue closes, then writes the last checkpoint. Raises what the trainer cannot survive."""
-        try:
-            waited_since = time.perf_counter()
-            while (work := self._next_work()) is not None:
-                if isinstance(work, SaveRequest):
-                    self._save_on_request(work)
-                else:
-                    with self._waits.waiting("step", f"its own work on step {work.step}"):
-                        self._train_on(work, wait_s=time.perf_counter() - waited_since)
-                    waited_since = time.perf_counter()
-            self._wait_for_publication()
-            if self._ckpt is not None and self._run.step_done != self._saved_step:
-                self._save(self._ckpt)
-            self._commands.send(StopCommand())
-            self._checkpointer.wait_for_save()  # as every rank does
-            self._on_end()
-        except BaseException as error:  # reported to every watcher, then raised: the process ends and says why
-            self._queue.crashed(f"the trainer stopped: {error}")
-            raise
+    def end(self) -> None:
+        """Waits for the publication under way and writes the last checkpoint; raises the failure of either."""
+        self._wait_for_publication()
+        if self._ckpt is not None and self.state.step_done != self._saved_step:
+            self._save(self._ckpt)
 
-    def _next_work(self) -> Batch | SaveRequest | None:
-        """Waits for a batch or for a request to save a checkpoint; None is the end."""
-        with self._waits.waiting("batch", f"batch {self._run.next_step}", ("orchestrator",)):
-            return self._commands.wait(self._queue.take())
+    def train_on(self, batch: Batch, *, wait_s: float) -> None:
+        """Makes a step and starts the publication of its version. The loop waited `wait_s` for the batch.
 
-    def _train_on(self, batch: Batch, *, wait_s: float) -> None:
-        self._checkpointer.check()
+        Raises what the trainer cannot survive: the failure of an earlier publication or save, and UpdateError.
+        """
+        self.checkpointer.check()
         started = time.perf_counter()
         span = self._spans.start(batch)
-        self._commands.send(TrainCommand(run_id=self._run.run_id, batch=batch))
+        self._commands.send(TrainCommand(run_id=self.state.run_id, batch=batch))
         handed_out = time.perf_counter()
         try:
-            result = self._learner.step(self._run, batch.micro_batches)
+            result = self._learner.step(self.state, batch.micro_batches)
         except StepError as error:  # the batch's fault: the run goes on with the weights as they are
             logger.error("{}", error)
             span.fail(str(error))
@@ -114,7 +162,7 @@ class TrainerLoop:
         span.child("optimizer", result.optimizer_s)
         self._wait_for_publication()  # versions are sealed in order
         published_before = time.perf_counter()
-        self._commands.send(SnapshotCommand(run_id=self._run.run_id))
+        self._commands.send(SnapshotCommand(run_id=self.state.run_id))
         captured = self._versions.capture(result.step)  # the next step changes the live weights
         self._release()  # once the version is published, an engine may need the room
         ended = time.perf_counter()
@@ -196,7 +244,7 @@ class TrainerLoop:
         """
         tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
         samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
-        progress = self._checkpointer.progress
+        progress = self.checkpointer.progress
         progress.tokens += tokens
         progress.samples += samples
         flops = step_flops(self._learner.model, batch.micro_batches)
@@ -239,7 +287,7 @@ class TrainerLoop:
         """A checkpoint as configured; one in the background costs the time to copy the state."""
         started = time.perf_counter()
         self._commands.send(
-            SaveCommand(run_id=self._run.run_id, weights_only=config.weights_only, in_background=config.save_async)
+            SaveCommand(run_id=self.state.run_id, weights_only=config.weights_only, in_background=config.save_async)
         )
 
         def durable(step: int, folder: Path) -> None:
@@ -247,22 +295,23 @@ class TrainerLoop:
                 self._queue.saved(step)
             logger.info("checkpoint of step {} in {}", step, folder)
 
-        self._checkpointer.save_as(config, durable)
-        self._saved_step = self._run.step_done
+        self.checkpointer.save_as(config, durable)
+        self._saved_step = self.state.step_done
         self._save_ckpt_s += time.perf_counter() - started
 
-    def _save_on_request(self, request: SaveRequest) -> None:
+    def save_on_request(self, request: SaveRequest) -> None:
+        """Writes a checkpoint now; a failure is the caller's, and training goes on."""
         started = time.perf_counter()
-        self._commands.send(SaveCommand(run_id=self._run.run_id, weights_only=request.weights_only))
+        self._commands.send(SaveCommand(run_id=self.state.run_id, weights_only=request.weights_only))
         try:
-            path = self._checkpointer.save(weights_only=request.weights_only)
+            path = self.checkpointer.save(weights_only=request.weights_only)
         except CheckpointError as error:  # a full or read-only disk is the caller's news; training goes on
             request.saved.set_exception(MeshError(Reason.CHECKPOINT_FAILED, f"cannot write the checkpoint: {error}"))
             return
         finally:
             self._save_ckpt_s += time.perf_counter() - started
         if not request.weights_only:
-            self._queue.saved(self._run.step_done)
+            self._queue.saved(self.state.step_done)
         if self._ckpt is not None:
-            self._checkpointer.prune(self._ckpt)  # which spares what was asked for: it is the newest
-        request.saved.set_result((self._run.step_done, path))
+            self.checkpointer.prune(self._ckpt)  # which spares what was asked for: it is the newest
+        request.saved.set_result((self.state.step_done, path))

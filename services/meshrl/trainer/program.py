@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from loguru import logger
 from opentelemetry import trace
@@ -23,15 +25,15 @@ from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
 from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.loop import TrainerLoop
-from meshrl.trainer.publishing.build import Publication, decide, open_publication
+from meshrl.trainer.loop import RunTraining, RunVersions, TrainerLoop
+from meshrl.trainer.publishing.build import Publication, PublishOptions, decide, open_publication
 from meshrl.trainer.publishing.publisher import PublishReport, next_epoch
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.memory import releaser
 from meshrl.trainer.ranks.thread import TrainingThread
-from meshrl.trainer.ranks.worker import RankWorker
+from meshrl.trainer.ranks.worker import RankRun, RankWorker
 from meshrl.trainer.runs.steps import StepBook
-from meshrl.trainer.runs.table import RunTable, RunVersions, TrainerRun
+from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
@@ -48,21 +50,22 @@ DRAIN_GRACE_S = 5.0
 def run_rank(config: TrainerConfig, rank: int) -> None:
     """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
-    leave(follow_rank_0(config) if rank else run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
+    if rank == 0:
+        leave(run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
+    leave(follow_rank_0(lambda: build_parts(config, os.environ), release_memory=config.release_memory))
 
 
-def follow_rank_0(config: TrainerConfig) -> int:
+def follow_rank_0(build: Callable[[], TrainerParts], *, release_memory: bool) -> int:
     """Any other rank: loads its model and works until rank 0 sends StopCommand; returns the exit code."""
     try:
-        parts = build_parts(config, os.environ)
+        parts = build()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 says when to stop
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         RankWorker(
             parts.learner,
-            parts.run,
-            parts.checkpointer,
+            [RankRun(state=parts.run, checkpointer=parts.checkpointer)],
             publish_dtype=parts.compute_dtype,
-            release=releaser(parts.learner.device, wanted=config.release_memory),
+            release=releaser(parts.learner.device, wanted=release_memory),
         ).run()
         parts.leave()
     except Exception as error:  # noqa: BLE001  # last stop of the process, and the group ends with it
@@ -72,19 +75,12 @@ def follow_rank_0(config: TrainerConfig) -> int:
 
 async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
     """Rank 0: trains until `stop` is set, a client drains the trainer, or it cannot go on; returns the exit code."""
-    try:
-        return await _build_and_serve(config, stop, tracer)
-    except StoppedError:  # before there was anything to drain
-        return 0
-
-
-async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
-    thread = TrainingThread()
-    with waits_of(tracer).waiting("start", f"its model {config.model.name} to be loaded"):
-        parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
-    epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
-    queue = TrainingQueue(
-        StepBook(
+    with suppress(StoppedError):  # before there was anything to drain
+        thread, waits = TrainingThread(), waits_of(tracer)
+        with waits.waiting("start", f"its model {config.model.name} to be loaded"):
+            parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
+        epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
+        own = StepBook(
             run_id=config.run_id,
             epoch=epoch,
             start_step=parts.run.step_done,
@@ -92,95 +88,119 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
             max_queued=config.max_queued_batches,
             max_steps=config.max_steps,
             history_events=config.history_events,
-        ),
-        held=True,
-    )
-    own = TrainerRun(queue=queue, state=parts.run, learner=parts.learner, checkpointer=parts.checkpointer)
-    own_facts = facts(config, parts)
-    server = GrpcServer(config.server, max_message_bytes=own_facts.max_message_bytes, tracer=tracer)
-    servicer = TrainerServicer(RunTable(own, max_runs=config.max_concurrent_runs), own_facts, on_drained=stop.set)
-    server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
-    port = await server.start()
-    waits = waits_of(tracer)
-    waits.serves = (f"{config.server.host}:{port}",)
-    async with WeightSyncClient(config.weight_broadcast.address) as hub:
-        commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
-        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, waits), loop)
-        publication, initial = await unless_stopped(
-            stop, thread.call(lambda: open_publication(decided, config, parts, commands, hub, os.environ))
         )
-        training = thread.call(train_loop(config, parts, own, publication, commands, tracer).run)
-        try:
-            first = _publish_when_hub_is_up(publication, parts.run.step_done, initial, config)
-            del initial  # the first version's weights must not live as long as this function
-            await unless_stopped(stop, first)
-            del first
-            freeze_loaded()
-            queue.open()
-            server.set_serving()
-            say_ready()
-            logger.info(
-                "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}:{}",
-                config.run_id, parts.run.step_done, epoch, parts.parallel.plan.world_size, config.server.host, port,
-            )  # fmt: skip
-            return await _until_drained(config, queue, server, training, stop)
-        finally:
-            queue.close()
-            await server.drain(DRAIN_GRACE_S)
-            await asyncio.wait({training}, timeout=DRAIN_GRACE_S)  # which sends the other ranks StopCommand
-            await publication.close()
+        table = RunTable(own, held=True)
+        learner, plan = parts.learner, parts.parallel.plan
+        facts = TrainerFacts(
+            world_size=plan.world_size,
+            dp_size=plan.dp_size,
+            seq_len=config.seq_len,
+            vocab_size=int(learner.model.config.get_text_config().vocab_size),
+            objective=config.loss.type,
+            model=config.model.name,
+            max_queued_batches=config.max_queued_batches,
+            min_shared_prefix=min_shared_prefix(config.share_prefixes, learner.policy),
+            takes_prefixes=learner.policy.prefix_reason is None,
+        )
+        server = GrpcServer(config.server, max_message_bytes=facts.max_message_bytes, tracer=tracer)
+        servicer = TrainerServicer(table, facts, on_drained=stop.set)
+        server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
+        address = f"{config.server.host}:{await server.start()}"
+        waits.serves = (address,)
+        async with WeightSyncClient(config.weight_broadcast.address) as hub:
+            options = PublishOptions(
+                run_id=config.run_id,
+                model=config.model,
+                broadcast=config.weight_broadcast,
+                output_dir=config.output_dir,
+                hub_deadline_s=config.hub_deadline_s,
+                publish_deadline_s=config.publish_deadline_s,
+            )
+            commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
+            decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, epoch, waits), loop)
+            publication, initial = await unless_stopped(
+                stop, thread.call(lambda: open_publication(decided, options, parts, commands, hub, os.environ))
+            )
+            training = RunTraining(
+                learner,
+                parts.run,
+                table.own,
+                parts.checkpointer,
+                versions_of(publication, stall_s=config.publish_deadline_s),
+                commands,
+                TrainSpans(tracer),
+                ckpt=config.ckpt,
+                waits=waits,
+                release=releaser(learner.device, wanted=config.release_memory),
+            )
+            trained = thread.call(TrainerLoop(table, [training], commands, waits=waits, on_end=parts.leave).run)
+            try:
+                first = _publish_when_hub_is_up(
+                    publication,
+                    parts.run.step_done,
+                    initial,
+                    address=options.broadcast.address,
+                    for_s=config.hub_deadline_s,
+                )
+                del initial  # the first version's weights must not live as long as this function
+                await unless_stopped(stop, first)
+                del first
+                freeze_loaded()
+                table.own.open()
+                server.set_serving()
+                say_ready()
+                logger.info(
+                    "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}",
+                    config.run_id, parts.run.step_done, epoch, plan.world_size, address,
+                )  # fmt: skip
+                return await _until_drained(table.own, server, trained, stop, deadline_s=config.drain_deadline_s)
+            finally:
+                table.own.close()
+                await server.drain(DRAIN_GRACE_S)
+                await asyncio.wait({trained}, timeout=DRAIN_GRACE_S)  # which sends the other ranks StopCommand
+                await publication.close()
+    return 0
 
 
-def train_loop(
-    config: TrainerConfig,
-    parts: TrainerParts,
-    run: TrainerRun,
-    publication: Publication,
-    commands: CommandSender,
-    tracer: trace.Tracer,
-) -> TrainerLoop:
-    """The loop for the training thread; its publications run on the event loop that makes it."""
+def versions_of(publication: Publication, *, stall_s: float) -> RunVersions:
+    """The versions of the trainer's own run; their publications run on the event loop that calls this."""
     loop = asyncio.get_running_loop()
 
     def publish(version: int, captured: Captured, traceparent: str) -> Future[PublishReport]:
         return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, captured, traceparent), loop)
 
-    run.versions = RunVersions(
+    return RunVersions(
         capture=publication.snapshotter.capture,
         publish=publish,
         progress=publication.publisher.progress,
-        stall_s=config.publish_deadline_s,
-    )
-    return TrainerLoop(
-        run,
-        TrainSpans(tracer),
-        commands,
-        ckpt=config.ckpt,
-        waits=waits_of(tracer),
-        release=releaser(parts.learner.device, wanted=config.release_memory),
-        on_end=parts.leave,
+        stall_s=stall_s,
     )
 
 
 async def _until_drained(
-    config: TrainerConfig, queue: TrainingQueue, server: GrpcServer, training: asyncio.Future[None], stop: asyncio.Event
+    queue: TrainingQueue,
+    server: GrpcServer,
+    trained: asyncio.Future[None],
+    stop: asyncio.Event,
+    *,
+    deadline_s: float,
 ) -> int:
     """Waits until it is to end; then trains what is queued and writes the last checkpoint. Returns the exit code."""
-    await stop_or_first(stop, training)
+    await stop_or_first(stop, trained)
     server.set_not_serving()
     code = 0
     try:
-        async with asyncio.timeout(config.drain_deadline_s):
+        async with asyncio.timeout(deadline_s):
             await queue.drain()
     except TimeoutError:  # the orchestrator will see these steps unfinished and submit them to the next trainer
-        logger.error("batches still queued after {} s (drain_deadline_s) are given up", config.drain_deadline_s)
+        logger.error("batches still queued after {} s (drain_deadline_s) are given up", deadline_s)
         code = 1
     queue.close()
     try:
-        async with asyncio.timeout(config.drain_deadline_s):
-            await training
+        async with asyncio.timeout(deadline_s):
+            await trained
     except TimeoutError:
-        logger.error("the step at hand did not end within {} s (drain_deadline_s)", config.drain_deadline_s)
+        logger.error("the step at hand did not end within {} s (drain_deadline_s)", deadline_s)
         return 1
     except Exception as error:  # noqa: BLE001  # whatever ended the training thread is the program's exit code
         told = (CheckpointError, UpdateError)
@@ -190,32 +210,17 @@ async def _until_drained(
 
 
 async def _publish_when_hub_is_up(
-    publication: Publication, version: int, initial: Captured, config: TrainerConfig
+    publication: Publication, version: int, initial: Captured, *, address: str, for_s: float
 ) -> None:
     """Publishes the version the trainer starts with. Programs start in any order, so a hub that is away may come."""
-    deadline = time.monotonic() + config.hub_deadline_s
+    deadline = time.monotonic() + for_s
     while True:
         try:
             await publication.publisher.publish(version, initial)
         except MeshError as error:
             if not error.retryable or time.monotonic() > deadline:
                 raise
-            logger.warning("no hub at {} yet: {}", config.weight_broadcast.address, error)
+            logger.warning("no hub at {} yet: {}", address, error)
             await asyncio.sleep(max(1.0, error.retry_after_s or 0.0))
         else:
             return
-
-
-def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:
-    """What GetTrainer answers, and what batches are checked against."""
-    return TrainerFacts(
-        world_size=parts.parallel.plan.world_size,
-        dp_size=parts.parallel.plan.dp_size,
-        seq_len=config.seq_len,
-        vocab_size=int(parts.learner.model.config.get_text_config().vocab_size),
-        objective=config.loss.type,
-        model=config.model.name,
-        max_queued_batches=config.max_queued_batches,
-        min_shared_prefix=min_shared_prefix(config.share_prefixes, parts.learner.policy),
-        takes_prefixes=parts.learner.policy.prefix_reason is None,
-    )

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.core.rpc.first_answers import FirstAnswers
-from meshrl.trainer.runs.table import RunTable, TrainerRun
+from meshrl.trainer.runs.table import RunTable
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
 from meshrl.wire.convert import BatchReader, to_proto
-from meshrl.wire.errors import FieldViolation, invalid
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.trainable import are_logprobs, row_problems
 from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, TrainerInfo
 
@@ -65,7 +66,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             pad_multiple=1,
             objective=facts.objective,
             model=facts.model,
-            runs=tuple(run.info() for run in self._runs),
+            runs=tuple(run.book.info() for run in self._runs),
             max_queued_batches=facts.max_queued_batches,
             vocab_size=facts.vocab_size,
             max_message_bytes=facts.max_message_bytes,
@@ -78,12 +79,12 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[pb.SubmitBatchRequest], context: object
     ) -> pb.SubmitBatchResponse:
         reader = BatchReader(seq_len=self._facts.seq_len, dp_size=self._facts.dp_size)
-        run: TrainerRun | None = None
+        run: TrainingQueue | None = None
         async for message in request_iterator:
             reader.feed(message)
             if run is None and reader.header is not None:
                 run = self._runs.find(reader.header.run_id)
-                answer = run.queue.book.admit(reader.header.step, reader.header.digest)
+                answer = run.book.admit(reader.header.step, reader.header.digest)
                 if answer is not None:  # a repetition need not send its tensors again
                     return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
         batch = await asyncio.to_thread(reader.finish)
@@ -91,13 +92,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         await asyncio.to_thread(check_batch, batch, vocab_size=vocab_size, takes_prefixes=takes_prefixes)
         assert reader.header is not None  # finish raises without one
         assert run is not None  # found by the header
-        answer = run.queue.submit(batch, reader.header.digest)
+        answer = run.submit(batch, reader.header.digest)
         return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
 
     async def WatchSteps(  # noqa: N802 - gRPC's name
         self, request: pb.WatchStepsRequest, context: object
     ) -> AsyncIterator[pb.WatchStepsResponse]:
-        async for event in self._runs.find(request.run_id).queue.watch(request.after_revision):
+        async for event in self._runs.find(request.run_id).watch(request.after_revision):
             yield to_proto(event)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: object) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
@@ -106,23 +107,29 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         step, path = await self._saves.once(
             request.request_id,
             request.SerializeToString(deterministic=True),
-            lambda: run.queue.save_checkpoint(weights_only=request.weights_only),
+            lambda: run.save_checkpoint(weights_only=request.weights_only),
         )
         return pb.SaveCheckpointResponse(step=step, path=str(path))
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: object) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
-        self._runs.create(request.run_id)
+        held = ", ".join(repr(run.book.run_id) for run in self._runs)
+        if any(run.book.run_id == request.run_id for run in self._runs):
+            raise MeshError(Reason.RUN_EXISTS, f"this trainer holds {held} already; choose another run_id")
+        raise MeshError(
+            Reason.RUN_LIMIT_REACHED, f"this trainer trains {held} and takes no more runs; start another trainer"
+        )
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
-        return pb.ListRunsResponse(runs=[to_proto(run.info()) for run in self._runs])
+        return pb.ListRunsResponse(runs=[to_proto(run.book.info()) for run in self._runs])
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
-        self._runs.delete(request.run_id)
+        run = self._runs.find(request.run_id)
+        raise MeshError(Reason.RUN_PROTECTED, f"run {run.book.run_id!r} is this trainer's own; use Drain to end it")
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:  # noqa: N802 - gRPC's name
-        steps = [await run.queue.drain() for run in self._runs]
+        steps = [await run.drain() for run in self._runs]
         self._on_drained()
         return pb.DrainResponse(step=steps[0])
 

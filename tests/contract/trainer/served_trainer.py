@@ -25,11 +25,11 @@ from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.trainer.loop import TrainerLoop
+from meshrl.trainer.loop import RunTraining, RunVersions, TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.runs.steps import StepBook
-from meshrl.trainer.runs.table import RunTable, RunVersions, TrainerRun
+from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
@@ -105,15 +105,18 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         done.set_result(PublishReport(version=version, artifact_id="", root=b"", num_bytes=0))
         return done
 
-    queue = TrainingQueue(StepBook(run_id="main", epoch=7, max_queued=1))
-    run = TrainerRun(
-        queue=queue,
-        learner=trained.learner,
-        state=trained.run,
-        checkpointer=Checkpointer(*trained, output_dir, tokenizer=None),
-        versions=RunVersions(capture=lambda version: {}, publish=publish, progress=Progress(), stall_s=20),
+    table = RunTable(StepBook(run_id="main", epoch=7, max_queued=1))
+    queue, commands = table.own, CommandSender(trained.learner.parallel)
+    training = RunTraining(
+        *trained,
+        queue,
+        Checkpointer(*trained, output_dir, tokenizer=None),
+        RunVersions(capture=lambda version: {}, publish=publish, progress=Progress(), stall_s=20),
+        commands,
+        TrainSpans(trace.NoOpTracer()),
+        ckpt=None,
     )
-    loop = TrainerLoop(run, TrainSpans(trace.NoOpTracer()), CommandSender(trained.learner.parallel), ckpt=None)
+    loop = TrainerLoop(table, [training], commands)
     facts = TrainerFacts(
         world_size=1,
         dp_size=dp_size,
@@ -124,7 +127,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         max_queued_batches=1,
     )
     server = GrpcServer(ServerConfig(port=0))
-    servicer = TrainerServicer(RunTable(run), facts, on_drained=drained.set)
+    servicer = TrainerServicer(table, facts, on_drained=drained.set)
     server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
     address = f"127.0.0.1:{await server.start()}"
     thread = threading.Thread(target=loop.run, daemon=True)  # a test that fails must not hang the others

@@ -25,7 +25,7 @@ from meshrl.trainer.ranks.commands import (
     encode,
     receive_commands,
 )
-from meshrl.trainer.ranks.worker import RankWorker
+from meshrl.trainer.ranks.worker import RankRun, RankWorker
 from meshrl.versions.progress import Progress
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.errors import MeshError, Reason
@@ -188,5 +188,5 @@ def test_a_rank_refuses_a_command_for_a_run_that_it_does_not_hold() -> None:
     run: Any = SimpleNamespace(run_id="main")
     checkpointer: Any = SimpleNamespace()
     with pytest.raises(MeshError, match="sent a command for run 'other', and this rank holds 'main'") as refused:
-        RankWorker(learner, run, checkpointer, publish_dtype=torch.bfloat16).run()
+        RankWorker(learner, [RankRun(state=run, checkpointer=checkpointer)], publish_dtype=torch.bfloat16).run()
     assert refused.value.reason is Reason.UNKNOWN_RUN

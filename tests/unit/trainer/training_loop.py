@@ -21,12 +21,11 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
-from meshrl.trainer.loop import TrainerLoop
+from meshrl.trainer.loop import RunTraining, RunVersions, TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.runs.steps import StepBook
-from meshrl.trainer.runs.table import RunVersions, TrainerRun
-from meshrl.trainer.runs.work_queue import TrainingQueue
+from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig, OptimConfig
@@ -104,28 +103,27 @@ class Running:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.queue = TrainingQueue(StepBook(run_id="main", epoch=1, start_step=trained.run.step_done))
+        table = RunTable(StepBook(run_id="main", epoch=1, start_step=trained.run.step_done))
+        self.queue = table.own
         self.checkpointer = Checkpointer(*trained, folder, tokenizer=None)
         self.error: BaseException | None = None
-        run = TrainerRun(
-            queue=self.queue,
-            learner=trained.learner,
-            state=trained.run,
-            checkpointer=self.checkpointer,
-            versions=RunVersions(
+        commands = CommandSender(trained.learner.parallel)
+        training = RunTraining(
+            *trained,
+            self.queue,
+            self.checkpointer,
+            RunVersions(
                 capture=lambda version: gather_state(trained.model),
                 publish=self.hub.publish,
                 progress=self.progress,
                 stall_s=publish_deadline_s,
             ),
-        )
-        self.loop = TrainerLoop(
-            run,
+            commands,
             TrainSpans(provider.get_tracer("test")),
-            CommandSender(trained.learner.parallel),
             ckpt=ckpt,
             release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
+        self.loop = TrainerLoop(table, [training], commands)
         self.released_after: list[list[int]] = []  # versions that were published when memory was given back
         self.thread = threading.Thread(target=self._run, daemon=True)  # a test that fails must not hang the others
 

@@ -15,6 +15,7 @@ from loguru import logger
 from torch._C._distributed_c10d import Store
 
 from meshrl.client import WeightSyncClient
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import versions_folder
@@ -22,7 +23,6 @@ from meshrl.core.rpc.serve import is_loopback
 from meshrl.core.telemetry.waits import Waits
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
-from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.publishing.plan import PublishPlan
 from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.trainer.publishing.rank_calls import RankCalls
@@ -35,6 +35,7 @@ from meshrl.trainer.publishing.transport_choice import (
     known_engines,
 )
 from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
+from meshrl.training.model_config import TrainerModelConfig
 from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.parents import TransferLimits
@@ -51,6 +52,18 @@ from meshrl.wire.types import EngineInfo, Transport
 
 LOCALHOST = "127.0.0.1"
 MAX_THREADS = 8  # of one rank for files: memory is no faster with more
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """What publishing takes from the trainer's configuration."""
+
+    run_id: str
+    model: TrainerModelConfig
+    broadcast: WeightBroadcastConfig
+    output_dir: Path
+    hub_deadline_s: float
+    publish_deadline_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +85,7 @@ class Publication:
 
 
 async def decide(
-    config: TrainerConfig,
+    options: PublishOptions,
     parts: TrainerParts,
     client: WeightSyncClient,
     epoch: int,
@@ -82,27 +95,27 @@ async def decide(
 
     `epoch` is the trainer's own; a trainer that started several times without publishing claims the hub's next one.
     """
-    broadcast, parallel = config.weight_broadcast, parts.parallel
-    adapter_only = config.model.lora is not None and broadcast.lora_adapter_only
+    broadcast, parallel = options.broadcast, parts.parallel
+    adapter_only = options.model.lora is not None and broadcast.lora_adapter_only
     engines: tuple[EngineInfo, ...] = ()
     if broadcast.type == "auto":
-        logger.info("looking for engines, for at most {:g} s (hub_deadline_s)", config.hub_deadline_s)
+        logger.info("looking for engines, for at most {:g} s (hub_deadline_s)", options.hub_deadline_s)
         what = f"a first engine to register at the weight hub {broadcast.address}"
         with waits.waiting("first_engine", what, (broadcast.address, "weights")):
-            engines = await first_engines(client, deadline_s=config.hub_deadline_s)
+            engines = await first_engines(client, deadline_s=options.hub_deadline_s)
     elif broadcast.type == "filesystem" and broadcast.broadcast_dir is None:
         engines = await known_engines(client)
     on_gpu = parallel.device.type == "cuda"
     choice = choose(broadcast.type, engines, on_gpu=on_gpu, host=platform.node(), adapter_only=adapter_only)
     logger.info("versions leave by {}: {}", choice.transport.value, choice.why)
     one_host = parallel.plan.on_one_host
-    folder = Path(config.output_dir)
+    folder = Path(options.output_dir)
     if choice.transport is Transport.FILESYSTEM:
         whole = PublishPlan.of(parts.learner.model, parts.compute_dtype)
         folder = files_folder(
             broadcast.broadcast_dir,
-            config.output_dir,
-            Layout(config.output_dir).broadcasts,
+            options.output_dir,
+            Layout(options.output_dir).broadcasts,
             hub_address=broadcast.address,
             engines=engines,
             host=platform.node(),
@@ -115,8 +128,8 @@ async def decide(
         shared = shared or senders == 1
         if shared and senders > 1:
             folder = handover_folder(
-                config.output_dir,
-                Layout(config.output_dir).broadcasts,
+                options.output_dir,
+                Layout(options.output_dir).broadcasts,
                 version_bytes=PublishPlan.of(parts.learner.model, parts.compute_dtype).num_bytes,
             )
     return PublicationSettings(
@@ -149,7 +162,7 @@ async def claimable_epoch(client: WeightSyncClient, epoch: int) -> int:
 
 def open_publication(
     settings: Future[PublicationSettings],
-    config: TrainerConfig,
+    options: PublishOptions,
     parts: TrainerParts,
     commands: CommandSender,
     client: WeightSyncClient,
@@ -160,20 +173,18 @@ def open_publication(
     parallel = parts.parallel
     store = None
     if decided.transport == Transport.NCCL.value or (decided.in_shares and parallel.plan.num_senders > 1):
-        host = store_host(
-            decided.transport, config.weight_broadcast.host, environment, one_host=parallel.plan.on_one_host
-        )
+        host = store_host(decided.transport, options.broadcast.host, environment, one_host=parallel.plan.on_one_host)
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
         address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
         decided = replace(decided, store_address=address)
     commands.send(PublishSetupCommand(run_id=parts.run.run_id, settings=decided))
     snapshotter = open_snapshotter(decided, parts.learner.model, parts.compute_dtype, parallel)
-    transport = _transport(decided, config, parts, client, snapshotter, store)
+    transport = _transport(decided, options, parts, client, snapshotter, store)
     commands.send(SnapshotCommand(run_id=parts.run.run_id))
     initial = snapshotter.capture(parts.run.step_done)
-    broadcast = config.weight_broadcast
+    broadcast = options.broadcast
     limits = TransferLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
-    folder, layout = versions_folder(config.output_dir), Layout(config.output_dir)
+    folder, layout = versions_folder(options.output_dir), Layout(options.output_dir)
     temporary = folder if Path(decided.folder) == folder else None
     publication = Publication(
         publisher=Publisher(client, transport, retry_for_s=broadcast.stall_s, limits=limits),
@@ -199,7 +210,7 @@ def store_host(transport: str, engines_host: str, environment: Mapping[str, str]
 
 def _transport(
     settings: PublicationSettings,
-    config: TrainerConfig,
+    options: PublishOptions,
     parts: TrainerParts,
     client: WeightSyncClient,
     snapshotter: Snapshotter,
@@ -209,11 +220,11 @@ def _transport(
     adapter = None
     if settings.adapter_only:
         adapter = Adapter(
-            config=peft.config_of(adapter_config(parts.learner.model, config.model.name)),
+            config=peft.config_of(adapter_config(parts.learner.model, options.model.name)),
             base_layout=snapshotter.plan.layout,
         )
-    line = VersionLine(run_id=config.run_id, epoch=settings.epoch, adapter=adapter)
-    broadcast, share = config.weight_broadcast, snapshotter.share
+    line = VersionLine(run_id=options.run_id, epoch=settings.epoch, adapter=adapter)
+    broadcast, share = options.broadcast, snapshotter.share
     if share is None:  # rank 0 gathers what it streams
         share = StreamShare(Path(settings.folder), epoch=settings.epoch, num_threads=settings.num_threads)
     senders, calls_store = parts.parallel.plan.num_senders if settings.in_shares else 1, None
@@ -229,10 +240,10 @@ def _transport(
             chunk_bytes=settings.chunk_bytes,
             num_threads=settings.num_threads,
             anchor_every=broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
-            stall_s=config.publish_deadline_s,
+            stall_s=options.publish_deadline_s,
         )
     if not isinstance(share, BroadcastShare):
-        return FilesystemTransport(line, calls, share, stall_s=config.publish_deadline_s)
+        return FilesystemTransport(line, calls, share, stall_s=options.publish_deadline_s)
     assert store is not None, "the engines meet the trainer at its store"
     place = MeetingPoint(
         store=store, address=settings.store_address, backend=settings.backend, deadline_s=settings.deadline_s

@@ -1,93 +1,57 @@
-"""The runs that a trainer trains, found by run_id; TrainerService looks a run up here for each request.
+"""The runs that a trainer trains: TrainerService finds a run's queue by its id, the training thread takes from all.
 
-A trainer holds one run in this version, its own, so the table is a dictionary with one entry.
+A trainer begins with its runs and holds no others so far: the service refuses to create and to delete any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import NoReturn
 
-from meshrl.trainer.publishing.publisher import PublishReport
-from meshrl.trainer.runs.work_queue import TrainingQueue
-from meshrl.training.checkpoints.checkpointer import Checkpointer
-from meshrl.training.learner import Learner
-from meshrl.training.run_state import RunState
-from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured
+from meshrl.core.waiting import Pulse
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.work_queue import TrainingQueue, Work
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import RunInfo
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunVersions:
-    """How the versions of a run leave the trainer."""
-
-    capture: Callable[[int], Captured]
-    """Copies the weights of a version aside; collective, on the training thread between two steps."""
-
-    publish: Callable[[int, Captured, str], Future[PublishReport]]
-    """(version, what `capture` returned, traceparent) -> a future that is done when the version is published."""
-
-    progress: Progress
-    """When the publication under way last moved."""
-
-    stall_s: float
-    """Seconds for which a publication may stand still."""
-
-
-@dataclass(kw_only=True, eq=False)
-class TrainerRun:
-    """All that belongs to one run: its steps, its state, its checkpoints, and its versions."""
-
-    queue: TrainingQueue  # with the run's step book
-    state: RunState
-    learner: Learner  # which trains it
-    checkpointer: Checkpointer
-    versions: RunVersions | None = None  # None until publishing is set up, before the first step
-
-    @property
-    def run_id(self) -> str:
-        return self.queue.book.run_id
-
-    def info(self) -> RunInfo:
-        """The run as GetTrainer and ListRuns return it."""
-        return self.queue.book.info()
 
 
 class RunTable:
-    """The runs of one trainer by run_id. The first one is the trainer's own, which an empty id means."""
+    """The queue of each run. Made on the event loop that serves them."""
 
-    def __init__(self, own: TrainerRun, *, max_runs: int = 1) -> None:
-        self._own = own
-        self._runs = {own.run_id: own}
-        self._max_runs = max_runs
+    def __init__(self, own: StepBook, *more: StepBook, held: bool = False) -> None:
+        """An empty run_id stands for `own`. With `held` no queue gives work out until its `open` is called."""
+        self._loop = asyncio.get_running_loop()
+        self._changed = Pulse()
+        self.own = TrainingQueue(own, self._changed, held=held)
+        queues = [self.own, *(TrainingQueue(book, self._changed, held=held) for book in more)]
+        self._queues = {queue.book.run_id: queue for queue in queues}
+        self._in_turn = deque(queues)
 
-    def __iter__(self) -> Iterator[TrainerRun]:
-        return iter(self._runs.values())
+    def __iter__(self) -> Iterator[TrainingQueue]:
+        return iter(self._queues.values())
 
-    def find(self, run_id: str) -> TrainerRun:
+    def find(self, run_id: str) -> TrainingQueue:
         """Raises MeshError UNKNOWN_RUN for a run that is not here."""
-        run = self._runs.get(run_id or self._own.run_id)
-        if run is None:
-            held = ", ".join(map(repr, self._runs))
+        queue = self._queues.get(run_id) if run_id else self.own
+        if queue is None:
+            held = ", ".join(map(repr, self._queues))
             raise MeshError(Reason.UNKNOWN_RUN, f"no run {run_id!r} here; this trainer holds {held}")
-        return run
+        return queue
 
-    def create(self, run_id: str) -> NoReturn:
-        """Raises MeshError RUN_EXISTS or RUN_LIMIT_REACHED: this version has no room for a second run."""
-        own = self._own.run_id
-        if run_id in self._runs:
-            raise MeshError(Reason.RUN_EXISTS, f"run {own!r} is this trainer's own; choose another run_id")
-        raise MeshError(
-            Reason.RUN_LIMIT_REACHED,
-            f"this trainer holds {self._max_runs} run(s), its own {own!r} included, and takes no more; start another "
-            "trainer",
-        )
+    def take(self) -> Future[tuple[str, Work] | None]:
+        """The next work and its run, once there is some; None when all queues are closed. For the training thread.
 
-    def delete(self, run_id: str) -> NoReturn:
-        """Raises MeshError UNKNOWN_RUN, or RUN_PROTECTED for the trainer's own run."""
-        run = self.find(run_id)
-        raise MeshError(Reason.RUN_PROTECTED, f"run {run.run_id!r} is this trainer's own; use Drain to end it")
+        The run whose work was taken last comes after all others.
+        """
+        return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop)
+
+    async def _next_work(self) -> tuple[str, Work] | None:
+        while not all(queue.closed for queue in self):
+            for queue in self._in_turn:
+                if (work := queue.poll()) is not None:
+                    self._in_turn.remove(queue)
+                    self._in_turn.append(queue)
+                    return queue.book.run_id, work
+            await self._changed.next()
+        return None

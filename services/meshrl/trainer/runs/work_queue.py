@@ -1,7 +1,8 @@
 """The queue between the service's event loop and the training thread: batches in one direction, reports in the other.
 
-TrainerService puts batches and save requests in; the training loop takes them out, one at a time, and reports the
-outcome of each. The step book is read and written on the event loop only, which gets the thread's reports in order.
+TrainerService puts batches and save requests in; the training loop takes them out one at a time, through the table of
+runs, and reports the outcome of each. The step book is read and written on the event loop only, which gets the thread's
+reports in order.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ Work = Batch | SaveRequest
 
 
 class TrainingQueue:
-    """Gives batches and save requests to the training thread, and its reports to watchers.
+    """Gives one run's batches and save requests to the training thread, and its reports to watchers.
 
     Made on the event loop that serves it. With `held` it accepts batches but gives none out until `open` is called.
     """
 
-    def __init__(self, book: StepBook, *, held: bool = False) -> None:
+    def __init__(self, book: StepBook, changed: Pulse, *, held: bool = False) -> None:
+        """`changed` beats after each change; the queues of a trainer share it."""
         self.book = book
+        self.closed = False
         self._held = held
         self._loop = asyncio.get_running_loop()
-        self._changed = Pulse()
+        self._changed = changed
         self._saves: deque[SaveRequest] = deque()
-        self._closed = False
 
     # --- on the event loop --------------------------------------------------------------------
 
@@ -62,13 +64,13 @@ class TrainingQueue:
             for event in self.book.events_after(after_revision):
                 yield event
                 after_revision = event.revision
-            if self._closed:
+            if self.closed:
                 return
             await changed.wait()
 
     async def save_checkpoint(self, *, weights_only: bool) -> tuple[int, Path]:
         """Has the training thread write a checkpoint after the step it is at; returns its step and folder."""
-        if self._closed:
+        if self.closed:
             raise MeshError(Reason.DRAINING, "the trainer has finished; its last checkpoint is on disk if ckpt is on")
         request = SaveRequest(weights_only=weights_only)
         request.saved.set_running_or_notify_cancel()  # a caller that gives up does not cancel the work
@@ -79,7 +81,7 @@ class TrainingQueue:
     async def drain(self) -> int:
         """Takes no more batches, waits for those accepted and returns the last finished step."""
         self.book.drain()
-        while not (self.book.idle or self._closed):
+        while not (self.book.idle or self.closed):
             await self._changed.next()
         return self.book.step
 
@@ -89,30 +91,25 @@ class TrainingQueue:
         self._changed.beat()
 
     def close(self) -> None:
-        """Ends the training thread after the work at hand, and every watch."""
-        self._closed = True
+        """Gives out no more work, and ends every watch."""
+        self.closed = True
         for request in self._saves:
             request.saved.set_exception(MeshError(Reason.DRAINING, "the trainer ended before it wrote the checkpoint"))
         self._saves.clear()
         self._changed.beat()
 
-    async def _next_work(self) -> Work | None:
-        while True:
-            if self._closed:
-                return None
-            if self._saves and not self._held:
-                return self._saves.popleft()
-            batch = None if self._held else self.book.take()
-            if batch is not None:
-                self._changed.beat()
-                return batch
-            await self._changed.next()
+    def poll(self) -> Work | None:
+        """Takes the next work; None when there is none now."""
+        if self.closed or self._held:
+            return None
+        if self._saves:
+            return self._saves.popleft()
+        batch = self.book.take()
+        if batch is not None:
+            self._changed.beat()
+        return batch
 
     # --- on the training thread ---------------------------------------------------------------
-
-    def take(self) -> Future[Work | None]:
-        """The next work, once there is some, however long that takes; None when the queue is closed."""
-        return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop)
 
     def finished(
         self,
