@@ -102,7 +102,10 @@ def build_loop(
         slots=SlotUse(clock.now, lambda: services.rollouts.slots),
         recipes=recipes,
         scorer=build_scorer(config, recipes.by_environment, services.weights),
+        services=config.services,
+        in_flight=services.rollouts.in_flight,
         tracer=tracer,
+        clock=clock,
     )
     deadlines, envs = config.deadlines, config.train.env
     limits = SamplerDeadlines(
@@ -159,7 +162,6 @@ def build_loop(
     finisher = StepFinisher(
         run,
         FinishSettings(
-            services=config.services,
             output_dir=config.output_dir,
             seq_len=config.seq_len,
             mixture=config.mixture,
@@ -189,5 +191,4 @@ def build_loop(
         uploader=uploader,
         relay=relay,
         finisher=finisher,
-        clock=clock,
     )

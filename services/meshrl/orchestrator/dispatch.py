@@ -99,10 +99,6 @@ class GroupDispatcher:
             self._cancelled.update(too_old)
             self._tasks.create_task(self._cancel(too_old, step=plan.next_step))
 
-    def where_groups_are(self) -> str:
-        """Which groups are in flight and at which service, the oldest first: for the log."""
-        return self._sampler.pool.in_flight()
-
     async def _cancel(self, group_ids: list[str], *, step: int) -> None:
         try:
             cancelled = await self._sampler.pool.cancel(group_ids)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loguru import logger
-from opentelemetry import trace
 
 from meshrl.core.clock import Clock
-from meshrl.core.config.shared import LogExtrasConfig, ServicesConfig
+from meshrl.core.config.shared import LogExtrasConfig
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.paths import Layout
@@ -42,8 +41,6 @@ from meshrl.wire.types import StepEvent
 class FinishSettings:
     """What is shown and kept of a step; None for `rollout_samples` and `log_extras` keeps none."""
 
-    services: ServicesConfig
-    """Addresses, for the log."""
     output_dir: Path
     seq_len: int
     """Tokens of a row."""
@@ -121,10 +118,7 @@ class StepFinisher:
         activation = None
         if version > run.plan.active_version:  # else engines have moved on: it was done before this process began
             try:
-                at_hub = run.waits.waiting(
-                    "version", f"version {version} to reach the engines", (self._settings.services.weights,)
-                )
-                with trace.use_span(run.span(step)), at_hub:
+                with run.stage("version", version, step=step):
                     activation = await self._relay.activate_or_skip(self._uploader, version)
             except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
                 await self._write(submitted, served, done)
@@ -179,11 +173,7 @@ class StepFinisher:
         self, evaluator: Evaluator, step: int, envs: Sequence[EvalEnvConfig], *, version: int
     ) -> None:
         """Evaluates while nothing else of the run goes on; the log says so when it takes long."""
-        with self._run.waits.waiting(
-            "evaluation",
-            lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}",
-            self._settings.services.rollout,
-        ):
+        with self._run.stage("evaluation", step):
             await evaluator.evaluate(step, envs, version=version)
 
     def _admit(self, version: int) -> None:

@@ -16,14 +16,13 @@ What a restarted orchestrator or trainer finds is in the journal: see `ledger.re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from loguru import logger
 
 from meshrl.algorithms.recipes.base import Scores
-from meshrl.core.clock import Clock
 from meshrl.core.config.shared import ServicesConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.finish import StepFinisher
@@ -44,7 +43,7 @@ class LoopSettings:
     """What the loop keeps to besides the plan."""
 
     services: ServicesConfig
-    """Addresses, for the log and for errors."""
+    """Addresses, for errors."""
     batch_s: float
     """How long a step waits for its groups."""
     seq_len: int
@@ -67,7 +66,6 @@ class RunLoop:
         uploader: BatchUploader,
         relay: VersionRelay,
         finisher: StepFinisher,
-        clock: Clock,
     ) -> None:
         self.run = run
         self.relay = relay
@@ -76,26 +74,24 @@ class RunLoop:
         self._trainer = trainer
         self._dispatcher = dispatcher
         self._uploader = uploader
-        self._clock = clock
 
     async def train(self) -> None:
         """Runs until the last step's version is active. Raises RunError when the run cannot go on."""
-        plan, first = self.run.plan, self.run.info.version
-        hub = (self._settings.services.weights,)
+        run, first = self.run, self.run.info.version
         try:
-            with self.run.waits.waiting("engines", "engines to register at the weight hub", hub):
+            with run.stage("engines"):
                 await self.relay.wait_for_engines()
-            with self.run.waits.waiting("version", f"version {first} to reach the engines", hub):
+            with run.stage("version", first):
                 await self.relay.activate_first(first)
-            await self.run.scorer.check()
+            await run.scorer.check()
             await self.finisher.evaluate_before_training(first)
             await self._train_steps()
-            await self.finisher.evaluate_after_training(plan.next_step - 1)
+            await self.finisher.evaluate_after_training(run.plan.next_step - 1)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
-            self.run.traces.close()
-            await self.run.scorer.close()
+            run.traces.close()
+            await run.scorer.close()
 
     async def _train_steps(self) -> None:
         """Makes and submits the batch of every step; sampling, uploading and finishing run beside it as tasks."""
@@ -105,18 +101,15 @@ class RunLoop:
             finishing = tasks.create_task(self.finisher.finish_steps(tasks))
             self._dispatcher.start(tasks)
             while True:
-                began_s = self._clock.now()
-                with run.waits.waiting("trainer", self._describe_trainer, (self._settings.services.trainer,)):
-                    # No deadline here: the finisher has those of each step.
+                with run.stage("trainer"):  # no deadline here: the finisher has those of each step
                     await uploader.wait_for_room(1 if run.plan.exhausted else BATCHES_AT_TRAINER)
-                run.tally.wait_for_ckpt_s += self._clock.now() - began_s
                 if uploader.refused is not None:
                     await self._dissolve(uploader.refused)
                     continue
                 if run.plan.exhausted:
                     break
                 step = run.plan.next_step
-                with run.waits.waiting("groups", self._describe_groups, self._holders_of_groups):
+                with run.stage("groups"):
                     groups = await self._gather()
                 if groups is None:
                     continue
@@ -158,10 +151,11 @@ class RunLoop:
                 f" {plan.active_version} and no newer one could be activated; see the log of the weight hub at"
                 f" {self._settings.services.weights}"
             )
-        began_s = self._clock.now()
-        waiting = nullcontext() if idle else run.slots.waiting()
         try:
-            with waiting:
+            with (
+                run.counted("wait_for_ckpt_s" if idle else "wait_for_rollouts_s"),
+                nullcontext() if idle else run.slots.waiting(),
+            ):
                 async with asyncio.timeout(None if idle else left_s):  # while idle, the finisher has the deadline
                     await run.changed.wait()
         except TimeoutError:
@@ -170,30 +164,6 @@ class RunLoop:
                 f" step {plan.next_step} within {self._settings.batch_s:g} s;"
                 " raise orchestrator.deadlines.batch_s if they need longer"
             ) from None
-        waited_s = self._clock.now() - began_s
-        if idle:
-            run.tally.wait_for_ckpt_s += waited_s
-        else:
-            run.tally.wait_for_rollouts_s += waited_s
-
-    def _describe_groups(self) -> str:
-        """For the log: the groups, or the version, that the next step waits for."""
-        plan = self.run.plan
-        if plan.in_flight == 0:
-            needed = plan.law.required_version(plan.next_step)
-            return f"version {needed} on the engines, which serve {plan.active_version}, to begin step {plan.next_step}"
-        where = self._dispatcher.where_groups_are()
-        return f"groups of step {plan.next_step}, {plan.ready} are ready and {plan.in_flight} in flight: {where}"
-
-    def _describe_trainer(self) -> str:
-        """For the log: how far the trainer is, which the loop waits for."""
-        steps = self.run.steps
-        return f"the trainer, which has trained step {steps.trained}; batches up to {steps.recorded} wait for it"
-
-    def _holders_of_groups(self) -> Collection[str]:
-        """Addresses of the services that the next step waits for."""
-        services = self._settings.services
-        return services.rollout if self.run.plan.in_flight else (services.trainer, services.weights)
 
     # --- submit -----------------------------------------------------------------------------------
 

@@ -7,11 +7,15 @@ trainer, and the finisher ends the steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Literal
 
 from opentelemetry import trace
 
+from meshrl.core.clock import Clock
+from meshrl.core.config.shared import ServicesConfig
 from meshrl.core.telemetry.tracing import BATCH_SPAN, STEP_SPAN, traceparent_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.orchestrator.ledger.journal import Journal
@@ -38,8 +42,12 @@ class Run:
         slots: SlotUse,
         recipes: Recipes,
         scorer: GroupScorer,
+        services: ServicesConfig,
+        in_flight: Callable[[], str],
         tracer: trace.Tracer,
+        clock: Clock,
     ) -> None:
+        """`in_flight` describes which groups are sampled now and where; it and the addresses are for the log."""
         start = journal.starting_point
         self.info = info
         self.plan = plan
@@ -51,7 +59,9 @@ class Run:
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
         self.tally = StepTally()
         """What was judged since the last batch was made."""
+        self._services, self._in_flight = services, in_flight
         self.waits = waits_of(tracer)
+        self._clock = clock
         self._submitted: dict[int, SubmittedStep] = {}
         self.changed = asyncio.Event()
         """Set whenever a group, a version or a refusal may let the loop go on."""
@@ -64,6 +74,55 @@ class Run:
     @property
     def run_id(self) -> str:
         return self.info.run_id
+
+    # --- stages -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def stage(self, name: str, number: int = 0, *, step: int | None = None) -> Iterator[None]:
+        """The run waits for `name`, as long as the block lasts: the log names it, and its seconds are counted.
+
+        `number` is the version or step that the name is about. Calls are traced under the span of `step`.
+        """
+        with ExitStack() as block:
+            if step is not None:
+                block.enter_context(trace.use_span(self.span(step)))
+            described = partial(self._describe, name, number)
+            block.enter_context(self.waits.waiting(name, lambda: described()[0], lambda: described()[1]))
+            if name == "trainer":
+                block.enter_context(self.counted("wait_for_ckpt_s"))
+            yield
+
+    @contextmanager
+    def counted(self, seconds: Literal["wait_for_ckpt_s", "wait_for_rollouts_s"]) -> Iterator[None]:
+        """Adds the seconds of the block to the record of the next step."""
+        began_s = self._clock.now()
+        try:
+            yield
+        finally:
+            setattr(self.tally, seconds, getattr(self.tally, seconds) + self._clock.now() - began_s)
+
+    def _describe(self, stage: str, number: int) -> tuple[str, Collection[str]]:
+        """What a stage waits for now, and the addresses of the services in whose hands that is."""
+        services, plan, steps = self._services, self.plan, self.steps
+        match stage:
+            case "engines":
+                return "engines to register at the weight hub", (services.weights,)
+            case "version":
+                return f"version {number} to reach the engines", (services.weights,)
+            case "evaluation":
+                return f"the evaluation at step {number}: {self._in_flight()}", services.rollout
+            case "trainer":
+                what = (
+                    f"the trainer, which has trained step {steps.trained}; batches up to {steps.recorded} wait for it"
+                )
+                return what, (services.trainer,)
+        assert stage == "groups", f"no stage {stage!r}"
+        if plan.in_flight:
+            what = f"groups of step {plan.next_step}, {plan.ready} are ready and {plan.in_flight} in flight"
+            return f"{what}: {self._in_flight()}", services.rollout
+        needed = plan.law.required_version(plan.next_step)
+        what = f"version {needed} on the engines, which serve {plan.active_version}, to begin step {plan.next_step}"
+        return what, (services.trainer, services.weights)
 
     # --- counting ---------------------------------------------------------------------------------
 

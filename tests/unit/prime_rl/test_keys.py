@@ -264,7 +264,7 @@ def test_a_key_of_the_trainer_for_wandb_has_a_note_that_it_has_no_effect(load: C
 
 
 def test_a_trainer_holds_one_run(refused: Callable[..., str]) -> None:
-    assert "a trainer holds one run so far; start a trainer for each run" in refused(
+    assert "a trainer trains one run; leave it out, and start a trainer for each run" in refused(
         "", "--max-concurrent-runs", "4", program="trainer"
     )
 
