@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from meshrl.core.config import ConfigError, load_config
-from meshrl.core.telemetry.monitor import ConsoleSink, Monitor, Sink, WandbSink
+from meshrl.core.telemetry.monitor import ConsoleSink, Monitor, Sink
+from meshrl.core.telemetry.sinks import WandbSink
 from meshrl.eval.checkpoints import weights_to_evaluate
 from meshrl.eval.config import EvaluationConfig
 from meshrl.eval.program import Evaluation

@@ -15,8 +15,9 @@ from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.exposition import RecordMetrics, registry_of
-from meshrl.core.telemetry.monitor import Sink, open_monitor
+from meshrl.core.telemetry.monitor import Sink
 from meshrl.core.telemetry.prime import PrimeSink
+from meshrl.core.telemetry.sinks import open_monitor
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, runs_alone, standing_in

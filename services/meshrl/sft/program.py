@@ -18,7 +18,8 @@ from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import exit_code_of, leave, raise_open_file_limit
-from meshrl.core.telemetry.monitor import Monitor, open_monitor
+from meshrl.core.telemetry.monitor import Monitor
+from meshrl.core.telemetry.sinks import open_monitor
 from meshrl.models.load import ModelError, resolve_device, resolve_dtype
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.batches import DataProgress

@@ -12,7 +12,8 @@ from loguru import logger
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.paths import Layout
-from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, WandbSink, open_monitor
+from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow
+from meshrl.core.telemetry.sinks import WandbSink, open_monitor
 from small_disk import fill, mounted
 from tensorboard_values import tensorboard_values
 

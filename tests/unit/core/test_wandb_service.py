@@ -11,10 +11,10 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from pathlib import Path
-from meshrl.core.telemetry import monitor
+from meshrl.core.telemetry import monitor, sinks
 
-monitor.WANDB_FINISH_S = 1.0
-sink = monitor.WandbSink(project="p", name="n", offline=False, folder=Path(sys.argv[1]), settings={})
+sinks.WANDB_FINISH_S = 1.0
+sink = sinks.WandbSink(project="p", name="n", offline=False, folder=Path(sys.argv[1]), settings={})
 shown = monitor.Monitor([sink])
 shown.log(1, {"a": 1.0})
 Path(sys.argv[2]).touch()

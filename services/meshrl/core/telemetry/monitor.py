@@ -1,4 +1,4 @@
-"""Writes a run's metrics to its sinks: console, a JSONL file, W&B and others; used by the orchestrator, sft and eval.
+"""Writes a run's metrics to its sinks: console, a JSONL file and those of `sinks`; used by orchestrator, sft and eval.
 
 A sink that fails loses metrics but never ends the run: it is logged once, with the remedy, and again when it works.
 """
@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from loguru import logger
 
-from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import LogConfig, WandbConfig
 from meshrl.core.durable import append_whole
-from meshrl.core.paths import Layout
 
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("reward/all/mean", "reward", ".4f"),
@@ -40,9 +36,6 @@ CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("weights/lag_s", "lag_s", ".3f"),
 )
 """What a step's console line shows, as (metric, label, format); metrics that a record lacks are left out."""
-
-WANDB_FINISH_S = 60.0
-"""How long a run that ends waits for W&B to take what is left, unless WANDB_FINISH_TIMEOUT says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,122 +173,3 @@ class JsonlSink:
         finally:
             if self._file is not None:
                 self._file.close()
-
-
-class WandbSink:
-    """A Weights & Biases run. A service that fails, or cannot be reached at the start, is warned about and left out."""
-
-    def __init__(
-        self,
-        *,
-        project: str,
-        name: str | None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        offline: bool,
-        folder: Path,
-        settings: Mapping[str, object],
-    ) -> None:
-        """WANDB_MODE of the environment, where it is set, comes before `offline`."""
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WANDB_FINISH_S))
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
-        self._wandb: Any = None
-        self._run: Any = None
-        try:
-            import wandb  # heavy, and only needed when it is switched on
-
-            folder.mkdir(parents=True, exist_ok=True)
-            self._wandb = wandb
-            mode: Any = os.environ.get("WANDB_MODE") or ("offline" if offline else "online")
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                group=group,
-                tags=list(tags),
-                dir=str(folder),
-                mode=mode,
-                config=dict(settings),
-            )
-        except Exception as error:  # noqa: BLE001  # wandb raises what it likes, and metrics are not worth a run
-            logger.warning(
-                "no metrics go to W&B: {}; run `wandb login` or set WANDB_API_KEY, or set wandb.offline or WANDB_MODE ="
-                " offline and `wandb sync` later",
-                error,
-            )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._guarded(lambda: self._run.log({**metrics, "step": step}))
-
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        def log_table() -> None:
-            table = self._wandb.Table(
-                columns=["step", "environment", "task", "prompt", "completion", "reward", "advantage"]
-            )
-            for row in rows:
-                table.add_data(
-                    step, row.environment, row.task_key, row.prompt, row.completion, row.reward, row.advantage
-                )
-            self._run.log({"samples": table, "step": step})
-
-        self._guarded(log_table)
-
-    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        self._guarded(
-            lambda: self._run.log(
-                {name: self._wandb.Histogram(list(numbers)) for name, numbers in values.items()} | {"step": step}
-            )
-        )
-
-    def close(self) -> None:
-        def finish() -> None:
-            kept = Path(self._run.dir).parent
-            try:
-                self._run.finish()
-            except TimeoutError as error:
-                raise SinkError(f"it does not take what is left; `wandb sync {kept}` sends it") from error
-
-        self._guarded(finish)
-
-    def _guarded(self, call: Callable[[], None]) -> None:
-        if self._run is None:
-            return
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001  # wandb raises what it likes: go on without it
-            logger.warning(f"W&B failed and is off from here on: {error}")
-            self._run = None
-
-
-def open_monitor(
-    layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, object], more: Sequence[Sink] = ()
-) -> Monitor:
-    """Returns the monitor of a run: console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`.
-    W&B shows `settings`, too. Raises ConfigError where a package for it is missing.
-    """
-    sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
-    if log.tensorboard:
-        from meshrl.core.telemetry.tensorboard import TensorBoardSink  # needs an extra, as Trackio does
-
-        sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))
-    if log.trackio:
-        from meshrl.core.telemetry.trackio import TrackioSink
-
-        try:
-            sinks.append(TrackioSink(layout.output_dir, settings))
-        except ConfigError:
-            raise
-        except Exception as error:  # noqa: BLE001  # its database or its settings: metrics are not worth a run
-            logger.warning("no metrics go to Trackio: {}; mend that, or leave out log.trackio", error)
-    if wandb is not None:
-        sinks.append(
-            WandbSink(
-                project=wandb.project,
-                name=wandb.name,
-                group=wandb.group,
-                tags=wandb.tags,
-                offline=wandb.offline,
-                folder=layout.output_dir,
-                settings=settings,
-            )
-        )
-    return Monitor(sinks)
