@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from meshrl.core.config import ConfigError
+from meshrl.core.sqlite_files import prepare
 from meshrl.rollout.exchange.outbox import SpooledEvent
 
 
@@ -28,15 +29,14 @@ class ResultSpool:
             raise ConfigError(f"exchange.spool {path} cannot be opened: {error}; name a file that can be") from error
         try:
             self._file.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._file.execute("PRAGMA journal_mode = WAL")
-            self._file.execute("PRAGMA synchronous = FULL")
+            prepare(self._file, path, outlives_power_cuts=True)
             self._file.execute(
                 "CREATE TABLE IF NOT EXISTS events (call_id TEXT, seq INTEGER, message BLOB, is_end INTEGER,"
                 " PRIMARY KEY (call_id, seq))"
             )
             self._file.execute("BEGIN IMMEDIATE")
             self._file.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             self._file.close()
             raise ConfigError(
                 f"exchange.spool {path} cannot be used: {error}; where another worker has it, give this one an"
