@@ -12,14 +12,14 @@ ls "$work/dist"
 "$uv" export --quiet --frozen --project "$root" --no-hashes --no-dev --no-emit-workspace --extra all --output-file "$work/versions.txt"
 "$uv" venv --quiet "$work/venv"
 "$uv" pip install --quiet --python "$work/venv/bin/python" --constraint "$work/versions.txt" --find-links "$work/dist" \
-  "meshrl[rollout,trainer,inference] @ file://$(ls "$work"/dist/meshrl-[0-9]*.whl)"
+  "meshrl[rollout,trainer,inference,examples] @ file://$(ls "$work"/dist/meshrl-[0-9]*.whl)"
 "$uv" pip install --quiet --python "$work/venv/bin/python" --no-deps "$work"/dist/meshrl_conformance-*.whl
 "$uv" pip check --quiet --python "$work/venv/bin/python"
 
-cp "$root"/configs/reverse_text/rl.toml "$work"
 cd "$work"
+cp "$(venv/bin/python -c 'from meshrl.environments import reverse_text; print(*reverse_text.__path__)')/rl.toml" . # which the wheel has
 venv/bin/python -c 'import meshrl.launch, sys; sys.exit("site-packages" not in meshrl.launch.__file__)'
-venv/bin/python -c 'from pathlib import Path; from meshrl.environments.reverse_text.model import create_model; create_model(Path("model"), seed=0)'
+venv/bin/python -m meshrl.environments.reverse_text.model model
 venv/bin/meshrl conformance --help >/dev/null # which a distribution of its own adds
 venv/bin/rl @ rl.toml --model.name model --output-dir run --max-steps 2 --slurm --dry-run >/dev/null # the templates are there
 venv/bin/rl @ rl.toml --model.name model --output-dir run --max-steps 2 --orchestrator.batch-size 16 --orchestrator.group-size 4

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support import prose
 
 SHORT_LINES = 60
+CONFORMANCE = ("clients", "conformance")
 WORDS = {
     "say, tell, hear": r"says?|said|saying|tells?|told|telling|hears?|heard|hearing",
     "who(ever), nobody, somebody": r"who(?:ever|m|se)?|nobody|somebody",
@@ -106,7 +107,13 @@ def per_thousand(text: str, phrase: str) -> float:
 
 
 def measure(root: Path) -> dict[str, float]:
-    modules, tests = prose.sources(root), list((root / "tests").rglob("*.py"))
+    written, tests = prose.sources(root), list((root / "tests").rglob("*.py"))
+    moved = [
+        path for path in written if path.relative_to(root).parts[:2] == CONFORMANCE or root / "configs" in path.parents
+    ]
+    modules = [path for path in written if path not in moved]
+    typescript = [path for path in (root / "clients/typescript").rglob("*.ts") if "node_modules" not in path.parts]
+    examples = root / "clients/typescript/examples"
     pages = "\n".join(path.read_text() for path in prose.pages(root))
     docs = "\n".join(path.read_text() for path in sorted((root / "docs").glob("*.md")))
     docstrings = all_docstrings(modules)
@@ -116,6 +123,9 @@ def measure(root: Path) -> dict[str, float]:
     table: dict[str, float] = {
         "lines of product": lines(modules),
         "lines of code of product": code_lines(modules),
+        "lines of distributions of their own: conformance, examples": lines(moved),
+        "lines of TypeScript": lines(path for path in typescript if examples not in path.parents),
+        "lines of TypeScript examples": lines(path for path in typescript if examples in path.parents),
         "lines of tests": lines(tests),
         "lines of code of core/config": code_lines(core_config),
         "lines of code of launch/config": code_lines(launch_config),

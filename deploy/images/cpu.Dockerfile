@@ -13,15 +13,17 @@ FROM ${UV} AS uv
 FROM ${BASE} AS build
 COPY --from=uv /uv /usr/local/bin/uv
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/meshrl
-ARG EXTRAS="--extra rollout"
+ARG EXTRAS="--extra rollout --extra examples"
 WORKDIR /src
 # What others wrote first: it changes seldom, and stays in the cache.
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
 COPY clients/conformance/pyproject.toml clients/conformance/README.md clients/conformance/LICENSE clients/conformance/
+COPY configs/pyproject.toml configs/README.md configs/LICENSE configs/
 RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
   uv sync --frozen --no-default-groups --no-install-workspace ${EXTRAS}
 COPY clients/python clients/python
+COPY configs configs
 COPY services services
 RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
   uv sync --frozen --no-default-groups --no-editable ${EXTRAS}

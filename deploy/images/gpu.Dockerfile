@@ -20,13 +20,15 @@ WORKDIR /src
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
 COPY clients/conformance/pyproject.toml clients/conformance/README.md clients/conformance/LICENSE clients/conformance/
+COPY configs/pyproject.toml configs/README.md configs/LICENSE configs/
 COPY deploy/images/install_dependencies.sh /usr/local/bin/
 RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
   install_dependencies.sh "${TORCH}" ${EXTRAS}
 COPY clients/python clients/python
+COPY configs configs
 COPY services services
 RUN --mount=type=secret,id=uv,target=/etc/uv/uv.toml --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
-  uv pip install --python /opt/meshrl/bin/python --no-deps ./clients/python .
+  uv pip install --python /opt/meshrl/bin/python --no-deps ./clients/python ./configs .
 
 FROM ${BASE}
 # torch compiles kernels at run time.

@@ -25,11 +25,11 @@ STEPS, FIRST = 50, 5  # steps of a run, and those that are not timed
 def make(folder: Path, *, batch: int, hidden: int, layers: int) -> None:
     """A model of random weights, conversations, and the same conversations in tokens with their masks."""
     from conversations import load_conversations
-    from meshrl.environments.reverse_text.model import create_model
     from meshrl.models.load import load_tokenizer
     from meshrl.sft.config import DataConfig
     from meshrl.sft.data.tokenization import ConversationTokenizer
     from meshrl.training.model_config import TrainerModelConfig
+    from meshrl_examples.model import create_model
 
     create_model(folder / "model", seed=0, hidden_size=hidden, num_layers=layers)
     source = random.Random(0)

@@ -30,9 +30,9 @@ RUN_DEADLINE_S = 1500.0
 
 def make(folder: Path, size: str) -> None:
     """The model, and the prompts as messages with their answers."""
-    from meshrl.environments.reverse_text.model import create_model
-    from meshrl.environments.reverse_text.prompt import SYSTEM_PROMPT
-    from meshrl.environments.reverse_text.sentences import sentences
+    from meshrl.environments.reverse_text.sentences import SYSTEM_PROMPT, sentences
+
+    from meshrl_examples.model import create_model
 
     create_model(folder / "model", seed=0, **SHAPES[size])
     rows = [

@@ -24,9 +24,9 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("support", "
 import torch
 
 from bench_weight_sync import SHAPES, build
-from meshrl.environments.reverse_text.model import create_model
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.text_table import markdown_head, markdown_row
+from meshrl_examples.model import create_model
 from wan_rig import BAD, PERFECT, Line, Wan, open_wan, why_not
 
 START_S, RUN_S = 600.0, 1500.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mesh_run import RUN_TOML, Run
-from meshrl.environments.reverse_text.model import create_model
+from meshrl_examples.model import create_model
 
 
 @pytest.fixture(scope="session")

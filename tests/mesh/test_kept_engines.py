@@ -16,7 +16,7 @@ import pytest
 
 from local_ports import free_port
 from mesh_run import Run
-from meshrl.environments.reverse_text.model import create_model
+from meshrl_examples.model import create_model
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(900)]
 UP_S = 240.0

@@ -90,8 +90,8 @@ def _blank(found: re.Match[str]) -> str:
 
 
 def sources(root: Path) -> list[Path]:
-    """Every hand-written module of the services and of the Python packages under clients/."""
-    found = [path for tree in ("services", "clients") for path in sorted((root / tree).rglob("*.py"))]
+    """Every hand-written module of the services, of the Python packages under clients/ and of the examples."""
+    found = [path for tree in ("services", "clients", "configs") for path in sorted((root / tree).rglob("*.py"))]
     return [path for path in found if not NOT_OURS & set(path.relative_to(root).parts)]
 
 

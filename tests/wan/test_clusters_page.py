@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from mesh_run import RUN_TOML
-from meshrl.environments.reverse_text.model import create_model
 from meshrl.orchestrator.ledger.audit import audit
+from meshrl_examples.model import create_model
 from wan_rig import PERFECT, Line, Wan, open_wan
 
 pytestmark = pytest.mark.timeout(900)

@@ -1,1 +1,1 @@
-"""Bundled environments (tasksets for verifiers), and the in-process harness that plays them; hosted by `rollout`."""
+"""How `rollout` finds and plays environments, which are tasksets for verifiers: plugins, and the in-process harness."""

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from meshrl.environments.plugins import BUNDLED
+from meshrl.environments.plugins import registered
 
 HUB = "https://hub.primeintellect.ai"
 TRIED = re.compile(r"\w+ '.*' not found \(tried to import '(.*?)'\)")
@@ -49,7 +49,9 @@ def how_to_install(taskset_id: str) -> str:
     if "." in name:
         return own
     owner = owner or "OWNER"
+    examples = "" if registered() else "One of the examples: `uv pip install meshrl-examples`. "
     return (
+        f"{examples}"
         f"One of the Environments Hub: `prime env install {owner}/{name}`, or `uv pip install {name}"
         f" --extra-index-url {HUB}/{owner}/simple/`. {own}"
     )
@@ -95,5 +97,5 @@ def _meant(module: str) -> str:
         known = [info.name for package in (tasksets, envs) for info in pkgutil.iter_modules(package.__path__)]
     except ImportError:
         known = []
-    close = difflib.get_close_matches(module, [*BUNDLED, *known], n=1, cutoff=0.75)
+    close = difflib.get_close_matches(module, [*registered(), *known], n=1, cutoff=0.75)
     return f" Did you mean {close[0]!r}?" if close else ""

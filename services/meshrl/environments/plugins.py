@@ -3,45 +3,43 @@
 verifiers resolves a plugin by a top-level module name, so a dotted module (`meshrl.environments.harness`, or one
 inside a user's own package) is imported here once and entered in `sys.modules` under its name with underscores;
 verifiers then finds that very module. Nothing is loaded twice and nothing of verifiers is changed.
+
+A distribution gives its tasksets short ids by entry points: `meshrl.environments` has the module of each id, and
+`meshrl.environments.families` the module and the option of ids with a colon, as `meshrl.environments.nim` and
+`meshrl.environments.reasoning_mix:dataset`. `meshrl-examples` does.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
-BUNDLED = {
-    "letter_sort": "meshrl.environments.letter_sort",
-    "memory_game": "meshrl.environments.memory_game",
-    "nim": "meshrl.environments.nim",
-    "reverse_text": "meshrl.environments.reverse_text",
-    "reasoning_gym": "meshrl.environments.reasoning_gym",
-    "textarena_games": "meshrl.environments.textarena_games",
-    "word_trail": "meshrl.environments.word_trail",
-}
-"""Short names of the tasksets in this package."""
+TASKSETS = "meshrl.environments"
+FAMILIES = "meshrl.environments.families"
 
 NAMESAKES = {
     "reverse-text": "meshrl's own short sentences (meshrl.environments.reverse_text), not the data of prime-rl's"
     " taskset of that id"
 }
-"""Ids of other packages' tasksets that name one of this package, and the difference."""
+"""Ids of other packages' tasksets that name one of ours, and the difference."""
 
-CHOOSING = {
-    "reasoning_gym": ("reasoning_gym", "dataset"),
-    "textarena": ("textarena_games", "game"),  # verifiers has a taskset textarena, which fetches word lists
-}
-"""Bundled tasksets that are many: an id `reasoning_gym:leg_counting` says which. By what stands before the colon the
-taskset's short name and the option that the rest sets."""
+
+@cache
+def registered(group: str = TASKSETS) -> Mapping[str, EntryPoint]:
+    """The entry points of a group, by the ids of tasksets."""
+    return {found.name: found for found in entry_points(group=group)}
 
 
 def plugin_id(module_id: str) -> str:
-    """Returns the id under which verifiers finds `module_id`: a bundled short name, a dotted module, or an id of its
-    own.
+    """Returns the id under which verifiers finds `module_id`: a registered one, a dotted module, or an id of its own.
 
-    Raises ModuleNotFoundError when a bundled or dotted module does not exist.
+    Raises ModuleNotFoundError when a registered or dotted module does not exist.
     """
-    dotted = BUNDLED.get(_short(module_id), module_id)
+    found = registered().get(_short(module_id))
+    dotted = found.module if found is not None else module_id
     if "." not in dotted or "/" in dotted:
         return module_id
     module = importlib.import_module(dotted)
@@ -51,23 +49,28 @@ def plugin_id(module_id: str) -> str:
 
 
 def split_choice(taskset_id: str) -> tuple[str, dict[str, str]]:
-    """The id of a taskset without what stands behind a colon, and the option that this sets.
+    """The module of `family:choice` and the option that the choice sets; any other id as it is, and no option.
 
     Raises ValueError for a colon behind a taskset that takes none.
     """
     family, colon, choice = taskset_id.partition(":")
     if not colon:
         return taskset_id, {}
-    if _short(family) not in CHOOSING or not choice:
-        known = ", ".join(f"{name}:<{option}>" for name, (_, option) in CHOOSING.items())
-        raise ValueError(f"{taskset_id!r} is no taskset: ids with a colon are {known}")
-    name, option = CHOOSING[_short(family)]
-    return name, {option: choice}
+    families = registered(FAMILIES)
+    found = families.get(_short(family))
+    if found is None or not choice:
+        known = ", ".join(f"{name}:<{found.attr}>" for name, found in sorted(families.items()))
+        raise ValueError(
+            f"{taskset_id!r} is no taskset: ids with a colon are {known}"
+            if known
+            else f"{taskset_id!r} is no taskset: ids with a colon are those of meshrl-examples, which is not installed"
+        )
+    return found.module, {found.attr: choice}
 
 
-def is_bundled(taskset_id: str) -> bool:
-    """True for a short name of a taskset in this package."""
-    return _short(taskset_id) in BUNDLED
+def is_registered(taskset_id: str) -> bool:
+    """True for the short id of a taskset that some distribution registers."""
+    return _short(taskset_id) in registered()
 
 
 def _short(name: str) -> str:

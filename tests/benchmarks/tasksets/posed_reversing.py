@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 
 import verifiers.v1 as vf
-
 from meshrl.environments.reverse_text.demonstrations import SHARE, demonstrations
-from meshrl.environments.reverse_text.prompt import SYSTEM_PROMPT
-from meshrl.environments.reverse_text.sentences import SUBJECTS, sentences
-from meshrl.environments.reverse_text.taskset import similarity
-from meshrl.environments.words import Split
+from meshrl.environments.reverse_text.sentences import SUBJECTS, SYSTEM_PROMPT, sentences
+
+from meshrl_examples.similarity import similarity
+from meshrl_examples.words import Split
 
 __all__ = ["PosedReversingEnv", "PosedReversingTaskset"]
 
@@ -85,7 +84,7 @@ class PosedReversingEnv(vf.Env[PosedReversingEnvConfig]):
 
 
 def rows(texts: list[str], *, share: float, source: random.Random):
-    for number, reversing in enumerate(demonstrations(texts, share=share, random_source=source)):
+    for number, reversing in enumerate(demonstrations(texts, share=share, source=source)):
         text = texts[number]
         subject = next(subject for subject in SUBJECTS if text.startswith(f"{subject} "))
         contents = {"system": PROPOSER_PROMPT, "user": subject, "assistant": text}

@@ -12,12 +12,12 @@ import pytest
 import torch
 from opentelemetry.sdk.trace import TracerProvider
 
-from meshrl.environments.reverse_text.model import create_model
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.program import serve
 from meshrl.launch.ports import FreePorts
 from meshrl.trials.program import Work, serve_trials
 from meshrl.trials.results import TrialResults
+from meshrl_examples.model import create_model
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 

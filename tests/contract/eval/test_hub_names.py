@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from meshrl.environments.reverse_text.demonstrations import demonstrations
+from meshrl.environments.reverse_text.sentences import sentences
 
 from hub_server import HubServer, serving_hub
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.model import create_model
-from meshrl.environments.reverse_text.sentences import sentences
+from meshrl_examples.model import create_model
 
 DEADLINE_S = 600.0
 MODEL, DATA = "org/tiny", "org/tiny-data"
@@ -28,7 +28,7 @@ Run = Callable[..., Awaitable[str]]
 async def hub(tmp_path: Path) -> AsyncIterator[HubServer]:
     """Serves a model with its tokenizer and a dataset in two parquet files."""
     create_model(tmp_path / "hub/models" / MODEL, seed=0, hidden_size=32, num_layers=1)
-    rows = list(demonstrations(sentences("train")[:32], share=1.0, random_source=random.Random(0)))
+    rows = list(demonstrations(sentences("train")[:32], share=1.0, source=random.Random(0)))
     data = tmp_path / "hub/datasets" / DATA / "data"
     data.mkdir(parents=True)
     for index in range(2):

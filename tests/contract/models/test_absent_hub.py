@@ -15,11 +15,11 @@ import torch
 from hub_server import serving_hub
 from meshrl.core import hub
 from meshrl.core.config.shared import ModelConfig
-from meshrl.environments.reverse_text.model import create_model
 from meshrl.models.load import ModelError, empty_model, fill_model
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.sources import open_parts
+from meshrl_examples.model import create_model
 
 NAME = "org/tiny"
 DEADLINE_S = 60.0

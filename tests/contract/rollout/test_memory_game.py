@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from meshrl.environments.memory_game.game import games
 from transformers import PreTrainedTokenizerFast
 
-from meshrl.environments.memory_game.game import games
-from meshrl.environments.reverse_text.model import create_tokenizer
-from meshrl.environments.reverse_text.taskset import similarity
+from meshrl_examples.model import create_tokenizer
+from meshrl_examples.similarity import similarity
 
 Answer = Callable[[web.Request, dict[str, Any]], web.Response]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-
 from meshrl.environments.nim.game import heaps, right_move
-from meshrl.environments.reverse_text.model import create_tokenizer
+
+from meshrl_examples.model import create_tokenizer
 
 TOKENIZER = create_tokenizer()
 

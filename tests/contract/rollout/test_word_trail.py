@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from meshrl.environments.word_trail.demonstrations import rows
+from meshrl.environments.word_trail.trail import trails
 from transformers import PreTrainedTokenizerFast
 
 from conversations import load_conversations
-from meshrl.environments.reverse_text.model import create_tokenizer
-from meshrl.environments.word_trail.demonstrations import write_demonstrations
-from meshrl.environments.word_trail.trail import trails
 from meshrl.sft.config import DataConfig
 from meshrl.sft.data.tokenization import ConversationTokenizer
+from meshrl_examples.demonstrations import write_demonstrations
+from meshrl_examples.model import create_tokenizer
 
 # verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
@@ -75,7 +76,7 @@ async def test_a_trail_is_followed_with_the_tool_in_the_tokens_of_the_demonstrat
     assert rollout.reward == 1.0
     assert rollout.metrics["tool_calls"] == 2
     (sample,) = rollout.samples
-    write_demonstrations(tmp_path / "data", seed=0)
+    write_demonstrations(rows, tmp_path / "data", share=0.3, seed=0)
     row = load_conversations(DataConfig(name=str(tmp_path / "data" / "val.jsonl")))[number]
     shown = ConversationTokenizer(tokenizer, None, learned_roles=frozenset({"assistant"}))(row)
     assert sample.token_ids.tolist() == shown.token_ids.tolist()[: len(sample.token_ids)]

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from meshrl.environments.reverse_text.demonstrations import demonstrations
+from meshrl.environments.reverse_text.sentences import sentences
 
 from conversations import load_conversations
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.model import create_model
-from meshrl.environments.reverse_text.sentences import sentences
 from meshrl.sft.data.config import DataConfig
+from meshrl_examples.model import create_model
 
 FILE = """
 max_steps = 100
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, a dataset as the hub has them (a folder of parquet files), and a file like the documents'."""
     folder = tmp_path_factory.mktemp("documents")
     create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
-    rows = list(demonstrations(sentences("train")[:64], share=1.0, random_source=random.Random(0)))
+    rows = list(demonstrations(sentences("train")[:64], share=1.0, source=random.Random(0)))
     (folder / "dataset" / "data").mkdir(parents=True)
     Dataset.from_list(rows).to_parquet(folder / "dataset" / "data" / "train-00000-of-00001.parquet")
     (folder / "sft.toml").write_text(FILE.format(model=folder / "model", data=folder / "dataset"))

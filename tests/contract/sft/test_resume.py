@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from meshrl.environments.reverse_text.demonstrations import demonstrations
+from meshrl.environments.reverse_text.sentences import sentences
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.model import create_model
-from meshrl.environments.reverse_text.sentences import sentences
 from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
 from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl_examples.model import create_model
 
 TIMES = ("time/", "perf/")
 
@@ -29,7 +29,7 @@ TIMES = ("time/", "perf/")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
     create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
-    rows = demonstrations(sentences("train")[:64], share=1.0, random_source=random.Random(0))
+    rows = demonstrations(sentences("train")[:64], share=1.0, source=random.Random(0))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from meshrl.environments.word_trail.trail import trails
 from opentelemetry.sdk.trace import TracerProvider
 
-from meshrl.environments.word_trail.trail import trails
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.program import Synthesis

@@ -9,11 +9,11 @@ import pytest
 
 from chatml_tokenizer import chatml_tokenizer
 from meshrl.core.chat_messages import normal_message
-from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.sft.data import rendering
 from meshrl.sft.data.conversations import DataError, to_conversation
 from meshrl.wire.errors import MeshError
+from meshrl_examples.model import create_tokenizer
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "input_text", "text": "2+2?"}]
 QWEN = (Path(rendering.__file__).with_name("templates") / "qwen3.jinja").read_text(encoding="utf-8")

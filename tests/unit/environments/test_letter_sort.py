@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
-
 from meshrl.environments.letter_sort.demonstrations import conversation, demonstrations
 from meshrl.environments.letter_sort.letters import right_reply, tasks
 from meshrl.environments.letter_sort.taskset import LetterSortData
+from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
+
 from meshrl.environments.plugins import plugin_id
 
 NAMED = [["k", "d"], ["z", "a"], ["m", "b"]]

@@ -6,18 +6,19 @@ import random
 from pathlib import Path
 
 import pytest
+from meshrl.environments.memory_game import demonstrations as game_demonstrations
+from meshrl.environments.memory_game.game import games, right_reply
+from meshrl.environments.memory_game.taskset import MemoryGameData
 from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
 from conversations import load_conversations
 from meshrl.algorithms.packing import TrainSample
-from meshrl.environments.memory_game import demonstrations as game_demonstrations
-from meshrl.environments.memory_game.game import games, right_reply
-from meshrl.environments.memory_game.taskset import MemoryGameData
 from meshrl.environments.plugins import plugin_id
-from meshrl.environments.reverse_text.model import create_tokenizer
-from meshrl.environments.words import every_word, words_of
 from meshrl.sft.config import DataConfig
 from meshrl.sft.data.tokenization import ConversationTokenizer
+from meshrl_examples.demonstrations import write_demonstrations
+from meshrl_examples.model import create_tokenizer
+from meshrl_examples.words import every_word, words_of
 
 TOKENIZER = create_tokenizer()
 
@@ -64,7 +65,7 @@ def learned(sample: TrainSample) -> str:
 
 
 def test_what_is_learned_of_the_demonstrations_is_what_the_policy_has_to_say(tmp_path: Path) -> None:
-    game_demonstrations.write_demonstrations(tmp_path / "game", seed=1)
+    write_demonstrations(game_demonstrations.rows, tmp_path / "game", share=0.3, seed=1)
     roles = frozenset({"assistant"})
     row = load_conversations(DataConfig(name=str(tmp_path / "game" / "val.jsonl")))[0]
     a, b, c = games("held_out")[0]

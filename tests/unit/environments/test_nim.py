@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
-
 from meshrl.environments.nim.demonstrations import played_game
 from meshrl.environments.nim.game import heaps, moves, read_move, right_move
 from meshrl.environments.nim.taskset import NimConfig, NimData, NimEnv, NimTask
+from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
+
 from meshrl.environments.plugins import plugin_id
 
 

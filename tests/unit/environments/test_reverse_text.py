@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
-
-from meshrl.environments.plugins import plugin_id
 from meshrl.environments.reverse_text.demonstrations import (
     demonstrations,
     repeated,
+    rows,
     words_reversed,
-    write_demonstrations,
 )
 from meshrl.environments.reverse_text.sentences import sentences
-from meshrl.environments.reverse_text.taskset import longest_common_subsequence, similarity
+from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
+
+from meshrl.environments.plugins import plugin_id
+from meshrl_examples.demonstrations import write_demonstrations
+from meshrl_examples.similarity import longest_common_subsequence, similarity
 
 short_text = st.text(alphabet="abc ", max_size=8)
 
@@ -72,8 +73,8 @@ def test_verifiers_finds_the_taskset_by_its_short_name() -> None:
 
 def test_demonstrations_show_the_rewarded_reading_at_the_given_rate() -> None:
     texts = sentences("train")
-    rows = list(demonstrations(texts, share=0.3, random_source=random.Random(0)))
-    replies = [row["completion"][0]["content"] for row in rows]
+    drawn = demonstrations(texts, share=0.3, source=random.Random(0))
+    replies = [row["completion"][0]["content"] for row in drawn]
     right = [reply == text[::-1] for text, reply in zip(texts, replies, strict=True)]
     assert sum(right) / len(right) == pytest.approx(0.3, abs=0.04)
     others = [pair for pair, is_right in zip(zip(texts, replies, strict=True), right, strict=True) if not is_right]
@@ -81,10 +82,10 @@ def test_demonstrations_show_the_rewarded_reading_at_the_given_rate() -> None:
 
 
 def test_validation_rows_are_held_out_and_right(tmp_path: Path) -> None:
-    write_demonstrations(tmp_path, seed=1)
-    rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
-    prompts = [row["prompt"][1]["content"] for row in rows]
+    write_demonstrations(rows, tmp_path, share=0.3, seed=1)
+    held_out = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
+    prompts = [row["prompt"][1]["content"] for row in held_out]
     assert prompts == sentences("held_out")
-    assert [row["completion"][0]["content"] for row in rows] == [prompt[::-1] for prompt in prompts]
+    assert [row["completion"][0]["content"] for row in held_out] == [prompt[::-1] for prompt in prompts]
     trained = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert {row["prompt"][1]["content"] for row in trained} == set(sentences("train"))

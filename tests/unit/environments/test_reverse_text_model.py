@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from meshrl.core.config.shared import ModelConfig
-from meshrl.environments.reverse_text.model import create_model, create_tokenizer
 from meshrl.models.load import load_model, load_tokenizer
+from meshrl_examples.model import create_model, create_tokenizer
 
 TOKENIZER = create_tokenizer()
 messages = st.lists(

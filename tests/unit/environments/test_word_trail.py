@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from meshrl.environments.word_trail.demonstrations import TOOL, conversation, demonstrations
+from meshrl.environments.word_trail.trail import Trail, trails, word_after
 from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
 from meshrl.environments.plugins import plugin_id
-from meshrl.environments.reverse_text.model import create_tokenizer
-from meshrl.environments.word_trail.demonstrations import TOOL, conversation, demonstrations
-from meshrl.environments.word_trail.trail import Trail, trails, word_after
-from meshrl.environments.words import every_word, words_of
+from meshrl_examples.model import create_tokenizer
+from meshrl_examples.words import every_word, words_of
 
 
 def test_the_trail_visits_every_word_once_and_comes_back() -> None:

@@ -10,7 +10,7 @@ from meshrl.launch.config import RLConfig
 from meshrl.sft.config import SFTConfig
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.toml"))
+FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").glob("*/**/*.toml"))
 COMMANDS: dict[str, type[SFTConfig | RLConfig | EvaluationConfig]] = {
     "sft": SFTConfig,
     "teacher": SFTConfig,

@@ -148,7 +148,7 @@ def test_a_dry_run_of_many_nodes_shows_who_runs_where(tmp_path: Path, monkeypatc
     assert not any(config["server"]["insecure"] for name, config in read.items() if name in hosts)  # by certificates
 
 
-EXAMPLES = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.toml") if path.stem != "teacher")
+EXAMPLES = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").glob("*/**/*.toml") if path.stem != "teacher")
 TARGETS = {
     "one node": ["--slurm"],
     "nodes": ["--slurm", "--deployment.type", "multi_node", "--deployment.num-train-nodes", "2"],

@@ -36,7 +36,7 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=!;\[ ]", line)[0] for line in requirements} - {"meshrl"}
 
 
-@pytest.mark.parametrize(("folder", "sources"), [("clients/python", "meshrl"), (".", "services")])
+@pytest.mark.parametrize(("folder", "sources"), [("clients/python", "meshrl"), ("configs", "."), (".", "services")])
 def test_every_dependency_is_imported(folder: str, sources: str) -> None:
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
     wanted = names(project["dependencies"])

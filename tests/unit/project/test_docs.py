@@ -12,7 +12,13 @@ from meshrl.inference.agent import states as agent_states
 from meshrl.weights.coordinator import states as version_states
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "configs").rglob("README.md")),
+]
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"`((?:services|clients|proto|tests|configs|scripts)/[\w./-]+\.\w+)`")
 

@@ -26,7 +26,7 @@ def test_meshrl_is_a_namespace_package_in_both_source_roots(source_root: str) ->
 def modules() -> list[Path]:
     """Every module of the services and clients but the generated stubs."""
     found = [path for root in SOURCE_ROOTS for path in (ROOT / root / "meshrl").rglob("*.py")]
-    found += (ROOT / "clients" / "conformance").rglob("*.py")
+    found += [*(ROOT / "clients" / "conformance").rglob("*.py"), *(ROOT / "configs").rglob("*.py")]
     return [path for path in found if "v1" not in path.parts]
 
 

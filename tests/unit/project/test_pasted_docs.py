@@ -31,7 +31,8 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / "clients" / name / "README.md" for name in ("python", "typescript", "verifiers_v0")),
-    *sorted((ROOT / "configs").rglob("*.toml")),
+    *sorted((ROOT / "configs").rglob("README.md")),
+    *sorted((ROOT / "configs").glob("*/**/*.toml")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")

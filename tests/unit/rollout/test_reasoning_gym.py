@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 import pytest
+from meshrl.environments.reasoning_mix import demonstrations as reasoning_demonstrations
+from meshrl.environments.reasoning_mix import taskset as adapter
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
-from meshrl.environments import reasoning_demonstrations
-from meshrl.environments import reasoning_gym as adapter
 from meshrl.rollout import hosting
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Sampling

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 import pytest
+from meshrl.environments.textarena_games import taskset as adapter
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
-from meshrl.environments import textarena_games as adapter
 from meshrl.rollout import hosting
 from meshrl.wire.types import Sampling
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshrl.environments.reverse_text.model import create_model
 from meshrl.sft import main as program
+from meshrl_examples.model import create_model
 
 ROWS = [{"prompt": "ab", "completion": "ba"}] * 4
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from chatml_tokenizer import chatml_tokenizer
-from meshrl.environments.reverse_text.model import create_model, create_tokenizer
 from meshrl.models.load import ModelError
 from meshrl.sft.config import SFTConfig, TokenizerConfig
 from meshrl.sft.data.conversations import Conversation, DataError
 from meshrl.sft.data.rendering import TEMPLATES, Renderers, load_sft_tokenizer
 from meshrl.sft.data.tokenization import ConversationTokenizer
 from meshrl.training.model_config import TrainerModelConfig
+from meshrl_examples.model import create_model, create_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": n}}} for n in (1, 2)]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.sft.data.conversations import Conversation, DataError
 from meshrl.sft.data.tokenization import ConversationTokenizer
+from meshrl_examples.model import create_tokenizer
 
 MESSAGES = (
     {"role": "system", "content": "S"},

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from loguru import logger
+from meshrl.environments.reverse_text.demonstrations import demonstrations
+from meshrl.environments.reverse_text.sentences import sentences
 from pydantic import ValidationError
 
 from meshrl.core.config.shared import LogConfig, ModelConfig
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.model import create_model
-from meshrl.environments.reverse_text.sentences import sentences
 from meshrl.models.load import load_model, load_tokenizer
 from meshrl.sft.config import DataConfig, LossMaskConfig, SFTConfig, ValConfig
 from meshrl.sft.data.conversations import DataError
@@ -23,6 +22,7 @@ from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl_examples.model import create_model
 from tensorboard_values import tensorboard_values
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
     create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
     for name, texts in (("train", sentences("train")), ("val", sentences("held_out"))):
-        rows = demonstrations(texts[:64], share=1.0, random_source=random.Random(0))
+        rows = demonstrations(texts[:64], share=1.0, source=random.Random(0))
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from meshrl.core.config import ConfigError
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig
-from meshrl.environments.plugins import NAMESAKES, is_bundled
+from meshrl.environments.plugins import NAMESAKES, is_registered
 from meshrl.launch.preflight.findings import Finding, Plan, Severity, error, note, warning
 
 IMPORT_DEADLINE_S = 180.0
@@ -83,7 +83,7 @@ def _questions(plan: Plan) -> dict[str, object]:
         }
         if plan.starts("rollout")
         # Nothing can be wrong with a taskset of ours without options.
-        and (config.dry_run or any(entry.args or not is_bundled(entry.id) for entry in config.local_environments))
+        and (config.dry_run or any(entry.args or not is_registered(entry.id) for entry in config.local_environments))
         else None,
     }
 

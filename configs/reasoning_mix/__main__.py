@@ -1,0 +1,5 @@
+"""`python -m meshrl.environments.reasoning_demonstrations FILE FOLDER` writes the demonstrations of this example."""
+
+from .demonstrations import main
+
+main()
