@@ -4,7 +4,8 @@
 
 MODEL is a warmed-up model of the reverse-text example, such as `outputs/demo/sft/weights/final`. The run is
 configs/reverse_text/rl.toml at `max_async_level = 0`, with the embedded engine on the CPU and one request at a time:
-a sum over other rows than before rounds differently. Exits with 1 when the runs differ.
+a sum over other rows than before rounds differently. A run that OUTPUT_DIR holds already is not made again. Exits with
+1 when the runs differ.
 """
 
 import argparse
@@ -102,7 +103,8 @@ def main() -> None:
     model, folders = given.model.resolve(), {}
     for which in ("old", "new"):
         folders[which] = (given.output_dir / which).resolve()
-        run(getattr(given, which).resolve(), model, folders[which], given.steps)
+        if not (folders[which] / f"rollouts/step_{given.steps}.jsonl.zst").exists():
+            run(getattr(given, which).resolve(), model, folders[which], given.steps)
     sys.exit(0 if compare(folders["old"], folders["new"], given.steps) else 1)
 
 

@@ -60,7 +60,11 @@ def divide(
         _least_cost_first(longest_first, lengths, costs, len(rows), seq_len),
         _filled_to_the_longest(longest_first, lengths, costs, len(rows), dp_size, seq_len),
     ]
-    ordered = [_by_cost(candidate, costs) for candidate in candidates if candidate and all(candidate)]
+    ordered = [  # costliest first: for given rows no other grouping waits less
+        sorted(map(sorted, candidate), key=lambda row: (-sum(costs[index] for index in row), row))
+        for candidate in candidates
+        if candidate and all(candidate)
+    ]
     return min(ordered, key=lambda candidate: waiting_cost(candidate, costs, dp_size))
 
 
@@ -68,11 +72,6 @@ def waiting_cost(rows: Sequence[Sequence[int]], costs: Sequence[float], dp_size:
     """Sum over micro-steps of the costliest row; rows in the order of `divide`, costs by sample."""
     totals = [sum(costs[index] for index in row) for row in rows]
     return sum(max(totals[start : start + dp_size]) for start in range(0, len(totals), dp_size))
-
-
-def _by_cost(rows: Rows, costs: Sequence[float]) -> Rows:
-    """Costliest first: for given rows no other grouping waits less."""
-    return sorted(map(sorted, rows), key=lambda row: (-sum(costs[index] for index in row), row))
 
 
 def _first_fit_decreasing(lengths: Sequence[int], seq_len: int) -> Rows:

@@ -225,7 +225,6 @@ def _places(row: Sequence[Bundle]) -> list[int]:
 
 
 def _after(sample: TrainSample, prefix: int) -> TrainSample:
-    """The sample without its first tokens."""
     if not prefix:
         return sample
     arrays = {name: array[prefix:] for name in _ARRAYS if (array := getattr(sample, name)) is not None}

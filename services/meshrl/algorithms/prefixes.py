@@ -68,22 +68,16 @@ def bundles(samples: Sequence[Beginning], *, max_tokens: int, parts: int, min_sh
             sharers[index] = []
     lengths = [len(sample.token_ids) for sample in samples]
     for root, others in sharers.items():
-        found.append(_bundle(root, others))
+        ordered = sorted(others, key=lambda other: (-other[0], other[1]))  # members of the same prefix see it together
+        found.append(Bundle((root, *(index for _, index in ordered)), (0, *(prefix for prefix, _ in ordered))))
     limit = min(max_tokens, max(max(lengths), math.ceil(sum(one.tokens(lengths) for one in found) / parts)))
     return [part for bundle in found for part in _divided(bundle, lengths, limit)]
 
 
 def _common(root: Beginning, sample: Beginning) -> int:
-    """Tokens that the sample can share with the root."""
     most = min(len(root.token_ids), sample.first_term)
     different = np.flatnonzero(root.token_ids[:most] != sample.token_ids[:most])
     return int(different[0]) if len(different) else most
-
-
-def _bundle(root: int, others: Sequence[tuple[int, int]]) -> Bundle:
-    """Members with the same prefix stand side by side: they see it together."""
-    ordered = sorted(others, key=lambda other: (-other[0], other[1]))
-    return Bundle((root, *(index for _, index in ordered)), (0, *(prefix for prefix, _ in ordered)))
 
 
 def _divided(bundle: Bundle, lengths: Sequence[int], limit: int) -> list[Bundle]:

@@ -18,12 +18,11 @@ from meshrl.orchestrator.loop import LoopSettings, RunLoop
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
 from meshrl.orchestrator.peers.version_relay import RelaySettings, VersionRelay
-from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.teachers.build import build_scorer
+from meshrl.orchestrator.run import Run, SlotUse
+from meshrl.orchestrator.teachers.scorer import build_scorer
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import screen_finished
-from meshrl.orchestrator.work.slot_use import SlotUse
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError

@@ -168,7 +168,6 @@ class RunLoop:
     # --- submit -----------------------------------------------------------------------------------
 
     async def _submit(self, step: int, groups: list[ReadyGroup]) -> None:
-        """Makes the batch, puts it on disk and hands it to the uploader."""
         run = self.run
         tally, run.tally = run.tally, StepTally()
         tally.idle_slots = run.slots.idle_shares()

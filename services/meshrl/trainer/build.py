@@ -6,7 +6,7 @@ Called once by `program`, on the training thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +44,8 @@ class TrainerParts:
     compute_dtype: torch.dtype
     parallel: RankGroup
     lifeline: Lifeline
+    release: Callable[[], None]
+    """Gives memory that no tensor needs back to the device, where that is configured."""
 
     def leave(self) -> None:
         """Leaves the group of ranks, after its last collective."""
@@ -131,7 +133,13 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         compute_dtype=compute_dtype,
         parallel=parallel,
         lifeline=lifeline,
+        release=releaser(device, wanted=config.release_memory),
     )
+
+
+def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
+    """Returns the function that gives memory cached by torch back; it does nothing on a CPU, or where not wanted."""
+    return torch.cuda.empty_cache if wanted and device.type == "cuda" else lambda: None
 
 
 def compile_kernels(learner: Learner, *, seq_len: int) -> None:

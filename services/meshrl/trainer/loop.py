@@ -21,10 +21,9 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.waits import Waits
-from meshrl.trainer.metrics import step_metrics
+from meshrl.trainer.metrics import rollout_logprobs, step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
-from meshrl.trainer.rollout_logprobs import rollout_logprobs
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue, Work
 from meshrl.trainer.spans import TrainSpan, TrainSpans

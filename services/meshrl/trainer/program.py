@@ -29,7 +29,6 @@ from meshrl.trainer.loop import RunTraining, RunVersions, TrainerLoop
 from meshrl.trainer.publishing.build import Publication, PublishOptions, decide, open_publication
 from meshrl.trainer.publishing.publisher import PublishReport, next_epoch
 from meshrl.trainer.ranks.commands import CommandSender
-from meshrl.trainer.ranks.memory import releaser
 from meshrl.trainer.ranks.thread import TrainingThread
 from meshrl.trainer.ranks.worker import RankRun, RankWorker
 from meshrl.trainer.runs.steps import StepBook
@@ -52,10 +51,10 @@ def run_rank(config: TrainerConfig, rank: int) -> None:
     disable_progress_bar()  # a log has no use for it
     if rank == 0:
         leave(run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
-    leave(follow_rank_0(lambda: build_parts(config, os.environ), release_memory=config.release_memory))
+    leave(follow_rank_0(lambda: build_parts(config, os.environ)))
 
 
-def follow_rank_0(build: Callable[[], TrainerParts], *, release_memory: bool) -> int:
+def follow_rank_0(build: Callable[[], TrainerParts]) -> int:
     """Any other rank: loads its model and works until rank 0 sends StopCommand; returns the exit code."""
     try:
         parts = build()
@@ -65,7 +64,7 @@ def follow_rank_0(build: Callable[[], TrainerParts], *, release_memory: bool) ->
             parts.learner,
             [RankRun(state=parts.run, checkpointer=parts.checkpointer)],
             publish_dtype=parts.compute_dtype,
-            release=releaser(parts.learner.device, wanted=release_memory),
+            release=parts.release,
         ).run()
         parts.leave()
     except Exception as error:  # noqa: BLE001  # last stop of the process, and the group ends with it
@@ -131,7 +130,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 TrainSpans(tracer),
                 ckpt=config.ckpt,
                 waits=waits,
-                release=releaser(learner.device, wanted=config.release_memory),
+                release=parts.release,
             )
             trained = thread.call(TrainerLoop(table, [training], commands, waits=waits, on_end=parts.leave).run)
             try:

@@ -153,8 +153,10 @@ def resolve_auto(
     """
     on_gpu = parallel.device.type == "cuda"
     dtype = resolve_dtype(config)
+    free = np.zeros(parallel.plan.world_size, dtype=np.int64)
+    free[parallel.plan.rank] = available_bytes(parallel.device) or 0
     ranks = 1 if on_gpu else parallel.plan.world_size  # processes that share this memory
-    least = _least_free(parallel, ranks)
+    least = int(parallel.sum(free).min()) // ranks or None  # where nothing reports it
     shape = BlockShape.of(empty_model(config, dtype=torch.bfloat16))
     chosen = choose(
         shape,
@@ -184,14 +186,6 @@ def resolve_auto(
             "auto: {} for rows of {} tokens, {} free on {}", ", ".join(decisions), seq_len, there, parallel.device
         )
     return config.model_copy(update=changes), logits_bytes
-
-
-def _least_free(parallel: RankGroup, sharers: int) -> int | None:
-    """Free bytes of the rank that has least, where `sharers` processes share them; None where nothing tells."""
-    free = np.zeros(parallel.plan.world_size, dtype=np.int64)
-    free[parallel.plan.rank] = available_bytes(parallel.device) or 0
-    least = int(parallel.sum(free).min())
-    return least // sharers if least else None
 
 
 def _width(own: Sequence[Experts], block: nn.Module, hidden: int) -> float:

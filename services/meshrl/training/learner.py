@@ -109,7 +109,9 @@ class Learner:
         self._routing.begin()
         with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
             rows = [self._forward_backward(run, micro_batch, counts) for micro_batch in own]
-            loss, metrics = self._over_ranks(rows)
+            # The loss and the objective's metrics, summed over rows and ranks.
+            metrics = self.parallel.sum_named(_added({"total": row.loss.total, **row.loss.metrics} for row in rows))
+            loss = metrics.pop("total", 0.0)
             if not math.isfinite(loss):
                 raise _not_finite(run, f"loss {loss}")
             made = PassResult(
@@ -236,11 +238,6 @@ class Learner:
             entropies=entropies,
             env_index=np.repeat(micro_batch.env_index, np.diff(micro_batch.sample_offsets))[micro_batch.loss_mask],
         )
-
-    def _over_ranks(self, rows: Iterable[RowRecord]) -> tuple[float, dict[str, float]]:
-        """The loss and the objective's metrics, summed over rows and ranks."""
-        sums = self.parallel.sum_named(_added({"total": row.loss.total, **row.loss.metrics} for row in rows))
-        return sums.pop("total", 0.0), sums
 
     def _gathered(self, own: TokenRecord) -> TokenRecord:
         """Rank 0: the record of all ranks, in their order; elsewhere the rank's own."""

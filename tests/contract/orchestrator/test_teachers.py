@@ -19,8 +19,8 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
 from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig, TrainEnvConfig, TrainEnvsConfig
-from meshrl.orchestrator.teachers.build import build_scorer
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
+from meshrl.orchestrator.teachers.scorer import build_scorer
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.sampling.retry import RunError
 from meshrl.v1 import rollout_pb2_grpc

@@ -14,7 +14,7 @@ from meshrl.core.sqlite_files import seal
 from meshrl.orchestrator.build import make_journal
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
+from meshrl.orchestrator.ledger.open_run import end_whole, last_logged_step
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.work.screening import RunTotals
 from meshrl.wire.types import RunInfo, TrainerInfo

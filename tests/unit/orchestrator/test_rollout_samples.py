@@ -19,7 +19,7 @@ from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter, ch
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble
 from meshrl.orchestrator.work.screening import ReadyGroup, StepTally
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
-from meshrl.trainer.rollout_logprobs import rollout_logprobs
+from meshrl.trainer.metrics import rollout_logprobs
 from meshrl.wire.types import Batch, MessageSpan, Rollout, RolloutFailure, Sample, VersionSpan
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -188,7 +188,7 @@ def test_a_trainer_gives_what_fits_and_nothing_unasked(monkeypatch: pytest.Monke
     assert rollout_logprobs(batch, values) == {}
     asking = replace(batch, logprob_rollouts=("long", "short", "unknown"))
     assert {key: len(found) for key, found in rollout_logprobs(asking, values).items()} == {"long": 3, "short": 1}
-    monkeypatch.setattr("meshrl.trainer.rollout_logprobs.MAX_BYTES", 8)
+    monkeypatch.setattr("meshrl.trainer.metrics.MAX_BYTES", 8)
     assert set(rollout_logprobs(asking, values)) == {"short"}
 
 

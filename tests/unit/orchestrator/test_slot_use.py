@@ -1,6 +1,6 @@
 import pytest
 
-from meshrl.orchestrator.work.slot_use import SlotUse
+from meshrl.orchestrator.run import SlotUse
 
 
 class Time:

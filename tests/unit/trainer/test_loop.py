@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshrl.models.state import gather_state
-from meshrl.trainer.ranks.memory import releaser
+from meshrl.trainer.build import releaser
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import StepState
 from training_loop import DEADLINE_S, REPORT, ROLLOUT_TRACE, STEP_TRACE, batch, running

@@ -5,22 +5,24 @@ Called once when an orchestrator starts; the loop goes on from the journal's sta
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from loguru import logger
 
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path
 from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
-from meshrl.orchestrator.ledger.metrics_file import end_whole, last_evaluated_step, last_logged_step
 from meshrl.orchestrator.ledger.resume import ResumePlan, goes_on, plan_resume, restore, rows_fit
 from meshrl.orchestrator.ledger.rows import Past, RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.ledger.writer import Writer
 from meshrl.sampling.retry import RunError
+from meshrl.wire.growing_file import json_records, lines_from_the_end, whole_size
 from meshrl.wire.types import Rollout, RunInfo, TrainerInfo
 
 
@@ -166,3 +168,28 @@ def _plan_without_damage(
         if not lost and not unreadable:
             return past, plan, rollouts
         past = past.without(lost, unreadable)
+
+
+def end_whole(path: Path) -> int:
+    """Cuts off a last line that a killed process left half written; returns the size of the file then."""
+    size = whole_size(path)
+    if path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)
+    return size
+
+
+def last_logged_step(path: Path, offset: int) -> int:
+    """The last step with a record after `offset`, 0 without one; evaluations have records of their own.
+
+    Read from the end: records of steps that were done again follow those of later steps, and have a flag.
+    """
+    for record in json_records(lines_from_the_end(path, offset)):
+        if "time/step" in record and "progress/redone" not in record:
+            return int(record["step"])
+    return 0
+
+
+def last_evaluated_step(path: Path, offset: int) -> int:
+    """The step of the last record of an evaluation after `offset`, 0 without one."""
+    lines = (line for line in lines_from_the_end(path, offset) if b'"eval/version"' in line)
+    return next((int(record["step"]) for record in json_records(lines)), 0)

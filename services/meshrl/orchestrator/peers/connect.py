@@ -125,7 +125,6 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
 
 
 async def _wait_for(name: str, address: str, client: ServiceClient, deadline_s: float) -> None:
-    """Says who is waited for, and why, before a person wonders."""
     try:
         await client.wait_until_serving(
             deadline_s,

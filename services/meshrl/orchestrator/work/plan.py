@@ -114,7 +114,6 @@ class WorkPlan:
         self._slots_in_flight += self._size(ticket)
 
     def _release(self, ticket: GroupTicket) -> None:
-        """A group that is not in flight any more holds no slots."""
         del self._order[ticket.group_id]
         self._slots -= self._size(ticket)
 

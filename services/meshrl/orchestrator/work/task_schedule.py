@@ -84,7 +84,6 @@ class TaskSchedule:
         return TaskRef(environment=stream.source.environment, index=stream.next_index())
 
     def _lagging(self) -> _Stream:
-        """The environment that is drawn from next."""
         pairs = list(zip(self._shares, self._streams, strict=True))
         if not self._follow_mixture:
             total = sum(stream.drawn for stream in self._streams) + 1
