@@ -16,7 +16,7 @@ from opentelemetry import trace
 from local_ports import free_port
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
-from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve as serve_hub
 from meshrl.wire.errors import MeshError

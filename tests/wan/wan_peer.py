@@ -28,9 +28,9 @@ from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.versions.downloads import Downloader
-from meshrl.versions.parents import TransferLimits
-from meshrl.versions.transfer import Uploader, chunk_of
-from meshrl.versions.version_bytes import VersionBytes
+from meshrl.versions.sources import LinkLimits
+from meshrl.versions.uploads import Uploader
+from meshrl.versions.version_bytes import VersionBytes, chunk_of
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import build_hub
 from meshrl.weights.service import WeightSyncService
@@ -113,7 +113,7 @@ async def serve(address: str, folder: Path, mib: float) -> None:
 
 async def fetch(address: str, connections: int, relays: list[str]) -> None:
     async with WeightSyncClient(address) as hub:
-        downloader = Downloader(hub, TransferLimits(connections=connections, stall_s=200.0), relays)
+        downloader = Downloader(hub, LinkLimits(connections=connections, stall_s=200.0), relays)
         try:
             await hub.wait_until_serving(60.0)
             manifest, artifact_id = await hub.get_manifest(version=0)
@@ -145,7 +145,7 @@ async def publish(address: str, connections: int, mib: float, version: int) -> N
         say(chunks_sent=left)
 
     async with WeightSyncClient(address) as hub:
-        uploader = Uploader(hub, moved, retry_for_s=200.0, limits=TransferLimits(connections=connections))
+        uploader = Uploader(hub, moved, retry_for_s=200.0, limits=LinkLimits(connections=connections))
         try:
             await hub.wait_until_serving(60.0)
             say(ready=True)

@@ -17,8 +17,7 @@ from transformers.utils.hub import cached_file
 
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.versions import peft
-from meshrl.versions.dtypes import TORCH_DTYPES
-from meshrl.versions.layout import Layout
+from meshrl.versions.layout import TORCH_DTYPES, Layout
 from meshrl.wire.errors import MeshError, Reason
 
 _ONE_FILE = "model.safetensors"

@@ -1,4 +1,4 @@
-"""Downloads the missing chunks of a version over as many connections as make it faster, and resumes broken transfers.
+"""Downloads the missing chunks of a version over as many connections as make it faster, and resumes where one broke.
 
 Used by agents, and by relays. Each connection asks for the next bytes that no other has asked for (`versions.ranges`).
 One that breaks gives back what it has not received, so what is sent twice is at most what was under way. A download has
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
-from meshrl.versions.parents import ConnectionCount, Connections, Parent, Parents, RateLimit, TransferLimits
 from meshrl.versions.ranges import SMALLEST, Claim, RangeQueue
-from meshrl.versions.transfer import TRANSIENT, sound_bytes
-from meshrl.versions.version_bytes import VersionBytes
+from meshrl.versions.sources import ByteSource, ByteSources, ConnectionCount, Connections, LinkLimits, RateLimit
+from meshrl.versions.uploads import TRANSIENT
+from meshrl.versions.version_bytes import VersionBytes, sound_bytes
 from meshrl.wire.errors import MeshError, Reason
 
 WINDOW_S = 0.25  # after which the number of connections is looked at
@@ -45,10 +45,10 @@ WARN_S = 10.0  # between two warnings in the log
 class Downloader:
     """Fetches versions from relays or the hub; keeps connections and what it measured from version to version."""
 
-    def __init__(self, hub: WeightSyncClient, limits: TransferLimits, relays: Sequence[str] = ()) -> None:
+    def __init__(self, hub: WeightSyncClient, limits: LinkLimits, relays: Sequence[str] = ()) -> None:
         """`relays`: addresses of those to ask before the hub."""
         self.limits = limits
-        self.parents = Parents(hub.address, relays)
+        self.sources = ByteSources(hub.address, relays)
         self.connections = Connections(hub)
         self.count = ConnectionCount(limits.connections)
         self.rate_limit = RateLimit(limits.mbps * 125_000)
@@ -99,11 +99,11 @@ class _Download:
                 for number in set(range(count)) - self._numbers:  # those beyond end after what they are at
                     self._numbers.add(number)
                     self._workers |= {asyncio.create_task(self._work(number)) for _ in range(CALLS)}
-                    parent, is_first = self._downloader.parents.choose(self._now()), number not in self._used
+                    source, is_first = self._downloader.sources.choose(self._now()), number not in self._used
                     self._used.add(number)
                     much = self._queue.unclaimed >= RENEWED_FROM * count
-                    if is_first and much and parent.is_far and self._downloader.connections.is_open(parent, number):
-                        self._workers.add(asyncio.create_task(self._renew(parent, number)))
+                    if is_first and much and source.is_far and self._downloader.connections.is_open(source, number):
+                        self._workers.add(asyncio.create_task(self._renew(source, number)))
                 await asyncio.wait({over, *self._workers}, timeout=WINDOW_S, return_when=asyncio.FIRST_COMPLETED)
                 for ended in {worker for worker in self._workers if worker.done()}:
                     self._workers.discard(ended)
@@ -114,7 +114,7 @@ class _Download:
                 if now_s - began_s >= WINDOW_S and self._received_bytes > before:
                     rate = (self._received_bytes - before) / (now_s - began_s)
                     self._downloader.count.measured(rate)
-                    self._downloader.parents.choose(now_s).measured(rate)
+                    self._downloader.sources.choose(now_s).measured(rate)
                     began_s, before = now_s, self._received_bytes
             if self._is_final and self._failure is not None:
                 raise self._failure
@@ -128,10 +128,10 @@ class _Download:
     def __str__(self) -> str:
         return f"the fetch of version {self._held.manifest.version}, with {self._queue.chunks_left} chunks to go,"
 
-    async def _renew(self, parent: Parent, number: int) -> None:
+    async def _renew(self, source: ByteSource, number: int) -> None:
         """Replaces a connection by a new one."""
         with suppress(MeshError):  # the old one goes on
-            await self._downloader.connections.renew(parent, number, CONNECT_S)
+            await self._downloader.connections.renew(source, number, CONNECT_S)
 
     async def _work(self, number: int) -> None:
         """Fetches range after range over one connection."""
@@ -171,9 +171,9 @@ class _Download:
         """Fetches a claim, or what others leave of it; returns the rate. Raises MeshError."""
         if claim.at == claim.end:  # others took all of it over while it waited for the rate limit
             return rate
-        parent, began_s = self._downloader.parents.choose(self._now()), self._now()
-        client, size = self._downloader.connections.get(parent, number), claim.end - claim.at
-        receiving = asyncio.create_task(self._receive(claim, parent, client, rate))
+        source, began_s = self._downloader.sources.choose(self._now()), self._now()
+        client, size = self._downloader.connections.get(source, number), claim.end - claim.at
+        receiving = asyncio.create_task(self._receive(claim, source, client, rate))
         claim.on_taken = receiving.cancel
         try:
             await receiving
@@ -183,23 +183,23 @@ class _Download:
                 raise
             return rate  # others took it over, since nothing came
         except MeshError as error:
-            await self._handle(error, parent, number, client)
+            await self._handle(error, source, number, client)
             raise
         return size / max(self._now() - began_s, 1e-6)
 
-    async def _handle(self, error: MeshError, parent: Parent, number: int, client: WeightSyncClient) -> None:
-        """Decides what an error means: the end, another parent, or another connection."""
-        broken = client is not self._downloader.connections.get(parent, number)  # another call has met it before
-        if parent.is_hub and error.reason not in TRANSIENT and not broken:
+    async def _handle(self, error: MeshError, source: ByteSource, number: int, client: WeightSyncClient) -> None:
+        """Decides what an error means: the end, another source, or another connection."""
+        broken = client is not self._downloader.connections.get(source, number)  # another call has met it before
+        if source.is_hub and error.reason not in TRANSIENT and not broken:
             self._is_final = True
             self._over.set()
             return
-        if not parent.is_hub and parent.failed(self._now(), at_once=error.reason not in TRANSIENT and not broken):
-            logger.warning("relay {} is passed over: {}", parent.address, error)
+        if not source.is_hub and source.failed(self._now(), at_once=error.reason not in TRANSIENT and not broken):
+            logger.warning("relay {} is passed over: {}", source.address, error)
         if error.reason is not Reason.CHUNK_CORRUPT:
-            await self._downloader.connections.drop(parent, number, client)
+            await self._downloader.connections.drop(source, number, client)
 
-    async def _receive(self, claim: Claim, parent: Parent, client: WeightSyncClient, rate: float) -> None:
+    async def _receive(self, claim: Claim, source: ByteSource, client: WeightSyncClient, rate: float) -> None:
         end, asked_s, first = claim.end, self._now(), True
         stream = client.fetch(
             self._artifact_id, [(claim.at, end - claim.at)], max(LEAST_MESSAGE, round(rate * MESSAGE_S)),
@@ -208,23 +208,23 @@ class _Download:
         async with aclosing(stream):
             async for piece in stream:
                 data, now_s = sound_bytes(piece), self._now()
-                parent.heard(now_s)
+                source.heard(now_s)
                 if not len(data):  # they are still on their way there
                     claim.quiet_from_s, first = now_s + WAITING_S, False
                     continue
                 if first:
-                    parent.answered(now_s - asked_s)
+                    source.answered(now_s - asked_s)
                     self._downloader.count.first_answer(now_s - asked_s)
                     first = False
                 if piece.offset != claim.at:
                     raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} came, not those at {claim.at}")
-                self._take(claim, data, parent, now_s)
+                self._take(claim, data, source, now_s)
                 if claim.end < end and claim.at == claim.end:
                     return
         if claim.at < claim.end:
             raise MeshError(Reason.UNREACHABLE, f"the stream ended {claim.end - claim.at} bytes early")
 
-    def _take(self, claim: Claim, data: NDArray[np.uint8], parent: Parent, now_s: float) -> None:
+    def _take(self, claim: Claim, data: NDArray[np.uint8], source: ByteSource, now_s: float) -> None:
         start = claim.at
         taken, complete = self._queue.arrived(claim, len(data), now_s)
         self._received_bytes += taken
@@ -237,7 +237,7 @@ class _Download:
             try:
                 self._held.complete(index)
             except MeshError as error:
-                if parent.is_hub or error.reason is not Reason.DIGEST_MISMATCH:
+                if source.is_hub or error.reason is not Reason.DIGEST_MISMATCH:
                     raise
                 self._queue.refetch(index)  # the hub, or another relay, has the right one
                 raise

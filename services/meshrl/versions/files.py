@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from meshrl.client.private import private_folder
 from meshrl.core.private_folders import SHM
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import DIGEST_BYTES_OF, SUM128
 from meshrl.wire.manifest_file import open_regular, safetensors_header

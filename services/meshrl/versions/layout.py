@@ -1,4 +1,4 @@
-"""The layout of a model's weights: what a version must have so that an engine can apply it.
+"""The layout of a model's weights: what a version must have so that an engine can apply it; and torch's element types.
 
 Engines describe their model by it, agents compare it with a manifest, and staging checks what came against it.
 """
@@ -9,14 +9,26 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from meshrl.versions.dtypes import dtype_name
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.tensors import DTYPES
 
+_OTHER_NAMES = {"float8_e4m3": "float8_e4m3fn"}
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, _OTHER_NAMES.get(name, name)) for name in DTYPES}
+"""torch's type by the contract's name."""
+SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {DTYPES[name].safetensors: TORCH_DTYPES[name] for name in DTYPES}
+"""torch's type by the name in the header of a safetensors file."""
+_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 MAX_NAMED_DIFFERENCES = 3
 
 Spec = tuple[str, str, tuple[int, ...]]
 """(Hugging Face name, the contract's dtype name, shape) of one tensor."""
 Layout = tuple[Spec, ...]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The contract's name of a torch type, such as "bfloat16"; torch's own where the contract has none."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:

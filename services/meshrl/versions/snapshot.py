@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import sum128
 from meshrl.versions.collective.plan import Bucket, buckets, sender_bytes
-from meshrl.versions.dtypes import TORCH_DTYPES, dtype_name
+from meshrl.versions.layout import TORCH_DTYPES, dtype_name
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.core.durable import is_full, write_at
-from meshrl.versions.transfer import chunk_of, sound_bytes
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import digest
 from meshrl.wire.manifest_file import PayloadReader
@@ -28,6 +28,21 @@ from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport
 
 RECENT_CHUNKS = 6
 VERIFIERS = 8  # threads that check a version made of files
+
+
+def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
+    """A chunk to send, with its checksum."""
+    view = data if isinstance(data, bytes) else data.data
+    return Chunk(offset=offset, data=view, crc32c=google_crc32c.value(data))
+
+
+def sound_bytes(chunk: Chunk) -> NDArray[np.uint8]:
+    """Returns the bytes of a chunk that arrived. Raises MeshError CHUNK_CORRUPT when they are not those that left."""
+    data = np.frombuffer(chunk.data, dtype=np.uint8)  # the checksum takes no memoryview
+    if google_crc32c.value(data) != chunk.crc32c:
+        text = f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
+        raise MeshError(Reason.CHUNK_CORRUPT, text)
+    return data
 
 
 class VersionBytes:

@@ -8,13 +8,14 @@ when the task that watches the time fails. A restart reads the log.
 from __future__ import annotations
 
 import asyncio
+import enum
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from loguru import logger
 from opentelemetry import trace
@@ -24,7 +25,7 @@ from meshrl.core.durable import disk_trouble
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
-from meshrl.weights.action_queue import ActionQueue, refuse
+from meshrl.weights.byte_server import ByteServer
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.coordinator.states import (
@@ -38,10 +39,8 @@ from meshrl.weights.coordinator.states import (
     Send,
     VersionRecord,
 )
-from meshrl.weights.session import Ended, Sessions
+from meshrl.weights.decision_log import DecisionLog, LogError
 from meshrl.weights.spans import record_sync
-from meshrl.weights.storage.log import DecisionLog, LogError
-from meshrl.weights.storage.transfers import Transfers
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -68,6 +67,8 @@ from meshrl.wire.types import (
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.sqlite"
 
+_T = TypeVar("_T")
+
 
 class Hub:
     """One hub. `start` before use, `stop` after; `failed` is done when the hub must not go on."""
@@ -86,7 +87,7 @@ class Hub:
         self.coordinator = coordinator
         self._log = DecisionLog(spool_dir / LOG_FILE)
         self._store = VersionStore(spool_dir / "artifacts")
-        self._transfers = Transfers(self._store, max_chunk_bytes=max_chunk_bytes)
+        self._bytes = ByteServer(self._store, max_chunk_bytes=max_chunk_bytes)
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
@@ -130,7 +131,7 @@ class Hub:
         self._draining = True
         self._sessions.end_all()
         self._changed.beat()
-        self._transfers.close()
+        self._bytes.close()
         self._refuse_waiters(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
 
     async def stop(self) -> None:
@@ -192,7 +193,7 @@ class Hub:
                         future.set_result(action.result)
             case DeleteBytes():
                 await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
-                self._transfers.changed()
+                self._bytes.changed()
             case Notify():
                 self._changed.beat()
 
@@ -210,7 +211,7 @@ class Hub:
         if record.state is not VersionState.STAGING:
             return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)
         await asyncio.to_thread(self._store.open, artifact, manifest)
-        await self._transfers.store_upload(
+        await self._bytes.store_upload(
             artifact, chunks, lambda: self._actions.put(self.coordinator.arrives(record, self._now()))
         )
         missing = self._store.held(artifact).missing_offsets()
@@ -388,7 +389,7 @@ class Hub:
         return FoundVersion(manifest=manifest, artifact_id=record.artifact_id, steps=steps)
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
-        """Byte ranges (offset, length) of a version. Raises as `Transfers.feed`; VERSION_NOT_SEALED if none come."""
+        """Byte ranges (offset, length) of a version. Raises as `ByteServer.feed`; VERSION_NOT_SEALED if none come."""
         record = self._record(artifact_id)
         if record is not None and record.state is VersionState.STAGING and not record.arriving:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
@@ -397,7 +398,7 @@ class Hub:
             record = self._record(artifact_id)
             return record is not None and record.state is VersionState.STAGING
 
-        return self._transfers.feed(artifact_id, ranges, chunk_bytes, arriving)
+        return self._bytes.feed(artifact_id, ranges, chunk_bytes, arriving)
 
     def _record(self, artifact_id: str) -> VersionRecord | None:
         """The version of an artifact; None for a part of a chain. Raises UNKNOWN_VERSION."""
@@ -411,3 +412,101 @@ class Hub:
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
         """The engines that hold a lease."""
         return self.coordinator.pool.infos(engine_pool, self.coordinator.records.values(), self._now())
+
+
+class ActionQueue:
+    """The actions of one hub. `run` works on them until `fail` is called."""
+
+    def __init__(self, perform: Callable[[Action], Awaitable[None]]) -> None:
+        self._perform = perform
+        self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
+        self._under_way: asyncio.Future[None] | None = None  # answered once its actions are carried out
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def put(self, actions: Sequence[Action]) -> asyncio.Future[None]:
+        """Adds actions; the future is done once all of them are carried out, or has the MeshError why they are not."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.failed.done():
+            refuse(done, MeshError(Reason.INTERNAL, f"the hub is shutting down: {self.failed.result()!r}"))
+        elif actions:
+            self._queue.put_nowait((actions, done))
+        else:
+            done.set_result(None)
+        return done
+
+    async def run(self) -> None:
+        """Carries out actions as they come. Raises what one of them raises."""
+        while True:
+            actions, done = await self._queue.get()
+            self._under_way = done
+            for action in actions:
+                await self._perform(action)
+            if not done.done():
+                done.set_result(None)
+
+    def fail(self, error: BaseException, answer: MeshError) -> None:
+        """Takes no more actions; `answer` is raised for all that wait for one, the one under way included."""
+        self.failed.set_result(error)
+        if self._under_way is not None:
+            refuse(self._under_way, answer)
+        self.refuse_all(answer)
+
+    def refuse_all(self, error: MeshError) -> None:
+        """Drops the actions that were not begun."""
+        while not self._queue.empty():
+            refuse(self._queue.get_nowait()[1], error)
+
+
+def refuse(future: asyncio.Future[_T], error: MeshError) -> None:
+    """Ends a future that is not done with an error; it need not be awaited."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # whoever waits still gets it; the ticker does not wait
+
+
+class Ended(enum.Enum):
+    """Why a session has no more commands."""
+
+    HUNG_UP = enum.auto()  # by the agent
+    LEASE_OVER = enum.auto()
+
+
+Session = asyncio.Queue[AgentCommand | Ended]
+
+
+class Sessions:
+    """The open sessions, by lease."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def open(self, lease_id: str) -> Session:
+        """A new session, in place of an older one of the same lease."""
+        self.end(lease_id)
+        session = self._sessions[lease_id] = Session()
+        return session
+
+    def send(self, lease_id: str, command: AgentCommand) -> bool:
+        """Puts a command into a session; False where the lease has none."""
+        session = self._sessions.get(lease_id)
+        if session is not None:
+            session.put_nowait(command)
+        return session is not None
+
+    def end(self, lease_id: str) -> None:
+        """Ends the session of a lease, where there is one."""
+        session = self._sessions.pop(lease_id, None)
+        if session is not None:
+            session.put_nowait(Ended.LEASE_OVER)
+
+    def end_all(self) -> None:
+        """Ends every session, and keeps them until their agents have left."""
+        for session in self._sessions.values():
+            session.put_nowait(Ended.LEASE_OVER)
+
+    def leave(self, lease_id: str, session: Session) -> bool:
+        """Forgets a session whose call is over; False where the lease has another one, or none, by now."""
+        last = self._sessions.get(lease_id) is session
+        if last:
+            del self._sessions[lease_id]
+        return last

@@ -27,14 +27,14 @@ from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.v1.identity_pb2_grpc import add_EnrollmentServiceServicer_to_server
-from meshrl.versions.parents import TransferLimits
+from meshrl.versions.sources import LinkLimits
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.decision_log import LogError
 from meshrl.weights.engine_calls import EngineCaller
 from meshrl.weights.hub import Hub
 from meshrl.weights.relay import Relay
 from meshrl.weights.service import RelayService, WeightSyncService
-from meshrl.weights.storage.log import LogError
 from meshrl.wire import frames
 
 DRAIN_GRACE_S = 5.0
@@ -112,7 +112,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
 
 async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event, tracer: trace.Tracer) -> int:
     """Runs a relay of the hub at `upstream` until `stop` is set; returns the exit code."""
-    limits = TransferLimits(connections=config.connections, mbps=config.max_mbps, stall_s=config.stall_s)
+    limits = LinkLimits(connections=config.connections, mbps=config.max_mbps, stall_s=config.stall_s)
     async with WeightSyncClient(upstream) as client:
         relay = Relay(
             client,

@@ -21,9 +21,9 @@ from loguru import logger
 from meshrl.client import WeightSyncClient
 from meshrl.core.waiting import Pulse
 from meshrl.versions.downloads import Downloader
-from meshrl.versions.parents import TransferLimits
+from meshrl.versions.sources import LinkLimits
 from meshrl.versions.store import VersionStore
-from meshrl.weights.storage.transfers import Transfers
+from meshrl.weights.byte_server import ByteServer
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
 
@@ -36,7 +36,7 @@ class Relay:
     def __init__(
         self,
         upstream: WeightSyncClient,
-        limits: TransferLimits,
+        limits: LinkLimits,
         *,
         spool_dir: Path,
         max_chunk_bytes: int,
@@ -45,7 +45,7 @@ class Relay:
         self._upstream = upstream
         self._spool_dir = spool_dir / "relayed"
         self._store = VersionStore(self._spool_dir)
-        self._transfers = Transfers(self._store, max_chunk_bytes=max_chunk_bytes)
+        self._bytes = ByteServer(self._store, max_chunk_bytes=max_chunk_bytes)
         self._downloader = Downloader(upstream, limits)
         self._keep_versions = keep_versions
         self._manifests: dict[str, Manifest] = {}
@@ -65,7 +65,7 @@ class Relay:
 
     async def stop(self) -> None:
         """Ends the fetches and pulls under way."""
-        self._transfers.close()
+        self._bytes.close()
         for pull in self._pulls.values():
             pull.cancel()
         if self._pulls:
@@ -92,7 +92,7 @@ class Relay:
                     raise self._failed[artifact_id]
                 await changed.wait()
             arriving = partial(self._is_arriving, artifact_id)
-            async for chunk in self._transfers.feed(artifact_id, ranges, chunk_bytes, arriving):
+            async for chunk in self._bytes.feed(artifact_id, ranges, chunk_bytes, arriving):
                 yield chunk
         finally:
             self._fetches[artifact_id] -= 1
@@ -114,9 +114,7 @@ class Relay:
         await asyncio.to_thread(self._store.open, artifact_id, manifest, with_base=False)
         self._manifests[artifact_id] = manifest
         self._pull_changed.beat()
-        came = await self._downloader.pull(
-            self._store.held(artifact_id), artifact_id, lambda _: self._transfers.changed()
-        )
+        came = await self._downloader.pull(self._store.held(artifact_id), artifact_id, lambda _: self._bytes.changed())
         text = "version {} is here: {} bytes came, it has {}, artifact {}"
         logger.info(text, manifest.version, came, manifest.payload_bytes, artifact_id)
         await self._drop_old()
@@ -129,7 +127,7 @@ class Relay:
             trouble = error if isinstance(error, MeshError) else MeshError(Reason.INTERNAL, repr(error))
             self._failed[artifact_id] = trouble
             self._pull_changed.beat()
-        self._transfers.changed()
+        self._bytes.changed()
 
     async def _drop_old(self) -> None:
         """Keeps the newest versions with their chains, and the newest full version for engines that join."""

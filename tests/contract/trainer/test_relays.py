@@ -18,7 +18,7 @@ from meshrl.client.trust import Role
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.models.state import hf_state
-from meshrl.versions.parents import TransferLimits
+from meshrl.versions.sources import LinkLimits
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import build_hub
 from meshrl.weights.relay import Relay
@@ -86,7 +86,7 @@ async def test_deltas_reach_engines_through_a_relay_to_the_bit_with_certificates
     address = await listen(stack, service, member(Role.HUB, "hub"))
     stack.callback(hub.close_streams)
     upstream = await stack.enter_async_context(client(Role.RELAY, "relay"))
-    relay = Relay(upstream, TransferLimits(), spool_dir=tmp_path / "site", max_chunk_bytes=2**20, keep_versions=2)
+    relay = Relay(upstream, LinkLimits(), spool_dir=tmp_path / "site", max_chunk_bytes=2**20, keep_versions=2)
     await relay.start()
     relayed = await listen(stack, RelayService(relay, address), member(Role.RELAY, "relay-server"))
     stack.push_async_callback(relay.stop)

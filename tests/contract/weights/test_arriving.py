@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshrl.inference.agent.agent import WeightAgent
-from meshrl.weights.storage import transfers
+from meshrl.weights import byte_server
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import AgentState, Chunk, Manifest, StagedVersion, Transport, VersionState
@@ -205,7 +205,7 @@ async def test_versions_of_which_nothing_arrives_cannot_be_fetched(
         with pytest.raises(MeshError) as refused:
             await call
         assert refused.value.reason is Reason.VERSION_NOT_SEALED
-    monkeypatch.setattr(transfers, "ARRIVAL_DEADLINE_S", 0.2)
+    monkeypatch.setattr(byte_server, "ARRIVAL_DEADLINE_S", 0.2)
     upload.send(upload.chunks[:1])
     await upload.end()
     with pytest.raises(MeshError, match=r"sent no more of artifact .* for 0.2 s") as stalled:

@@ -20,7 +20,7 @@ from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import tensor_bytes
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.models.state import hf_state
-from meshrl.versions.dtypes import dtype_name
+from meshrl.versions.layout import dtype_name
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Transport, VersionState

@@ -11,8 +11,8 @@ import pytest
 from meshrl.client import WeightSyncClient
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.versions import transfer
-from meshrl.versions.parents import TransferLimits
+from meshrl.versions import uploads
+from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Transport, VersionState
@@ -49,10 +49,10 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
 async def test_a_hub_far_away_is_sent_chunks_over_several_connections(
     mesh: Any, engine: Any, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "FAR_S", -1.0)
+    monkeypatch.setattr(uploads, "FAR_S", -1.0)
     publisher = mesh.publisher(Transport.STREAM)
     prepared = await publisher.prepare(0, state(1))
-    uploader = transfer.Uploader(mesh.client(), publisher.progress.moved, limits=TransferLimits(connections=3))
+    uploader = uploads.Uploader(mesh.client(), publisher.progress.moved, limits=LinkLimits(connections=3))
     create, all_send = WeightSyncClient.create_version, asyncio.Barrier(3)
     sent: dict[WeightSyncClient, list[int]] = {}
     broken: list[WeightSyncClient] = []

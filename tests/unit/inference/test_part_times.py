@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from meshrl.inference.agent import part_times
-from meshrl.inference.agent.part_times import PartTimes
+from meshrl.inference.agent import version_loader
+from meshrl.inference.agent.version_loader import PartTimes
 
 
 def test_parts_add_up_and_are_counted_where_they_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter([10.0, 10.5, 20.0, 20.25, 30.0, 31.0])
-    monkeypatch.setattr(part_times.time, "monotonic", lambda: next(now_s))
+    monkeypatch.setattr(version_loader.time, "monotonic", lambda: next(now_s))
     times = PartTimes()
     with times.part("fetched"):
         pass

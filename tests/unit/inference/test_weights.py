@@ -18,7 +18,7 @@ from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.embedded.staging import Staging
 from meshrl.inference.engine import HostVersion
 from meshrl.models.state import hf_state
-from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
 

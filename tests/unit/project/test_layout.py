@@ -40,6 +40,54 @@ def test_no_public_class_name_occurs_twice() -> None:
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
+# Words of docs/glossary.md with one meaning, and the modules whose names and classes may have them.
+ONE_MEANING = {
+    "parent": "",
+    "transfer": "",
+    "epoch": "",
+    "layout": "meshrl/versions/",
+    "manifest": "meshrl/wire/",
+    "session": "meshrl/(weights|inference/agent)/",
+    "slot": "meshrl/inference/embedded/",
+    "worker": "meshrl/(rollout|orchestrator/exchange|inference/vllm)/|meshrl_conformance/",  # vLLM's word for its ranks
+}
+OTHER_MEANINGS = {
+    "ChatSession": "a session of verifiers' harness, from which it is derived",
+    "Layout": "the folders of a run",
+    "PackedLayout": "where the samples of a row lie",
+    "RankWorker": "a rank of the trainer",
+    "Session": "one agent's run at a rollout service",
+    "SessionBook": "those of all agents",
+    "SlotLimits": "the places for workers",
+    "SlotUse": "the places for rollouts, as its metrics name them",
+    "WorkerSlot": "one place for a worker",
+    "slot": "of a worker",
+    "worker": "a rank of the trainer",
+    "slot_use": "of rollout services",
+    "sessions": "the agents' runs",
+}
+"""Names that have such a word in another meaning; each goes with its next rename, and none comes."""
+
+
+def test_words_with_one_meaning_are_in_no_other_names() -> None:
+    """A word of the glossary means one thing in every name of a module or a class."""
+    found = set()
+    for path in modules():
+        names = [path.stem, *re.findall(r"^class ([A-Za-z_]\w*)", path.read_text(), re.MULTILINE)]
+        for name in names:
+            for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name):
+                places = ONE_MEANING.get(word.lower().removesuffix("s"))
+                if places is not None and not (places and re.search(places, str(path))):
+                    found.add(name)
+    assert found == OTHER_MEANINGS.keys()
+
+
+def test_the_glossary_defines_the_words_with_one_meaning() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    defined = {word for row in re.findall(r"^\| (.+?) \|", glossary, re.MULTILINE) for word in row.split(", ")}
+    assert {word for word, places in ONE_MEANING.items() if places} <= defined
+
+
 def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
     sizes = Counter(str(path.parent.relative_to(ROOT)) for path in modules() if path.name != "__init__.py")
     assert {folder: size for folder, size in sizes.items() if size > MAX_MODULES} == {}

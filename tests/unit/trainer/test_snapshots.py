@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshrl.trainer.publishing.plan import PublishPlan
-from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
+from meshrl.trainer.publishing.snapshots import PublicationSettings, PublishPlan, Snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.snapshot import GatheredWeights, Snapshot
 

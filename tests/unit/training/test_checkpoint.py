@@ -301,13 +301,13 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_an_earlier_one_resumes(
 def test_no_flipped_bit_of_the_manifest_changes_what_is_read(saved: Path) -> None:
     folder = saved / "checkpoints/step_6/trainer"
     path, chance, read = folder / files.MANIFEST, random.Random(0), []
-    whole, written = files.CheckpointManifest.read(folder, step=6), path.read_bytes()
+    whole, written = files.CheckpointContents.read(folder, step=6), path.read_bytes()
     for _ in range(150):
         data, bit = bytearray(written), chance.randrange(8 * len(written))
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
         try:
-            found = files.CheckpointManifest.read(folder, step=6)
+            found = files.CheckpointContents.read(folder, step=6)
         except CheckpointError:
             continue
         if found != whole:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshrl.versions.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES, dtype_name
+from meshrl.versions.layout import SAFETENSORS_DTYPES, TORCH_DTYPES, dtype_name
 from meshrl.wire.tensors import DTYPES
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.versions.transfer import chunk_of
-from meshrl.versions.version_bytes import VersionBytes
+from meshrl.versions.version_bytes import VersionBytes, chunk_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import Manifest, Transport

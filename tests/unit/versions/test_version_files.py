@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from meshrl.versions.progress import Progress
-from meshrl.versions.transports import version_files
-from meshrl.versions.transports.version_files import VersionFiles
+from meshrl.versions.transports import filesystem
+from meshrl.versions.transports.filesystem import VersionFiles
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path
 from meshrl.wire.types import Transport
@@ -32,7 +32,7 @@ DATA = np.random.default_rng(0).integers(0, 256, sum(plan.num_bytes for plan in 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_files, "FILE_BYTES", 4000)
+    monkeypatch.setattr(filesystem, "FILE_BYTES", 4000)
 
 
 def files_in(

@@ -17,14 +17,14 @@ import pytest
 from hub_rules import saved_over
 from meshrl.core import sqlite_files
 from meshrl.weights.coordinator.states import Save
-from meshrl.weights.storage.log import DecisionLog, LogError
+from meshrl.weights.decision_log import DecisionLog, LogError
 
 WRITER = """
 import asyncio, sys
 from pathlib import Path
 from meshrl.core import sqlite_files
 from meshrl.weights.coordinator.states import Save
-from meshrl.weights.storage.log import DecisionLog
+from meshrl.weights.decision_log import DecisionLog
 sqlite_files.file_system = lambda folder: int(sys.argv[2])
 
 async def write():

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
-from meshrl.client.transfers import while_moving
+from meshrl.client.weights import while_moving
 from meshrl.core.config import ConfigError
 from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.versions.progress import Progress
-from meshrl.versions.transfer import Attempts, Uploader
+from meshrl.versions.uploads import Attempts, Uploader
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import MeshError, Reason

@@ -1,6 +1,6 @@
 """How long to wait before the next attempt: twice as long each time, with jitter.
 
-Used wherever a client, a service or an engine tries something again: watches, transfers, refused calls, lost groups.
+Used wherever a client, a service or an engine tries something again: watches, uploads, refused calls, lost groups.
 """
 
 from __future__ import annotations

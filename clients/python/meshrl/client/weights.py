@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 
 from meshrl.client.channel import ChannelOptions, ServiceClient
-from meshrl.client.transfers import moving, while_moving
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.wire import convert, frames
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     CONTRACT_VERSION,
     Activation,
@@ -32,6 +34,38 @@ from meshrl.wire.types import (
     VersionInfo,
 )
 from meshrl.wire.validate import validate_contract_version
+
+_T = TypeVar("_T")
+
+
+@asynccontextmanager
+async def while_moving(stall_s: float, what: str) -> AsyncIterator[Callable[[], None]]:
+    """Ends what it surrounds when nothing moved for `stall_s`; gives the function to call whenever something does.
+
+    Raises MeshError UNREACHABLE.
+    """
+    loop = asyncio.get_running_loop()
+
+    def moved() -> None:
+        with suppress(RuntimeError):  # it is being given up, or over: another task may hear of that later
+            timeout.reschedule(loop.time() + stall_s)
+
+    try:
+        async with asyncio.timeout(stall_s) as timeout:
+            yield moved
+    except TimeoutError as error:
+        raise MeshError(Reason.UNREACHABLE, f"nothing of {what} moved for {stall_s:g} s") from error
+
+
+async def moving(messages: AsyncGenerator[_T, None], stall_s: float, what: str) -> AsyncGenerator[_T, None]:
+    """Yields `messages` while they come. Raises MeshError UNREACHABLE when none did for `stall_s`."""
+    while True:
+        try:
+            async with while_moving(stall_s, what):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        yield message
 
 
 class WeightSyncClient(ServiceClient):

@@ -23,7 +23,6 @@ from meshrl.core.credentials.https import scheme
 from meshrl.core.private_folders import spool_name
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
-from meshrl.inference.agent.fetching import VersionFetcher
 from meshrl.inference.agent.spans import apply_span
 from meshrl.inference.agent.states import (
     Action,
@@ -38,7 +37,7 @@ from meshrl.inference.agent.states import (
     StartSleep,
     fault_of,
 )
-from meshrl.inference.agent.version_loader import PreparedVersion, VersionLoader
+from meshrl.inference.agent.version_loader import PreparedVersion, VersionFetcher, VersionLoader
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.versions.files import Spool

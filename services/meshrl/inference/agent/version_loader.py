@@ -1,27 +1,61 @@
 """Loads one version into an engine's shadow copy of the weights, while the engine generates.
 
-Used by the agent for each version that it is to prepare. The manifest comes from the hub, the bytes by the way
-that it names: files, chunks, deltas or a broadcast. A version that is refused leaves the live weights as they are.
+Used by the agent for each version that it is to prepare. The manifest comes from the hub. The bytes come from the
+publisher's files where this host can read them, else in chunks from relays or the hub, or by broadcast. All are checked
+against the manifest's digests. A version that is refused leaves the live weights as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
+import numpy as np
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
-from meshrl.inference.agent.fetching import VersionFetcher
-from meshrl.inference.agent.images import ImageKeeper, is_for_images
-from meshrl.inference.agent.part_times import PartTimes
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.inference.engine import Engine, HostVersion
-from meshrl.versions.files import HostBytes
+from meshrl.versions.deltas.image import WeightImage
+from meshrl.versions.downloads import Downloader
+from meshrl.versions.files import Bytes, HostBytes, Spool, empty_bytes, map_files
 from meshrl.versions.layout import mismatch
+from meshrl.versions.sources import LinkLimits
+from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import FoundVersion, Manifest, Transport, VersionKind
+
+MAX_THREADS = 8  # with more, what needs the interpreter's lock takes longer than each thread's share of the rest
+
+
+class PartTimes:
+    """Seconds by part, in the order in which the parts began; a part that is met again goes on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Forgets the version before."""
+        self.seconds = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Counts what is done inside to `name`, also where it fails."""
+        seconds, began_s = self.seconds, time.monotonic()
+        try:
+            yield
+        finally:
+            seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began_s
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.seconds.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +147,183 @@ class VersionLoader:
                     files=held.files if self._engine.stages_from_files else (),
                 )
             )
+
+
+class VersionFetcher:
+    """Fetches the versions of one engine through a downloader, which it closes.
+
+    With a `spool`, versions that come in chunks are written into files there, else they stay in memory.
+    """
+
+    def __init__(self, downloader: Downloader, *, spool: Spool | None = None) -> None:
+        self._downloader = downloader
+        self._spool = spool
+        self._arrived, self._awaited = 0, 0  # bytes of what is fetched now
+
+    def arriving(self, version: int) -> str:
+        """A description of the fetch under way, for the program's waits."""
+        mb = f", of which {self._arrived / 1e6:.2f} of {self._awaited / 1e6:.2f} MB are here" if self._awaited else ""
+        return f"version {version} from the hub{mb}"
+
+    def begin(self) -> None:
+        """A new version will be fetched: counts its bytes from zero."""
+        self._arrived, self._awaited = 0, 0
+
+    def _arrive(self, count: int) -> None:
+        self._arrived += count
+
+    @classmethod
+    def over(
+        cls, hub: WeightSyncClient, way: WeightBroadcastConfig | None, *, spool: Spool | None, stall_s: float | None
+    ) -> Self:
+        """Fetches from a hub and the relays of a configuration. `stall_s`: in place of its own."""
+        way = way or WeightBroadcastConfig()
+        limits = LinkLimits(
+            connections=way.connections, mbps=way.max_mbps, stall_s=way.stall_s if stall_s is None else stall_s
+        )
+        return cls(Downloader(hub, limits, way.relays), spool=spool)
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        await self._downloader.close()
+
+    async def fetch(self, manifest: Manifest, artifact_id: str) -> HostBytes:
+        """Returns the verified bytes of a version, to be released once it is staged.
+
+        Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest, CHUNK_CORRUPT when a link damages
+        every copy, UNKNOWN_VERSION when they are gone, UNREACHABLE when nothing came, OVERLOADED when there is no room
+        for them.
+        """
+        held = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
+        return held or await self._streamed(manifest, artifact_id)
+
+    async def fetch_delta(self, manifest: Manifest) -> Bytes:
+        """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`."""
+        self._awaited += manifest.payload_bytes
+        payload: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
+        artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
+        await self._downloader.pull(VersionBytes(manifest, memory=payload), artifact_id, self._arrive)
+        return payload
+
+    async def _mapped(self, manifest: Manifest) -> HostBytes | None:
+        """The publisher's files as they lie; None when they cannot be read here."""
+        for attempt in (1, 2):  # again once: the first try may have met a cache that was behind
+            try:
+                held = await asyncio.to_thread(map_files, manifest.files)
+            except OSError as error:  # another host, or retired meanwhile: the hub is asked for the bytes instead
+                logger.info("files of version {} cannot be used here ({}); asking the hub", manifest.version, error)
+                return None
+            wrong = await self._wrong_tensor(held, manifest)
+            if wrong is None:
+                return held
+            logger.warning("attempt {}: tensor {!r} of version {} is damaged", attempt, wrong, manifest.version)
+        raise _damaged(manifest, wrong)
+
+    async def _wrong_tensor(self, held: HostBytes, manifest: Manifest) -> str | None:
+        cancelled = threading.Event()  # a fetch that is cancelled makes the hashing stop at the next tensor
+        try:
+            return await asyncio.to_thread(held.wrong_tensor, manifest, cancelled)
+        finally:
+            cancelled.set()
+
+    async def _streamed(self, manifest: Manifest, artifact_id: str) -> HostBytes:
+        """The version from the hub, into memory or a file of the spool."""
+        if self._spool is None:
+            held = empty_bytes(manifest)
+        else:
+            held = await asyncio.to_thread(self._spool.room_for, manifest)
+        self._awaited += manifest.payload_bytes
+        try:
+            held_bytes = VersionBytes(manifest, memory=held.parts[0][1])
+            await self._downloader.pull(held_bytes, artifact_id, self._arrive)
+            # Additive digests are slow on a host. The hashes of the chunks cover all bytes as well.
+            additive = manifest.digest_algorithm == manifests.SUM128
+            wrong = None if additive else await self._wrong_tensor(held, manifest)
+            if wrong is not None:
+                raise _damaged(manifest, wrong)
+        except BaseException:  # abandoned fetches leave no file either
+            held.release()
+            raise
+        return held
+
+
+def _damaged(manifest: Manifest, name: str | None) -> MeshError:
+    text = f"tensor {name!r} of version {manifest.version} is not what its manifest says; it was not applied"
+    return MeshError(Reason.DIGEST_MISMATCH, text)
+
+
+def is_for_images(manifest: Manifest) -> bool:
+    """Whether a version is a delta, or a full one that deltas may be made from."""
+    full = manifest.kind is VersionKind.FULL and manifest.digest_algorithm == manifests.SUM128 and manifest.chunks
+    return manifest.kind is VersionKind.DELTA or bool(full)
+
+
+class ImageKeeper:
+    """The image of one engine; there is none before the first version that needs one."""
+
+    def __init__(self, fetcher: VersionFetcher, layout: bytes, times: PartTimes) -> None:
+        """`layout` is the signature of what the engine serves; `times` gets what fetching and applying took."""
+        self._fetcher, self._layout, self._times = fetcher, layout, times
+        self._image: WeightImage | None = None
+
+    async def held_root(self) -> bytes:
+        """Takes the image back to the version served last and returns its root; empty without an image."""
+        if self._image is not None:
+            try:
+                await asyncio.to_thread(self._image.revert)
+            except MeshError as error:
+                logger.warning("the kept weights are dropped: {}", error)
+                self.drop()
+        return b"" if self._image is None else self._image.root
+
+    async def load(self, found: FoundVersion) -> HostBytes:
+        """Fetches what leads to a version and applies it to the image; returns the image's bytes, to be read only.
+
+        Raises MeshError as `VersionFetcher.fetch`; DIGEST_MISMATCH also where what is held is not what it should be.
+        """
+        version = found.manifest
+        whole = (version,) if version.kind is VersionKind.FULL else ()
+        is_held = self._image is not None and self._image.root == version.result_root
+        for step in () if is_held else found.steps or whole:
+            if step.layout_signature != self._layout:
+                raise _unreachable(version, f"it leads over version {step.version} of another model")
+            if step.kind is VersionKind.FULL:
+                self.drop()
+                artifact_id = await asyncio.to_thread(manifests.artifact_id, step)
+                with self._times.part("fetched"):
+                    held = await self._fetcher.fetch(step, artifact_id)
+                threads = min(MAX_THREADS, os.cpu_count() or 1)
+                self._image = await asyncio.to_thread(WeightImage, step, held, num_threads=threads)
+                continue
+            with self._times.part("fetched"):
+                delta = await self._fetcher.fetch_delta(step)
+            if self._image is None:
+                raise _unreachable(version, "its delta is for weights that are not here")
+            with self._times.part("applied"):
+                await asyncio.to_thread(self._image.apply, step, delta)
+        if self._image is None or self._image.root != version.result_root:
+            raise _unreachable(version, "its deltas lead to other weights")
+        if is_held:  # since an earlier attempt
+            await asyncio.to_thread(self._image.check)
+        return self._image.held
+
+    async def wait_until_hashed(self) -> None:
+        """Returns once a bit that flips in the image would be found; to be awaited before a version is prepared."""
+        if self._image is not None:
+            with self._times.part("checked"):
+                await asyncio.to_thread(self._image.wait_until_hashed)
+
+    def confirm(self, root: bytes) -> None:
+        """Weights with this root are served: if the image holds them, it will not go back behind them."""
+        if self._image is not None and self._image.root == root:
+            self._image.confirm()
+
+    def drop(self) -> None:
+        """Lets go of the image; the next version comes in full."""
+        image, self._image = self._image, None
+        if image is not None:
+            image.close()
+
+
+def _unreachable(manifest: Manifest, why: str) -> MeshError:
+    return MeshError(Reason.DIGEST_MISMATCH, f"version {manifest.version} cannot be reached: {why}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from meshrl.versions.dtypes import SAFETENSORS_DTYPES
+from meshrl.versions.layout import SAFETENSORS_DTYPES
 
 PORTION_BYTES = 256 * 2**20
 READERS = 8

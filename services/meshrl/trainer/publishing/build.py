@@ -23,10 +23,15 @@ from meshrl.core.rpc.serve import is_loopback
 from meshrl.core.telemetry.waits import Waits
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
-from meshrl.trainer.publishing.plan import PublishPlan
 from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.trainer.publishing.rank_calls import RankCalls
-from meshrl.trainer.publishing.snapshots import STORE_DEADLINE_S, PublicationSettings, Snapshotter, open_snapshotter
+from meshrl.trainer.publishing.snapshots import (
+    STORE_DEADLINE_S,
+    PublicationSettings,
+    PublishPlan,
+    Snapshotter,
+    open_snapshotter,
+)
 from meshrl.trainer.publishing.transport_choice import (
     choose,
     files_folder,
@@ -38,8 +43,8 @@ from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, Sn
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
-from meshrl.versions.parents import TransferLimits
 from meshrl.versions.snapshot import Captured
+from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
 from meshrl.versions.transports.broadcast_share import BroadcastShare
@@ -183,7 +188,7 @@ def open_publication(
     commands.send(SnapshotCommand(run_id=parts.run.run_id))
     initial = snapshotter.capture(parts.run.step_done)
     broadcast = options.broadcast
-    limits = TransferLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
+    limits = LinkLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
     folder, layout = versions_folder(options.output_dir), Layout(options.output_dir)
     temporary = folder if Path(decided.folder) == folder else None
     publication = Publication(

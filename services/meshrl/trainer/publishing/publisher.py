@@ -17,11 +17,11 @@ from loguru import logger
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
-from meshrl.versions.parents import TransferLimits
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
-from meshrl.versions.transfer import RETRY_FOR_S, Uploader
+from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionTransport
+from meshrl.versions.uploads import RETRY_FOR_S, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionKind
 
@@ -63,7 +63,7 @@ class Publisher:
         transport: VersionTransport,
         *,
         retry_for_s: float = RETRY_FOR_S,
-        limits: TransferLimits | None = None,
+        limits: LinkLimits | None = None,
     ) -> None:
         """`retry_for_s`: how long a hub that is away is called again; `limits` of the upload, else one connection."""
         self._transport = transport

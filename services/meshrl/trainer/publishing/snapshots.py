@@ -15,18 +15,57 @@ import torch
 from torch import nn
 
 from meshrl.models.lora import adapter_state, peft_state
-from meshrl.models.state import gather_state, own_rows
-from meshrl.trainer.publishing.plan import PublishPlan
+from meshrl.models.state import gather_state, own_rows, published_tensors
 from meshrl.trainer.publishing.rank_calls import RankCallThread
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import reach_store
+from meshrl.versions.layout import dtype_name
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.versions.transports.filesystem import FileShare
 from meshrl.versions.transports.stream_share import StreamShare
-from meshrl.wire.types import Transport
+from meshrl.wire.manifest import layout_signature, plan_tensors
+from meshrl.wire.types import CollectivePlan, TensorEntry, Transport
 
 STORE_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishPlan:
+    """The tensors of every version in stream order, and which sender rank holds which bytes; the same on every rank.
+
+    The ranks of the first replica are the senders; the others hold the same rows and only take part in collectives.
+    """
+
+    tensors: tuple[TensorEntry, ...]  # without digests
+    collective: CollectivePlan
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, dtype: torch.dtype | None, *, num_senders: int = 1, bucket_bytes: int = 1
+    ) -> PublishPlan:
+        """The plan for a model whose floating-point weights are published as `dtype` (None: each as it is)."""
+        published = published_tensors(model, dtype)
+        tensors = plan_tensors((tensor.name, dtype_name(tensor.dtype), tensor.shape) for tensor in published)
+        whole = {tensor.name for tensor in published if not tensor.in_rows}
+        return cls(
+            tensors=tensors,
+            collective=CollectivePlan(
+                num_senders=num_senders,
+                bucket_bytes=bucket_bytes,
+                whole_tensors=tuple(i for i, tensor in enumerate(tensors) if tensor.name in whole and num_senders > 1),
+            ),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a version."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def layout(self) -> bytes:
+        """The layout signature of versions."""
+        return layout_signature((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from meshrl.core.durable import flush, flush_tree
 from meshrl.models.lora import adapter_state
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files, train_state
-from meshrl.training.checkpoints.files import CheckpointError, CheckpointManifest, FileMark
+from meshrl.training.checkpoints.files import CheckpointContents, CheckpointError, FileMark
 from meshrl.training.checkpoints.saving_group import SavingGroup, reason
 from meshrl.training.checkpoints.weights_folder import WeightsWriter
 from meshrl.training.config import CheckpointConfig
@@ -267,7 +267,7 @@ class Checkpointer:
         self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         return step
 
-    def _found(self, step: int) -> tuple[int, CheckpointManifest]:
+    def _found(self, step: int) -> tuple[int, CheckpointContents]:
         """The checkpoint that rank 0 finds; every rank takes that one."""
 
         def find() -> bytes | None:
@@ -285,7 +285,7 @@ class Checkpointer:
 
         step = int(self._group.broadcast(self._group.together("find the checkpoint", find)))
         return step, self._group.together(
-            "read the checkpoint", lambda: CheckpointManifest.read(self._folder(step), step=step)
+            "read the checkpoint", lambda: CheckpointContents.read(self._folder(step), step=step)
         )
 
     # --- writing, on the training thread or beside it -----------------------------------------------
@@ -349,7 +349,7 @@ class Checkpointer:
         self._group.together("write its shards", write)
         marks = self._group.together("write its random state", write_random_state)
         parts = group.gather(np.frombuffer(json.dumps(marks).encode(), dtype=np.uint8)) or []
-        manifest = CheckpointManifest(
+        manifest = CheckpointContents(
             step=job.step,
             ranks=plan.world_size,
             model=type(self._learner.model).__name__,

@@ -38,7 +38,7 @@ class FileMark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointManifest:
+class CheckpointContents:
     """A checkpoint's description of itself; the last file that is written into it."""
 
     step: int
@@ -56,7 +56,7 @@ class CheckpointManifest:
         write_file(folder / MANIFEST, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1))
 
     @classmethod
-    def read(cls, folder: Path, *, step: int | None = None) -> CheckpointManifest:
+    def read(cls, folder: Path, *, step: int | None = None) -> CheckpointContents:
         """Reads it; `step` is the one in the folder's name.
 
         Raises CheckpointError for a folder that this program did not write, or that is damaged or of another step.

@@ -14,7 +14,7 @@ import torch
 from meshrl.versions.collective.communicator import Broadcast, Communicator, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import Bucket, buckets
-from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
 

@@ -3,25 +3,253 @@
 Rank 0 creates the files. Each sender rank writes its rows into them and hashes a share of the whole, without gathering
 any weights; or rank 0 alone does, where it has gathered them all. Rank 0 writes the manifest last. Files belong to the
 hub once they are staged: the hub deletes them when the version is retired.
+
+A large version is cut into several files at the borders of tensors, since a file system lets one writer at a time into
+a file. Digests are those of the page cache. The files get their final names when the manifest is known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import torch
+from blake3 import blake3
 
+from meshrl.core.durable import write_at
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, Snapshot
 from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionLine
-from meshrl.versions.transports.version_files import VersionFiles
-from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES
-from meshrl.wire.types import Manifest, Transport
+from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, plan_chunks
+from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
+from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
+
+SLICE_BYTES = 32 * 2**20  # of one write; a multiple of the page size
+WIDE_BYTES = 64 * 2**20  # tensors from this size on are hashed by several threads at once
+CREATE_ATTEMPTS = 10
+FILE_BYTES = 256 * 2**20  # no file is cut off below this size
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One file: bytes [offset, offset + num_bytes) of the stream behind a header."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    header: bytes
+
+    @property
+    def temporary(self) -> Path:
+        return self.path.with_suffix(".tmp")
+
+
+class VersionFiles:
+    """The files of a version that is being published; its tensors are laid out by `plan_tensors`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        version: int,
+        epoch: int,
+        tensors: Sequence[TensorEntry],
+        chunk_bytes: int,
+        threads: ThreadPoolExecutor,
+        num_threads: int,
+        progress: Progress,
+    ) -> None:
+        """There are at most `num_threads` files, a number that must be the same on all ranks."""
+        self._progress = progress
+        self._tensors = tuple(tensors)
+        self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        self._chunks = plan_chunks(self.num_bytes, chunk_bytes)
+        self._parts = _parts(folder / f"step_{version}", epoch, self._tensors, num_threads)
+        self._starts = [part.offset for part in self._parts]
+        self._threads, self._num_threads = threads, num_threads
+
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """What the manifest lists of the files."""
+        return tuple(
+            FileEntry(path=str(part.path), offset=part.offset, num_bytes=part.num_bytes) for part in self._parts
+        )
+
+    def begin(self) -> None:
+        """Creates the files with their headers, at full size; called by rank 0 before any rank writes."""
+        for part in self._parts:
+            part.temporary.unlink(missing_ok=True)
+            with _create(part.temporary) as file:
+                file.write(part.header)
+                file.truncate(len(part.header) + part.num_bytes)
+
+    def write(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
+        """Writes (offset in the stream, bytes) of a share. Raises OSError, such as for a full disk."""
+        by_file: list[list[tuple[int, memoryview]]] = [[] for _ in self._parts]
+        for offset, data in pieces:
+            for index, at, length in self._spans(offset, len(data)):
+                start = self._parts[index].offset + at - offset
+                by_file[index].append((at, data[start : start + length]))
+        with ExitStack() as stack:
+            fds = [os.open(part.temporary, os.O_WRONLY | os.O_CLOEXEC) for part in self._parts]
+            for fd in fds:
+                stack.callback(os.close, fd)
+
+            def put(piece: tuple[int, int, memoryview]) -> None:
+                index, at, data = piece
+                write_at(fds[index], data, len(self._parts[index].header) + at)
+                self._progress.moved()
+
+            slices = [[(index, *piece) for piece in in_slices(found)] for index, found in enumerate(by_file)]
+            # One of each file after the other: threads that take neighbours then write to different files.
+            in_turn = [piece for turn in zip_longest(*slices) for piece in turn if piece is not None]
+            in_threads(self._threads, put, in_turn)
+
+    def hash(self, share: int, shares: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """BLAKE3 of a share's tensors and chunks by index, read back from the files."""
+        sizes = [plan.num_bytes for plan in self._tensors]
+        tensors = _share(sizes, share, shares)
+        first, last = (len(self._chunks) * edge // shares for edge in (share, share + 1))
+        with ExitStack() as stack:
+            payloads = [stack.enter_context(_mapped(part)) for part in self._parts]
+
+            def digest(span: tuple[int, int]) -> bytes:
+                hasher = blake3(max_threads=self._num_threads if span[1] >= WIDE_BYTES else 1)
+                for index, at, length in self._spans(*span):
+                    with payloads[index][at : at + length] as piece:
+                        hasher.update(piece)
+                    self._progress.moved()
+                return hasher.digest()
+
+            spans = [(self._tensors[index].offset, sizes[index]) for index in tensors]
+            digests = in_threads(self._threads, digest, [*spans, *self._chunks[first:last]])
+        return dict(zip(tensors, digests, strict=False)), dict(enumerate(digests[len(tensors) :], first))
+
+    def listed(
+        self, tensors: dict[int, bytes], chunks: dict[int, bytes]
+    ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
+        """What the manifest lists of tensors and chunks, from the digests of all shares."""
+        return (
+            tuple(replace(plan, digest=tensors[index]) for index, plan in enumerate(self._tensors)),
+            tuple(
+                ChunkEntry(offset=offset, length=length, digest=chunks[index])
+                for index, (offset, length) in enumerate(self._chunks)
+            ),
+        )
+
+    def finish(self, manifest: Manifest) -> None:
+        """Renames the files, then writes and renames the manifest."""
+        for part in self._parts:
+            part.temporary.replace(part.path)
+        described = manifest_path(self._parts[0].path)
+        temporary = described.with_suffix(".json.tmp")
+        temporary.write_bytes(to_json(manifest))
+        temporary.replace(described)
+
+    def _spans(self, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
+        """(file, position in its payload, bytes) of a run of the stream."""
+        end = offset + length
+        index = bisect_right(self._starts, offset) - 1
+        while offset < end:
+            part = self._parts[index]
+            stop = min(end, part.offset + part.num_bytes)
+            if offset < stop:
+                yield index, offset - part.offset, stop - offset
+                offset = stop
+            index += 1
+
+
+def in_slices(pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
+    """Cuts (offset, bytes) into slices of at most SLICE_BYTES, so that several threads can write a large one."""
+    return [
+        (offset + start, data[start : start + SLICE_BYTES])
+        for offset, data in pieces
+        for start in range(0, len(data), SLICE_BYTES)
+    ]
+
+
+def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Applies `work` to each item on the threads; returns the results in order.
+
+    When one fails, those that have begun are over before this raises.
+    """
+    futures = [threads.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:  # after a failure nobody may use the files or the buffer any more
+            if not future.cancel():
+                future.exception()
+
+
+def _create(path: Path) -> BinaryIO:
+    """Opens a new file. Its folder may go at any moment: the hub removes those that deleted versions leave empty."""
+    for _ in range(CREATE_ATTEMPTS - 1):
+        with suppress(FileNotFoundError, FileExistsError):  # the latter from mkdir, when it is gone at the second look
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("wb")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
+
+
+def _parts(folder: Path, epoch: int, plans: Sequence[TensorEntry], most: int) -> list[_Part]:
+    """Cuts the stream between tensors into files of about equal size."""
+    total = sum(plan.num_bytes for plan in plans)
+    count = max(1, min(most, total // FILE_BYTES))
+    runs: list[list[TensorEntry]] = [[]]
+    for plan in plans:
+        if plan.num_bytes and plan.offset * count >= total * len(runs):
+            runs.append([])
+        runs[-1].append(plan)
+    parts = []
+    for name, run in zip(payload_names(epoch, len(runs)), runs, strict=True):
+        offset = run[0].offset if run else 0
+        own = [replace(plan, offset=plan.offset - offset) for plan in run]
+        parts.append(
+            _Part(
+                path=folder / name,
+                offset=offset,
+                num_bytes=sum(plan.num_bytes for plan in run),
+                header=safetensors_header(own, {"format": "pt"}),
+            )
+        )
+    return parts
+
+
+@contextmanager
+def _mapped(part: _Part) -> Iterator[memoryview]:
+    """The payload of a file that is being written, as memory."""
+    with (
+        part.temporary.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
+        memoryview(mapping) as whole,
+        whole[len(part.header) :] as payload,
+    ):
+        yield payload
+
+
+def _share(sizes: Sequence[int], share: int, shares: int) -> list[int]:
+    """Indices of one of `shares` parts of about equal size; the same division on every rank."""
+    loads, found = [0] * shares, []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[index]
+        if lightest == share:
+            found.append(index)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import HeldSnapshot, HostCopies, SideStream, Snapshot
 from meshrl.versions.transports.base import Answer, PublishCall
-from meshrl.versions.transports.version_files import in_slices, in_threads
+from meshrl.versions.transports.filesystem import in_slices, in_threads
 from meshrl.wire.types import TensorEntry
 
 KEPT_ON_GPU_BELOW = 1 / 16

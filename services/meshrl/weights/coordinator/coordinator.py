@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshrl.weights.coordinator import rows
-from meshrl.weights.coordinator.commands import can_serve, is_ready, wanted_command
 from meshrl.weights.coordinator.engine_groups import EngineGroups, GroupRequest, first_version
-from meshrl.weights.coordinator.engines import EnginePool
-from meshrl.weights.coordinator.records import VersionRecords
-from meshrl.weights.coordinator.sleeping import SleepRound
+from meshrl.weights.coordinator.engines import EnginePool, SleepRound, can_serve, is_ready, wanted_command
 from meshrl.weights.coordinator.states import (
     DECIDED,
     LIVE,
@@ -31,6 +28,7 @@ from meshrl.weights.coordinator.states import (
     Save,
     Send,
     VersionRecord,
+    VersionRecords,
 )
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import (

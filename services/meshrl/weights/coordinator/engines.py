@@ -1,12 +1,35 @@
-"""The engines that hold a lease at the hub: which are live, what each serves, which may get requests. No I/O."""
+"""The engines that hold a lease at the hub: which are live, what each serves, and its next command. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
-from meshrl.weights.coordinator.states import DECIDED, SERVING, Action, EndSession, EngineRecord, VersionRecord
+from meshrl.weights.coordinator.engine_groups import EngineGroups
+from meshrl.weights.coordinator.states import (
+    DECIDED,
+    SERVING,
+    Action,
+    EndSession,
+    EngineRecord,
+    Key,
+    Send,
+    VersionRecord,
+)
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import AgentFault, AgentRegistration, EngineInfo, VersionState
+from meshrl.wire.types import (
+    AgentCommand,
+    AgentFault,
+    AgentRegistration,
+    AgentState,
+    Commit,
+    EngineInfo,
+    Prepare,
+    Resume,
+    Sleep,
+    Transport,
+    VersionState,
+)
 
 
 class EnginePool:
@@ -103,3 +126,88 @@ class EnginePool:
                 state = engine.state.value + (", ejected" if engine.ejected else "")
                 parts.append(f"{engine.engine_id} is {state}" + (f": {why}" if why else ""))
         return "; ".join(parts) or "more engines must register"
+
+
+def is_ready(engine: EngineRecord, record: VersionRecord) -> bool:
+    """Whether an engine has prepared a version, or serves it."""
+    return engine.prepared == record.artifact_id or (engine.serves(record) and engine.state is AgentState.READY)
+
+
+def can_serve(engine: EngineRecord, record: VersionRecord, groups: EngineGroups) -> bool:
+    """Whether an engine has a version's bytes, or can get them now."""
+    return engine.prepared == record.artifact_id or groups.why_unreachable(engine, record) is None
+
+
+def wanted_command(
+    engine: EngineRecord,
+    live: Collection[VersionRecord],
+    newest: VersionRecord | None,
+    groups: EngineGroups,
+    now_s: float,
+) -> tuple[AgentCommand | None, Key | None]:
+    """The next command, and the version that it is about; `newest` is the newest of the `live` that is decided."""
+    reachable = [r for r in live if groups.why_unreachable(engine, r) is None]
+    sealed = [r for r in reachable if r.state is VersionState.SEALED]
+    busy = [r for r in sealed if r.busy]
+    target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
+    if target is None:  # it may follow the newest upload
+        arriving = (r for r in reachable if r.state is VersionState.STAGING and r.arriving)
+        target = max(arriving, key=lambda r: r.key, default=None)
+    if target is not None and target.key in engine.faulted:
+        target = None
+    if newest is not None and not engine.serves(newest) and can_serve(engine, newest, groups):
+        if newest.key not in engine.faulted:
+            hold = engine.engine_id in newest.gang and not newest.released
+            return Commit(version=newest.version, artifact_id=newest.artifact_id, hold=hold), newest.key
+        once = newest.transport is Transport.NCCL  # its bytes come again only in a newer group
+        if not once and (target is None or not target.busy):  # again, ever more rarely, until a newer one is wanted
+            if engine.retry_s is not None and now_s < engine.retry_s:
+                return None, None
+            return Commit(version=newest.version, artifact_id=newest.artifact_id), newest.key
+    if newest is not None and _holds(engine, newest):
+        waits = engine.engine_id in newest.gang and not newest.released  # a restarted hub forgot its gangs
+        return (None, None) if waits else (Resume(version=newest.version), None)
+    if target is None or engine.prepared == target.artifact_id:
+        return None, None
+    return Prepare(version=target.version, artifact_id=target.artifact_id), target.key
+
+
+def _holds(engine: EngineRecord, record: VersionRecord) -> bool:
+    """Whether an engine has applied a version and stays paused. `held` may also name an engine that restarted."""
+    applied = engine.engine_id in record.held or engine.state is AgentState.APPLYING
+    return applied and engine.serves(record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepRound:
+    """The engines that were sent Sleep `number`, and how many `others` of the pool cannot sleep or have no session."""
+
+    number: int
+    asked: tuple[EngineRecord, ...]
+    others: int
+
+    @classmethod
+    def begin(cls, engines: tuple[EngineRecord, ...], number: int) -> tuple[SleepRound, list[Action]]:
+        """Asks every engine that can sleep and has a session; those asleep, too, which may have been woken since."""
+        asked = tuple(engine for engine in engines if engine.registration.can_sleep and engine.connected)
+        actions: list[Action] = [
+            Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=Sleep(number=number)) for engine in asked
+        ]
+        return cls(number=number, asked=asked, others=len(engines) - len(asked)), actions
+
+    @property
+    def over(self) -> bool:
+        """Whether no engine is waited for any more; one whose session ended is not."""
+        return all(self._answered(engine) or not engine.connected for engine in self.asked)
+
+    @property
+    def asleep(self) -> int:
+        return sum(engine.sleeping and self._answered(engine) for engine in self.asked)
+
+    @property
+    def awake(self) -> int:
+        return len(self.asked) + self.others - self.asleep
+
+    def _answered(self, engine: EngineRecord) -> bool:
+        """Whether an engine has answered this round, or a later one."""
+        return engine.sleep_answered is not None and engine.sleep_answered >= self.number

@@ -87,7 +87,7 @@ def test_a_dry_run_asks_a_rollout_service_elsewhere_for_the_environments_that_ar
 
 
 async def test_a_hub_that_was_started_by_hand_in_the_folder_is_an_error(tmp_path: Path) -> None:
-    from meshrl.weights.storage.log import DecisionLog
+    from meshrl.weights.decision_log import DecisionLog
 
     examined = plan("--output-dir", str(tmp_path))
     log = DecisionLog(tmp_path / "weight_hub" / "decisions.sqlite")

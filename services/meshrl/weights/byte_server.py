@@ -1,6 +1,6 @@
 """Serves uploads into the store and fetches out of it, on the event loop. A fetch may follow an upload under way.
 
-Called by the hub for CreateVersion and Fetch, and by relays for Fetch; the other ends are `versions.transfer` at
+Called by the hub for CreateVersion and Fetch, and by relays for Fetch; the other ends are `versions.uploads` at
 publishers and `versions.downloads` at agents. A fetch that waits for bytes which have not arrived yet sends an empty
 chunk now and then, so that its caller can distinguish this from a broken link.
 """
@@ -13,8 +13,7 @@ from contextlib import aclosing, suppress
 
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
-from meshrl.versions.transfer import chunk_of
-from meshrl.versions.version_bytes import VersionBytes
+from meshrl.versions.version_bytes import VersionBytes, chunk_of
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Chunk
 
@@ -23,7 +22,7 @@ ARRIVAL_DEADLINE_S = 60.0  # for the next chunk of a version that is fetched whi
 WRITES_AT_ONCE = 3  # chunks of one upload
 
 
-class Transfers:
+class ByteServer:
     """Uploads and fetches of one hub or relay, on its event loop. `close` ends what waits for bytes."""
 
     def __init__(self, store: VersionStore, *, max_chunk_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """From whom a host fetches versions (relays first, the hub last), and over how many connections.
 
-Used by `versions.downloads`, and by `versions.transfer` for uploads. Relays are compared by the rate they were measured
+Used by `versions.downloads`, and by `versions.uploads` for uploads. Relays are compared by the rate they were measured
 at; one that brings nothing is avoided for a while. On a link that loses packets a single TCP connection reaches a few
-Mb/s whatever the link could do, so the number of connections is doubled as long as that makes the transfer faster.
+Mb/s whatever the link could do, so the number of connections is doubled as long as that is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROBE_WINDOWS = 8  # measured windows after which more connections are tried onc
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferLimits:
+class LinkLimits:
     """The most connections, the most megabits per second (0 for no limit), and the seconds without a byte until it
     gives up."""
 
@@ -35,7 +35,7 @@ class TransferLimits:
 
 
 @dataclass(eq=False)
-class Parent:
+class ByteSource:
     """A relay, or the hub itself (`is_hub`), with what is known of it.
 
     `rate` is in bytes/s, 0 while it is not known; `answers_in_s` is the time of its fastest answer.
@@ -76,22 +76,22 @@ class Parent:
         return True
 
 
-class Parents:
+class ByteSources:
     """The relays and the hub, and which of them to ask next."""
 
     def __init__(self, hub: str, relays: Sequence[str] = ()) -> None:
         """Addresses, host:port."""
-        self._hub = Parent(address=hub, is_hub=True)
-        self._relays = [Parent(address=address, is_hub=False) for address in relays]
+        self._hub = ByteSource(address=hub, is_hub=True)
+        self._relays = [ByteSource(address=address, is_hub=False) for address in relays]
 
-    def choose(self, now_s: float) -> Parent:
+    def choose(self, now_s: float) -> ByteSource:
         """The fastest relay of those that are there, each tried once in the order given; the hub where none is."""
         there = [relay for relay in self._relays if relay.avoid_until_s <= now_s]
         return max(there, key=lambda relay: relay.rate or float("inf"), default=self._hub)
 
 
 class ConnectionCount:
-    """How many connections a transfer has: doubled while that is faster, up to `most`; kept for the next one."""
+    """How many connections a download has: doubled while that is faster, up to `most`; kept for the next one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -126,7 +126,7 @@ class ConnectionCount:
 
 
 class Connections:
-    """The connections to all parents, by number; each is opened when it is first used, and stays."""
+    """The connections to all sources, by number; each is opened when it is first used, and stays."""
 
     def __init__(self, hub: WeightSyncClient) -> None:
         """The first connection to the hub is that of `hub`, which is not closed here."""
@@ -135,32 +135,32 @@ class Connections:
         self._dropped: dict[tuple[str, int], WeightSyncClient] = {}
         self._replaced: list[WeightSyncClient] = []
 
-    def get(self, parent: Parent, number: int) -> WeightSyncClient:
-        """The connection of this number to a parent."""
-        key = (parent.address, number)
+    def get(self, source: ByteSource, number: int) -> WeightSyncClient:
+        """The connection of this number to a source."""
+        key = (source.address, number)
         if key not in self._clients:
-            self._clients[key] = self._open(parent)
+            self._clients[key] = self._open(source)
         return self._clients[key]
 
-    def _open(self, parent: Parent) -> WeightSyncClient:
-        return WeightSyncClient(parent.address, self._hub.options, of_relay=not parent.is_hub)
+    def _open(self, source: ByteSource) -> WeightSyncClient:
+        return WeightSyncClient(source.address, self._hub.options, of_relay=not source.is_hub)
 
-    def is_open(self, parent: Parent, number: int) -> bool:
-        """Whether there is a connection of this number to a parent already."""
-        return (parent.address, number) in self._clients
+    def is_open(self, source: ByteSource, number: int) -> bool:
+        """Whether there is a connection of this number to a source already."""
+        return (source.address, number) in self._clients
 
-    async def renew(self, parent: Parent, number: int, deadline_s: float) -> None:
+    async def renew(self, source: ByteSource, number: int, deadline_s: float) -> None:
         """Opens another connection in the place of this one, which is used until the new one is open.
 
         Calls that run over the old one go on until `close_replaced`. Raises MeshError UNREACHABLE after `deadline_s`.
         """
-        client = self._open(parent)
+        client = self._open(source)
         try:
             await client.wait_until_connected(deadline_s)
         except BaseException:  # also when cancelled
             await client.close()
             raise
-        key = (parent.address, number)
+        key = (source.address, number)
         before, self._clients[key] = self._clients.get(key), client
         if before is not None and before is not self._hub:
             self._replaced.append(before)
@@ -170,9 +170,9 @@ class Connections:
         replaced, self._replaced = self._replaced, []
         await asyncio.gather(*(client.close() for client in replaced))
 
-    async def drop(self, parent: Parent, number: int, failed: WeightSyncClient) -> None:
+    async def drop(self, source: ByteSource, number: int, failed: WeightSyncClient) -> None:
         """A call over it failed, and it may be broken without a sign: the next call opens another one."""
-        key = (parent.address, number)
+        key = (source.address, number)
         if self._clients.get(key) is not failed:
             return
         del self._clients[key]
@@ -190,7 +190,7 @@ class Connections:
 
 
 class RateLimit:
-    """Limits transfers to `bytes_per_s` on average; 0 is no limit."""
+    """Limits what is sent or asked for to `bytes_per_s` on average; 0 is no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s

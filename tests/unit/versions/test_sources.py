@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.versions.parents import AVOID_S, DEAD_S, FAR_COUNT, FAR_S, ConnectionCount, Parents
+from meshrl.versions.sources import AVOID_S, DEAD_S, FAR_COUNT, FAR_S, ByteSources, ConnectionCount
 
 
 def settled(count: ConnectionCount, rate_of: dict[int, float], windows: int = 40) -> list[int]:
@@ -40,41 +40,41 @@ def test_from_far_away_several_are_taken_at_once() -> None:
 
 
 def test_a_parent_is_far_while_even_its_fastest_answer_took_long() -> None:
-    parent = Parents("hub:1").choose(0.0)
-    assert not parent.is_far  # nobody knows
-    parent.answered(4 * FAR_S)
-    assert parent.is_far
-    parent.answered(FAR_S / 2)  # it was busy
-    parent.answered(4 * FAR_S)
-    assert not parent.is_far
+    source = ByteSources("hub:1").choose(0.0)
+    assert not source.is_far  # nobody knows
+    source.answered(4 * FAR_S)
+    assert source.is_far
+    source.answered(FAR_S / 2)  # it was busy
+    source.answered(4 * FAR_S)
+    assert not source.is_far
 
 
 def test_the_fastest_relay_is_asked_each_of_them_once_and_the_hub_only_without_any() -> None:
-    parents = Parents("hub:1", ["a:1", "b:1"])
-    first = parents.choose(0.0)
+    sources = ByteSources("hub:1", ["a:1", "b:1"])
+    first = sources.choose(0.0)
     assert first.address == "a:1"
     first.measured(10.0)
-    second = parents.choose(1.0)
+    second = sources.choose(1.0)
     assert second.address == "b:1"
     second.measured(5.0)
-    assert parents.choose(2.0) is first
+    assert sources.choose(2.0) is first
     for _ in range(9):
         first.measured(1.0)
-    assert parents.choose(3.0) is second
+    assert sources.choose(3.0) is second
     assert not second.failed(4.0)  # it may be one connection of many
     assert second.failed(4.0 + DEAD_S)
-    assert parents.choose(8.0) is first
+    assert sources.choose(8.0) is first
     assert first.failed(8.0, at_once=True)
-    assert parents.choose(8.1).is_hub
-    assert parents.choose(8.0 + AVOID_S[0]).address in ("a:1", "b:1")
+    assert sources.choose(8.1).is_hub
+    assert sources.choose(8.0 + AVOID_S[0]).address in ("a:1", "b:1")
 
 
 def test_a_relay_that_stays_away_is_left_alone_for_longer() -> None:
-    parents = Parents("hub:1", ["a:1"])
-    relay = parents.choose(0.0)
+    sources = ByteSources("hub:1", ["a:1"])
+    relay = sources.choose(0.0)
     assert relay.failed(0.0, at_once=True)
     assert relay.failed(10.0, at_once=True)
-    assert parents.choose(10.0 + 1.5 * AVOID_S[0]).is_hub
+    assert sources.choose(10.0 + 1.5 * AVOID_S[0]).is_hub
     relay.heard(40.0)
     assert relay.failed(50.0, at_once=True)
-    assert parents.choose(50.0 + AVOID_S[0]) is relay
+    assert sources.choose(50.0 + AVOID_S[0]) is relay

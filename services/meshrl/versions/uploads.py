@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Protocol
 
-import google_crc32c
 import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
-from meshrl.versions.parents import FAR_S, Connections, Parent, RateLimit, TransferLimits
+from meshrl.versions.sources import FAR_S, ByteSource, Connections, LinkLimits, RateLimit
+from meshrl.versions.version_bytes import chunk_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, StagedVersion
 
@@ -33,25 +33,10 @@ SEAL_S = 30.0
 HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
 
 
-def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
-    """A chunk to send, with its checksum."""
-    view = data if isinstance(data, bytes) else data.data
-    return Chunk(offset=offset, data=view, crc32c=google_crc32c.value(data))
-
-
-def sound_bytes(chunk: Chunk) -> NDArray[np.uint8]:
-    """Returns the bytes of a chunk that arrived. Raises MeshError CHUNK_CORRUPT when they are not those that left."""
-    data = np.frombuffer(chunk.data, dtype=np.uint8)  # the checksum takes no memoryview
-    if google_crc32c.value(data) != chunk.crc32c:
-        text = f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
-        raise MeshError(Reason.CHUNK_CORRUPT, text)
-    return data
-
-
 class Attempts:
-    """Decides after each attempt at one transfer whether there is another.
+    """Decides after each attempt at one upload whether there is another.
 
-    There is, as long as the last one that brought the transfer further ended less than `stall_s` ago.
+    There is, as long as the last one that brought the upload further ended less than `stall_s` ago.
     """
 
     def __init__(self, stall_s: float, *, left: int, also: Collection[Reason] = ()) -> None:
@@ -80,7 +65,7 @@ class Attempts:
 
 
 class Moved(Protocol):
-    """Called whenever a transfer moves; `unseen_s`: how long the other side may now be at work without a sign."""
+    """Called whenever an upload moves; `unseen_s`: how long the other side may now be at work without a sign."""
 
     def __call__(self, *, unseen_s: float = 0.0) -> None: ...
 
@@ -94,11 +79,11 @@ class Uploader:
         moved: Moved,
         *,
         retry_for_s: float = RETRY_FOR_S,
-        limits: TransferLimits | None = None,
+        limits: LinkLimits | None = None,
     ) -> None:
         """`retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
         self._client, self._moved = client, moved
-        self._retry_for_s, self._limits = retry_for_s, limits or TransferLimits(connections=1)
+        self._retry_for_s, self._limits = retry_for_s, limits or LinkLimits(connections=1)
         self._connections: Connections | None = None  # beside the client's own
         self._rate_limit = RateLimit(self._limits.mbps * 125_000)
         self._is_far: bool | None = None
@@ -161,7 +146,7 @@ class Uploader:
             return await self._client.create_version(manifest, chunks(), stall_s=self._retry_for_s)
         staged = await self._client.create_version(manifest)
         queue = deque(staged.missing_offsets)
-        hub = Parent(address=self._client.address, is_hub=True)
+        hub = ByteSource(address=self._client.address, is_hub=True)
         connections = self._connections = self._connections or Connections(self._client)
 
         async def send_over(number: int) -> MeshError | None:
