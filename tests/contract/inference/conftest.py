@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine_mesh import LEASE_S, START_S, EngineClient, EngineKind, EngineMesh
-from meshrl.versions.transports import version_files
+from meshrl.versions.transports import filesystem
 
 REPOSITORY = Path(__file__).parents[3]
 DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")
@@ -101,7 +101,7 @@ def start_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 @pytest.fixture(autouse=True)
 def several_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions that are files come in several of them, as large ones do."""
-    monkeypatch.setattr(version_files, "FILE_BYTES", 4096)
+    monkeypatch.setattr(filesystem, "FILE_BYTES", 4096)
 
 
 @pytest.fixture

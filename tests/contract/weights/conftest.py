@@ -20,7 +20,7 @@ from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import CollectiveSupport, FinishReason, GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.sleep import Sleeper
-from meshrl.versions.transports import version_files
+from meshrl.versions.transports import filesystem
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub
 from meshrl.weights.main import build_hub
@@ -144,7 +144,7 @@ class MemoryEngine:
 @pytest.fixture(autouse=True)
 def several_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions come in several files, as large ones do."""
-    monkeypatch.setattr(version_files, "FILE_BYTES", 4096)
+    monkeypatch.setattr(filesystem, "FILE_BYTES", 4096)
 
 
 class Mesh:
