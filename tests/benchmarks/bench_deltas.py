@@ -35,8 +35,7 @@ from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.base import Prepared, VersionLine
-from meshrl.versions.transports.stream import StreamTransport
-from meshrl.versions.transports.stream_share import StreamShare
+from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.manifest import layout_signature, plan_tensors, result_root
 from meshrl.wire.text_table import markdown_head, markdown_row
 from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, VersionKind

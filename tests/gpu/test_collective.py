@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.collective.receiving import Receiver
-from meshrl.versions.collective.sending import Sender
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason

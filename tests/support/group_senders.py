@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from meshrl.client import WeightSyncClient
+from meshrl.versions.collective.broadcasting import Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import rows_of
-from meshrl.versions.collective.sending import Sender
 from meshrl.versions.snapshot import Snapshot, take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError

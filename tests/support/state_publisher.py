@@ -13,8 +13,7 @@ from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.versions.snapshot import Captured, GatheredWeights
 from meshrl.versions.transports.base import Prepared, VersionLine
 from meshrl.versions.transports.filesystem import FileShare, FilesystemTransport
-from meshrl.versions.transports.stream import StreamTransport
-from meshrl.versions.transports.stream_share import StreamShare
+from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.versions.uploads import RETRY_FOR_S
 from meshrl.wire.manifest import Adapter
 from meshrl.wire.types import Transport

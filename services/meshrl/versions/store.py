@@ -108,7 +108,7 @@ class VersionStore:
             except (OSError, ValueError) as error:  # retired meanwhile, or damaged
                 logger.warning("the chain of version {} is gone: {!r}", base.manifest.version, error)
                 continue
-            if chain and not self._damaged.intersection(map(chains.id_of, chain)):
+            if chain and not self._damaged.intersection(artifact_id_of(part.manifest) for part in chain):
                 return base
         raise chains.refuse_base(manifest)
 
@@ -126,8 +126,7 @@ class VersionStore:
             except (OSError, ValueError) as error:
                 text = f"the chain of version {artifact.manifest.version} is gone: {error}"
                 raise MeshError(Reason.UNKNOWN_VERSION, text) from error
-        for part in found:
-            self._parts[chains.id_of(part)] = _whole(part.manifest, part.folder)
+        self._parts.update((artifact_id_of(part.manifest), part) for part in found)
         return tuple(part.manifest for part in found)
 
     def part(self, artifact_id: str) -> Manifest | None:
@@ -140,7 +139,7 @@ class VersionStore:
                     continue
                 with suppress(OSError, ValueError):  # damaged or being retired: it cannot be fetched
                     found = from_json(path.read_bytes())
-                    self._parts[artifact_id_of(found)] = _whole(found, path.parent)
+                    self._parts[artifact_id_of(found)] = chains.stored(found, path.parent)
         part = self._parts.get(artifact_id)
         return None if part is None else part.manifest
 
@@ -183,10 +182,3 @@ class VersionStore:
                     folder_of_step.rmdir()
             except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
                 logger.warning("{} are kept: {}", of_one, error)
-
-
-def _whole(manifest: Manifest, folder: Path) -> VersionBytes:
-    """A part of a chain, all of whose bytes are here."""
-    held = VersionBytes(manifest, file=folder / PAYLOAD)
-    held.missing.clear()
-    return held

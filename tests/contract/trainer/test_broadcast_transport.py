@@ -21,8 +21,13 @@ from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import open_store
 from meshrl.versions.progress import Progress
 from meshrl.versions.transports.base import Answer, VersionLine
-from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
-from meshrl.versions.transports.broadcast_share import BroadcastShare, MeetEngines, SendVersion
+from meshrl.versions.transports.broadcast import (
+    BroadcastShare,
+    BroadcastTransport,
+    MeetEngines,
+    MeetingPoint,
+    SendVersion,
+)
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 from served_engine import ServedEngine, activate, serving_engine

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from meshrl.inference.agent.spans import apply_span
+from meshrl.inference.agent.agent import apply_span
 from meshrl.inference.agent.version_loader import PreparedVersion
 from meshrl.inference.engine import GenerateRequest, SamplingParams
 from meshrl.inference.http.runs import VERSION_HEADER

@@ -17,11 +17,10 @@ from torch.distributed import TCPStore
 
 from meshrl.core.clock import AwakeClock
 from meshrl.versions.collective import communicator
+from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import Communicator, open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import rows_of
-from meshrl.versions.collective.receiving import Receiver
-from meshrl.versions.collective.sending import Sender
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason

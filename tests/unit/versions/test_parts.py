@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from meshrl.versions import store as stores
+from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.deltas import chains
 from meshrl.versions.deltas.chains import MANIFEST
+from meshrl.versions.deltas.codec import Rows, encode, write_stream
 from meshrl.versions.store import VersionStore
-from meshrl.wire.manifest import artifact_id, build_manifest, entries_of, plan_tensors
+from meshrl.wire.manifest import (
+    SUM128,
+    artifact_id,
+    build_manifest,
+    chunks_of,
+    delta_manifest,
+    entries_of,
+    plan_tensors,
+)
 from meshrl.wire.manifest_file import to_json
-from meshrl.wire.types import Manifest, Transport
+from meshrl.wire.types import Manifest, TensorEntry, Transport
 
 
 def test_a_part_is_found_while_the_folders_around_it_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +47,46 @@ def test_a_part_is_found_while_the_folders_around_it_go(tmp_path: Path, monkeypa
     stores_from_json = stores.from_json
     monkeypatch.setattr(stores, "from_json", read_and_retired)
     assert VersionStore(spool).part(artifact_id(part)) == part
+
+
+def test_deltas_are_merged_unless_one_of_them_changed_at_rest(tmp_path: Path) -> None:
+    weights = np.zeros((4, 4096), dtype=np.uint16)
+    for version in range(1, 4):
+        weights[version] = weights[version - 1]
+        weights[version, version::64] += 1
+    manifests, folder = list[Manifest](), tmp_path
+    with ThreadPoolExecutor(1) as threads:
+        for version, state in enumerate(weights):
+            stream = state.view(np.uint8)
+            tensor = TensorEntry(
+                name="w", dtype="bfloat16", shape=(4096,), offset=0, num_bytes=8192,
+                digest=digest_bytes(sum128(torch.from_numpy(stream))),
+            )  # fmt: skip
+            full = build_manifest(
+                run_id="r", epoch=1, version=version, transport=Transport.STREAM, tensors=(tensor,),
+                chunks=chunks_of(stream.data, 4096),
+            )  # fmt: skip
+            payload, manifest = stream, replace(full, digest_algorithm=SUM128)
+            if manifests:
+                rows = Rows((tensor,), [(0, 8192)])
+                payload = write_stream(
+                    [made for _, made in encode(rows, weights[version - 1].view(np.uint8), stream, threads)]
+                )
+                manifest = delta_manifest(manifests[-1], manifest, chunks_of(payload.data, 4096))
+            folder = tmp_path / str(version)
+            folder.mkdir()
+            if manifests:
+                chains.link_base(tmp_path / str(version - 1), folder)
+            (folder / MANIFEST).write_bytes(to_json(manifest))
+            (folder / chains.PAYLOAD).write_bytes(payload.tobytes())
+            manifests.append(manifest)
+    chain = chains.chain_of(manifests[-1], folder)
+    shutil.copytree(folder, tmp_path / "damaged", copy_function=shutil.copyfile)
+    damaged = tmp_path / "damaged" / "base" / chains.PAYLOAD
+    damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
+
+    (merged,) = chains.steps_to(chain, manifests[0].result_root, whole=True)
+    assert merged.manifest.base_root == manifests[0].result_root
+    assert merged.manifest.result_root == manifests[-1].result_root
+    chain = chains.chain_of(manifests[-1], tmp_path / "damaged")
+    assert [part.manifest.version for part in chains.steps_to(chain, manifests[0].result_root, whole=True)] == [1, 2, 3]

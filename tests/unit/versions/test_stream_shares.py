@@ -17,8 +17,7 @@ from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.base import Answer, Prepared, VersionLine
-from meshrl.versions.transports.stream import StreamTransport
-from meshrl.versions.transports.stream_share import StreamShare
+from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.types import CollectivePlan, VersionKind
 
 State = dict[str, torch.Tensor]

@@ -10,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from loguru import logger
+from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.credentials.https import scheme
 from meshrl.core.private_folders import spool_name
+from meshrl.core.telemetry.tracing import SYNC_APPLY_SPAN
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
-from meshrl.inference.agent.spans import apply_span
 from meshrl.inference.agent.states import (
     Action,
     AgentMachine,
@@ -42,6 +45,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.versions.files import Spool
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import sync_context
 from meshrl.wire.types import (
     AgentFault,
     AgentRegistration,
@@ -400,3 +404,26 @@ class WeightAgent:
 def _cancel(task: asyncio.Task[None] | None) -> None:
     if task is not None:
         task.cancel()
+
+
+@contextmanager
+def apply_span(
+    version: int, prepared: PreparedVersion | None, engine_id: str, tracer: trace.Tracer | None = None
+) -> Iterator[trace.Span]:
+    """The span `rl.sync.apply`: what an engine does between the decision for a version and serving it.
+
+    It is in the trace of the version's `rl.sync`, which the hub writes and which links to the `rl.train` that made the
+    version: both sides work out its ids alike (`meshrl.wire.trace.sync_context`). It is current inside, so that what is
+    logged names its trace. Without anything prepared it is alone.
+    """
+    parent = None if prepared is None else sync_context(version, prepared.manifest.result_root)
+    context = Context() if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))
+    with (tracer or trace.get_tracer("meshrl.inference")).start_as_current_span(
+        SYNC_APPLY_SPAN, context=context, attributes={"meshrl.version": version, "meshrl.engine_id": engine_id}
+    ) as span:
+        if prepared is not None:
+            span.set_attribute("meshrl.artifact_id", prepared.artifact_id)
+            span.set_attribute("meshrl.prepare_s", round(prepared.prepare_s, 4))
+            for part, seconds in prepared.parts.items():
+                span.set_attribute(f"meshrl.prepare.{part}_s", round(seconds, 4))
+        yield span

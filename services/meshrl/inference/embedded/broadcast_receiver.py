@@ -19,7 +19,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 
 if TYPE_CHECKING:
-    from meshrl.versions.collective.receiving import Receiver, ReceiveTimes, Sink
+    from meshrl.versions.collective.broadcasting import Receiver, ReceiveTimes, Sink
 
 GRACE_S = 5.0  # beyond a deadline that the other side keeps itself
 STALL_S = 30.0  # without a byte, after which a transfer ends
@@ -38,7 +38,7 @@ class BroadcastReceiver:
     async def join(self, group: JoinGroup) -> None:
         """Leaves the group before and meets the others. Raises MeshError GROUP_BROKEN when they do not all come."""
         await self.leave()
-        from meshrl.versions.collective.receiving import Receiver  # torch.distributed is for engines in groups only
+        from meshrl.versions.collective.broadcasting import Receiver  # torch.distributed is for engines in groups only
 
         meeting = _on_thread(lambda: Receiver.join(group, index=0, device=self._device))
         try:

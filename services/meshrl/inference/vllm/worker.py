@@ -19,8 +19,8 @@ from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.file_reader import PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
 from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tested_shadow
+from meshrl.versions.collective.broadcasting import Receiver
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.collective.receiving import Receiver
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json

@@ -46,11 +46,9 @@ from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.snapshot import Captured
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionLine, VersionTransport
-from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
-from meshrl.versions.transports.broadcast_share import BroadcastShare
+from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport, MeetingPoint
 from meshrl.versions.transports.filesystem import FilesystemTransport
-from meshrl.versions.transports.stream import StreamTransport
-from meshrl.versions.transports.stream_share import StreamShare
+from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import Adapter
 from meshrl.wire.types import EngineInfo, Transport

@@ -21,9 +21,9 @@ from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.layout import dtype_name
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
-from meshrl.versions.transports.broadcast_share import BroadcastShare
+from meshrl.versions.transports.broadcast import BroadcastShare
 from meshrl.versions.transports.filesystem import FileShare
-from meshrl.versions.transports.stream_share import StreamShare
+from meshrl.versions.transports.stream import StreamShare
 from meshrl.wire.manifest import layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry, Transport
 

@@ -14,35 +14,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
 
 from meshrl.core.durable import write_file
 from meshrl.versions.deltas.codec import DeltaError, merge
+from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import artifact_id, chunks_of, delta_manifest, digest
+from meshrl.wire.manifest import chunks_of, delta_manifest
 from meshrl.wire.manifest_file import from_json, to_json
-from meshrl.wire.types import FileEntry, Manifest, VersionKind
+from meshrl.wire.types import Manifest, VersionKind
 
 MANIFEST, PAYLOAD = "manifest.json", "payload"
 _BASE, _JOINED = "base", "joined"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredPart:
-    """A manifest and its payload, whole, in a folder of the spool."""
-
-    manifest: Manifest
-    folder: Path
-
-    @property
-    def files(self) -> tuple[FileEntry, ...]:
-        path = str(self.folder / PAYLOAD)
-        return (FileEntry(path=path, offset=0, num_bytes=self.manifest.payload_bytes),)
 
 
 def link_base(base: Path, folder: Path) -> None:
@@ -64,19 +50,19 @@ def link_base(base: Path, folder: Path) -> None:
     making.rename(target)
 
 
-def chain_of(manifest: Manifest, folder: Path) -> list[StoredPart]:
+def chain_of(manifest: Manifest, folder: Path) -> list[VersionBytes]:
     """The chain of the version in `folder`, the anchor first, itself last. Raises OSError; ValueError if damaged."""
-    chain = [StoredPart(manifest=manifest, folder=folder)]
+    chain = [stored(manifest, folder)]
     while chain[0].manifest.kind is VersionKind.DELTA:
         below = chain[0].folder / _BASE
-        part = StoredPart(manifest=from_json((below / MANIFEST).read_bytes()), folder=below)
+        part = stored(from_json((below / MANIFEST).read_bytes()), below)
         if part.manifest.result_root != chain[0].manifest.base_root:
             raise ValueError(f"the base of version {chain[0].manifest.version} is another one")
         chain.insert(0, part)
     return chain
 
 
-def steps_to(chain: Sequence[StoredPart], held_root: bytes, *, whole: bool) -> list[StoredPart]:
+def steps_to(chain: Sequence[VersionBytes], held_root: bytes, *, whole: bool) -> list[VersionBytes]:
     """What an engine has to apply to reach the last version of a chain, in as few bytes as possible.
 
     It starts from its weights with the root `held_root` where the chain has them, else from the anchor. `whole`: all
@@ -89,14 +75,18 @@ def steps_to(chain: Sequence[StoredPart], held_root: bytes, *, whole: bool) -> l
     return [chain[0], *_cheapest(chain, 0, whole=whole)]
 
 
-def _cheapest(chain: Sequence[StoredPart], held: int, *, whole: bool) -> list[StoredPart]:
+def _cheapest(chain: Sequence[VersionBytes], held: int, *, whole: bool) -> list[VersionBytes]:
     """The deltas after chain[held], or the one they merge into where that has fewer bytes."""
     rest = [] if whole else [chain[-1]]
     deltas = list(chain[held + 1 : len(chain) - len(rest)])
     if len(deltas) > 1:
         try:
             merged = _merged(chain[held].manifest, deltas)
-        except (OSError, DeltaError) as error:  # a full disk, or bytes that changed at rest: an agent will find out
+        except (
+            OSError,
+            DeltaError,
+            MeshError,
+        ) as error:  # a full disk, or bytes that changed at rest
             logger.warning("deltas to version {} are sent one by one: {!r}", deltas[-1].manifest.version, error)
         else:
             if merged.manifest.payload_bytes < sum(part.manifest.payload_bytes for part in deltas):
@@ -104,38 +94,33 @@ def _cheapest(chain: Sequence[StoredPart], held: int, *, whole: bool) -> list[St
     return [*deltas, *rest]
 
 
-def _merged(base: Manifest, deltas: Sequence[StoredPart]) -> StoredPart:
+def _merged(base: Manifest, deltas: Sequence[VersionBytes]) -> VersionBytes:
     """The delta that `deltas` merge into; made once, then read from the spool."""
     last = deltas[-1]
     folder = last.folder / _JOINED / base.result_root.hex()
     try:
-        return StoredPart(manifest=from_json((folder / MANIFEST).read_bytes()), folder=folder)
+        return stored(from_json((folder / MANIFEST).read_bytes()), folder)
     except (FileNotFoundError, ValueError):
         pass
-    stream = merge([read_payload(part) for part in deltas])
+    sizes = [part.manifest.payload_bytes for part in deltas]
+    read = (part.read(0, size, size) for part, size in zip(deltas, sizes, strict=True))
+    stream = merge([np.frombuffer(b"".join(chunk.data for chunk in chunks), dtype=np.uint8) for chunks in read])
     chunk_bytes = max(chunk.length for part in deltas for chunk in part.manifest.chunks)
     manifest = delta_manifest(base, last.manifest, chunks_of(stream.data, max(chunk_bytes, 2**20)))
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / PAYLOAD, stream.tobytes())
     write_file(folder / MANIFEST, to_json(manifest))  # last: then all of it is there
-    return StoredPart(manifest=manifest, folder=folder)
+    return stored(manifest, folder)
 
 
-def read_payload(part: StoredPart) -> NDArray[np.uint8]:
-    """The bytes of a delta. Raises DeltaError for bytes that are not those of its manifest."""
-    data = (part.folder / PAYLOAD).read_bytes()
-    for chunk in part.manifest.chunks:
-        if digest(memoryview(data)[chunk.offset : chunk.offset + chunk.length]) != chunk.digest:
-            raise DeltaError(f"the chunk at {chunk.offset} of version {part.manifest.version} changed at rest")
-    return np.frombuffer(data, dtype=np.uint8)
+def stored(manifest: Manifest, folder: Path) -> VersionBytes:
+    """A part of a chain, all of whose bytes are in a folder of the spool."""
+    part = VersionBytes(manifest, file=folder / PAYLOAD)
+    part.missing.clear()
+    return part
 
 
 def refuse_base(manifest: Manifest) -> MeshError:
     """The answer to a publisher whose delta is from a version that is not here."""
     text = f"version {manifest.version} is a delta from version {manifest.base_version}, which is not at this hub"
     return MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")
-
-
-def id_of(part: StoredPart) -> str:
-    """The artifact id of a part."""
-    return artifact_id(part.manifest)

@@ -1,6 +1,6 @@
 """Makes a delta of weights on a GPU: compares there, and copies two or three bytes a change to the host to compress.
 
-Used by the ranks of a trainer on GPUs (`transports.stream_share`); makes the same bytes as `codec.encode` does from
+Used by the ranks of a trainer on GPUs (`transports.stream`); makes the same bytes as `codec.encode` does from
 host memory. Elements are compared as integers, in areas of many runs at once, since each step over an area costs a few
 kernels whatever its size. An area in which much changes is halved, which bounds the memory that this takes.
 
