@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
+from meshrl.models.context import ContextShare
 from meshrl.models.fused_attention import FusedPlan, fused_attention
 from meshrl.models.shared_prefix import PrefixPlan, cpu_attention, fused_prefix_attention
 
@@ -38,12 +39,13 @@ class Kernels:
     """What attention over packed rows runs on. Unfused is `sdpa`: torch's own attention over padded blocks.
 
     `one_block` pads all samples of a row to the longest: for models that run on padded rows, where every rank must make
-    as many forward passes as the others.
+    as many forward passes as the others. `context` are the ranks that share a row; None where each has rows of its own.
     """
 
     fused: bool = False
     long_from: int | None = None  # fused: samples of this many tokens or more go through cuDNN; None sends none there
     one_block: bool = False
+    context: ContextShare | None = None
 
 
 def choose_kernels(wanted: AttentionName, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -239,29 +241,44 @@ def packed_attention(
     """Causal attention within each sample of a row, in the signature transformers calls.
 
     Returns (1, T, H, D). K key-value heads serve H query heads. Of `kwargs` it reads dropout, softcap and s_aux (the
-    sinks, (H,)), which only unfused kernels take: see `needs_unfused`.
+    sinks, (H,)), which only unfused kernels take: see `needs_unfused`. Where ranks share a row, T counts this rank's
+    tokens, and the layout is that of the whole row.
     """
     refuse_strange_scores(kwargs)
     # Under autocast the norms of some models hand out float32 queries and keys beside half-precision values.
     query_THD, key_TKD, value_TKD = (
         tensor[0].transpose(0, 1).to(value_1KTD.dtype) for tensor in (query_1HTD, key_1KTD, value_1KTD)
     )
-    scale = 1.0 / math.sqrt(query_THD.shape[-1]) if scaling is None else scaling
-    if packed_layout.prefixes is not None:
-        out_THD = _attention_with_prefixes(
-            query_THD, key_TKD, value_TKD, packed_layout, packed_layout.prefixes, scale=scale, window=sliding_window
-        )
-        return out_THD.unsqueeze(0), None
-    if packed_layout.fused is not None:  # never with dropout: see PackedPolicy
-        out_THD = fused_attention(
-            query_THD, key_TKD, value_TKD, packed_layout.fused, scale=scale, window=sliding_window
-        )
-        return out_THD.unsqueeze(0), None
+    rules = {"scale": scaling, "window": sliding_window, "dropout": kwargs.get("dropout", 0.0)}
+    rules |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    share = packed_layout.kernels.context
+    if share is None:
+        return _attention(query_THD, key_TKD, value_TKD, packed_layout, rules).unsqueeze(0), None
+    if rules["sinks"] is not None:
+        rules["sinks"] = rules["sinks"][share.own(len(rules["sinks"]))]
+    query_THD, key_TKD, value_TKD = share.to_heads(query_THD, key_TKD, value_TKD)
+    out_THD = _attention(query_THD, key_TKD, value_TKD, packed_layout, rules)
+    return share.to_tokens(out_THD).unsqueeze(0), None
 
-    arguments = {"scale": scaling, "window": sliding_window, "dropout": kwargs.get("dropout", 0.0)}
-    arguments |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
-    out_THD = _attention_by_blocks(query_THD, key_TKD, value_TKD, packed_layout, arguments)
-    return out_THD.unsqueeze(0), None
+
+def _attention(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    layout: PackedLayout,
+    rules: Mapping[str, Any],
+) -> torch.Tensor:
+    """Attention (T, H, D) by the kernels of the layout. `rules` are the arguments of a ScoreRule."""
+    scale = 1.0 / math.sqrt(query_THD.shape[-1]) if rules["scale"] is None else rules["scale"]
+    window = rules["window"]
+    if layout.prefixes is not None:
+        return _attention_with_prefixes(
+            query_THD, key_TKD, value_TKD, layout, layout.prefixes, scale=scale, window=window
+        )
+    if layout.fused is not None:  # never with dropout: see PackedPolicy
+        return fused_attention(query_THD, key_TKD, value_TKD, layout.fused, scale=scale, window=window)
+    out_THD: torch.Tensor = _attention_by_blocks(query_THD, key_TKD, value_TKD, layout, rules)
+    return out_THD
 
 
 def _attention_with_prefixes(

@@ -17,7 +17,7 @@ K candidates of a token, P tokens of a piece, J targets of a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from meshrl.models.attention import (
     choose_kernels,
     enable_packed_attention,
 )
+from meshrl.models.context import ContextShare
 from meshrl.models.families import (
     UNTRAINABLE_TYPES,
     needs_unfused,
@@ -78,12 +79,13 @@ class PackedPolicy(nn.Module):
         autocast: bool = True,
         compile_head: bool = False,
         one_pass: bool = False,
+        context: ContextShare | None = None,
     ) -> None:
         """`autocast` is off where the parameters themselves come in compute_dtype; `device` where the model is meta.
 
         `one_pass`: each row takes one forward pass of the model, whatever its samples, since other ranks wait in it;
-        padded rows then are as long as the longest sample. Raises ValueError for a model that cannot be trained and for
-        an attention that cannot run here.
+        padded rows then are as long as the longest sample. `context`: the ranks that share each row, see
+        `layout_reason`. Raises ValueError for a model that cannot be trained and for an attention that cannot run here.
         """
         super().__init__()
         if (reason := UNTRAINABLE_TYPES.get(model.config.get_text_config().model_type)) is not None:
@@ -101,7 +103,8 @@ class PackedPolicy(nn.Module):
         if self.packed:
             enable_packed_attention(model)
             dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-            self.kernels = choose_kernels("sdpa" if dropout or needs_unfused(model) else attn, device, dtype)
+            kernels = choose_kernels("sdpa" if dropout or needs_unfused(model) else attn, device, dtype)
+            self.kernels = replace(kernels, context=context)
         self.prefix_reason = self.unpacked_reason or prefix_reason(model)
         if self.prefix_reason is None and not self.kernels.fused and device.type != "cpu":
             self.prefix_reason = "its attention kernels here take none"
@@ -118,13 +121,28 @@ class PackedPolicy(nn.Module):
         if self._must_split(row):
             parts = [self(sample) for sample in _samples(row)]
             return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
-        sources_N = row.sources
         targets_N = row.token_ids[row.predicted]
         if row.candidates is not None:
             targets_N = torch.cat([targets_N[:, None], row.candidates], dim=1)
+        share = row.layout.kernels.context
+        if share is None:
+            return self._logprobs(row, row.sources, targets_N, row.temperatures)
+        own = share.own(len(row.token_ids))
+        here_M = ((row.sources >= own.start) & (row.sources < own.stop)).nonzero()[:, 0]
+        part = replace(row, token_ids=row.token_ids[own], position_ids=row.position_ids[own])
+        logprobs_M, entropies_M = self._logprobs(
+            part, row.sources[here_M] - own.start, targets_N[here_M], row.temperatures[here_M]
+        )
+        logprobs_N, entropies_N = (share.whole(each_M, here_M, len(targets_N)) for each_M in (logprobs_M, entropies_M))
+        return logprobs_N, entropies_N
+
+    def _logprobs(
+        self, row: PackedRow, sources_N: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies of the targets, each of which the row's token at its source predicts."""
         with torch.autocast(row.token_ids.device.type, self._compute_dtype, enabled=self._autocast):
             if not self.packed:
-                return token_logprobs(self._padded_logits(row, sources_N), targets_N, row.temperatures)
+                return token_logprobs(self._padded_logits(row, sources_N), targets_N, temperatures_N)
             inputs = {
                 "input_ids": row.token_ids[None],
                 "position_ids": row.position_ids[None],
@@ -133,9 +151,9 @@ class PackedPolicy(nn.Module):
             }
             if self._transforms_logits():
                 logits_1NV = self.model(**inputs, logits_to_keep=sources_N).logits
-                return token_logprobs(logits_1NV[0], targets_N, row.temperatures)
+                return token_logprobs(logits_1NV[0], targets_N, temperatures_N)
             hidden_1TE = self.model.base_model(**inputs).last_hidden_state
-            return self._head(hidden_1TE[0, sources_N], targets_N, row.temperatures)
+            return self._head(hidden_1TE[0, sources_N], targets_N, temperatures_N)
 
     def _must_split(self, row: PackedRow) -> bool:
         """Whether rotary embeddings that follow the longest sequence of a pass would be wrong for other samples."""
@@ -179,7 +197,7 @@ class PackedPolicy(nn.Module):
                 temperatures_N[start : start + piece],
                 use_reentrant=False,
             )
-            for start in range(0, len(targets_N), piece)
+            for start in range(0, max(1, len(targets_N)), piece)
         ]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 

@@ -50,7 +50,7 @@ def run_rank(config: SFTConfig, rank: int) -> None:
         device = resolve_device(config.model.device)
         check_has_device(device, os.environ)
         try:
-            parallel = RankGroup.start(os.environ, device=device, dp_replicate=config.model.dp_replicate)
+            parallel = RankGroup.start(os.environ, device=device, **config.model.layout)
         except ValueError as error:
             raise ModelError(str(error)) from error
         lifeline = Lifeline.tie(parallel, os.environ)

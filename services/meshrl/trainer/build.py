@@ -84,7 +84,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
     try:
         device, compute_dtype = resolve_device(config.model.device), resolve_dtype(config.model)
         check_has_device(device, environment)
-        parallel = RankGroup.start(environment, device=device, dp_replicate=config.model.dp_replicate)
+        parallel = RankGroup.start(environment, device=device, **config.model.layout)
         lifeline = Lifeline.tie(parallel, environment)
         check_fits(config.model, config.optim, parallel, publishes=True)
         model, logits_bytes = resolve_auto(

@@ -149,8 +149,8 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 server.set_serving()
                 say_ready()
                 logger.info(
-                    "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}",
-                    config.run_id, parts.run.step_done, epoch, plan.world_size, address,
+                    "trainer: run {!r} at version {} (epoch {}) on {} rank(s) ({}), serving TrainerService at {}",
+                    config.run_id, parts.run.step_done, epoch, plan.world_size, plan.layout, address,
                 )  # fmt: skip
                 return await _until_drained(table.own, server, trained, stop, deadline_s=config.drain_deadline_s)
             finally:

@@ -148,9 +148,11 @@ def resolve_auto(
 ) -> tuple[TrainerModelConfig, int]:
     """The configuration with every `auto` resolved, and the bytes of logits at once; the same on every rank.
 
-    `publishes` as in `memory_need`. Collective. Raises ModelError when there is no such model, and ValueError for
-    adapters that do not fit it.
+    `seq_len` counts the tokens of a row, of which each of the ranks that share it has its part. `publishes` as in
+    `memory_need`. Collective. Raises ModelError when there is no such model, and ValueError for adapters that do not
+    fit it.
     """
+    seq_len = -(-seq_len // parallel.plan.cp)
     on_gpu = parallel.device.type == "cuda"
     dtype = resolve_dtype(config)
     free = np.zeros(parallel.plan.world_size, dtype=np.int64)
@@ -183,8 +185,9 @@ def resolve_auto(
     if decisions and parallel.plan.leads:
         there = "unknown" if least is None else f"{least / 2**30:.0f} GiB"
         logger.info(
-            "auto: {} for rows of {} tokens, {} free on {}", ", ".join(decisions), seq_len, there, parallel.device
-        )
+            "auto: {} for {} tokens of a row on each rank, {} free on {}",
+            ", ".join(decisions), seq_len, there, parallel.device,
+        )  # fmt: skip
     return config.model_copy(update=changes), logits_bytes
 
 

@@ -17,6 +17,7 @@ from meshrl.models.lora import apply_lora, coverage, reset_lora
 from meshrl.training.checkpoints.train_state import seed_rank
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig, TrainerModelConfig
+from meshrl.training.parallel.check import check_layout
 from meshrl.training.parallel.fsdp import prepare_blocks, shard
 from meshrl.training.parallel.rank_group import RankGroup
 
@@ -51,6 +52,7 @@ def build_learner(
             f"seq_len {seq_len} is beyond the {learned} positions that model.name {config.name!r} has learned; set it"
             f" to {learned}"
         )
+    check_layout(model, config, parallel.plan)
     add_adapters(model, config)
     if config.lora is not None and parallel.plan.leads:
         logger.info(coverage(model))
@@ -63,6 +65,7 @@ def build_learner(
         autocast=parallel.mesh is None,
         compile_head=isinstance(config.compile, CompileConfig) and on_gpu,
         one_pass=not parallel.plan.is_alone,
+        context=parallel.context,
     )
     prepare_blocks(policy, config)
     if parallel.mesh is not None:

@@ -109,8 +109,9 @@ class Learner:
         self._routing.begin()
         with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
             rows = [self._forward_backward(run, micro_batch, counts) for micro_batch in own]
-            # The loss and the objective's metrics, summed over rows and ranks.
-            metrics = self.parallel.sum_named(_added({"total": row.loss.total, **row.loss.metrics} for row in rows))
+            # The loss and the objective's metrics, summed over rows; ranks that share rows have the same.
+            sums = _added({"total": row.loss.total, **row.loss.metrics} for row in rows)
+            metrics = self.parallel.sum_named(sums if self.parallel.plan.reports else dict.fromkeys(sums, 0.0))
             loss = metrics.pop("total", 0.0)
             if not math.isfinite(loss):
                 raise _not_finite(run, f"loss {loss}")
@@ -222,14 +223,14 @@ class Learner:
 
     def _forward_backward(self, run: RunState, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
         row = self._forward(run, micro_batch, counts)
-        # Sharded gradients are averaged over the ranks, and the rows' losses already add up to the batch's.
-        scale = 1 if self.parallel.mesh is None else self.parallel.plan.dp_size
-        torch.autograd.backward(row.loss.total * scale)
+        torch.autograd.backward(row.loss.total)  # gradients are summed over the ranks, as the rows' losses are
         return replace(row, loss=replace(row.loss, total=row.loss.total.detach()))
 
     def _forward(self, run: RunState, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
         """A rank runs a row without any token too: the others wait for it in the collectives of the pass."""
         row = to_row(micro_batch, self.device, self.policy.kernels)
+        share = self.parallel.context
+        self._routing.tokens = None if share is None else share.real(len(micro_batch.token_ids))
         logprobs, entropies = self.policy(row)
         tokens = to_tokens(micro_batch, logprobs)
         return RowRecord(
@@ -240,10 +241,11 @@ class Learner:
         )
 
     def _gathered(self, own: TokenRecord) -> TokenRecord:
-        """Rank 0: the record of all ranks, in their order; elsewhere the rank's own."""
+        """Rank 0: the record of all rows, in the order of the ranks; elsewhere that of the rank's own."""
         if self.parallel.plan.is_alone:
             return own
-        parts = {name: self.parallel.gather(getattr(own, name)) for name in TokenRecord.__dataclass_fields__}
+        counted = None if self.parallel.plan.reports else 0  # tokens
+        parts = {name: self.parallel.gather(getattr(own, name)[:counted]) for name in TokenRecord.__dataclass_fields__}
         if not self.parallel.plan.leads:
             return own
         return TokenRecord(**{name: np.concatenate(part or []) for name, part in parts.items()})
@@ -270,14 +272,21 @@ def _joined(records: Sequence[TokenRecord]) -> TokenRecord:
 
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:
-    """Moves a micro-batch to the device and lays it out for packed attention; predicts every term's tokens."""
+    """Moves a micro-batch to the device and lays it out for packed attention; predicts every term's tokens.
+
+    Where ranks share a row, it is padded so that their parts are alike.
+    """
     predicted = predicted_tokens(micro_batch)
-    offsets = micro_batch.sample_offsets
+    offsets, token_ids, position_ids = micro_batch.sample_offsets, micro_batch.token_ids, micro_batch.position_ids
     temperatures = np.repeat(micro_batch.temperatures, np.diff(offsets))[predicted]
     prefixes = PrefixPlan.from_samples(offsets, micro_batch.prefix_tokens, micro_batch.prefix_samples, device)
+    if kernels is not None and kernels.context is not None and (missing := kernels.context.missing(len(token_ids))):
+        token_ids = np.pad(token_ids, (0, missing))  # one more sample, which nothing looks at
+        position_ids = np.concatenate([position_ids, np.arange(missing, dtype=position_ids.dtype)])
+        offsets = np.append(offsets, len(token_ids))
     return PackedRow(
-        token_ids=_on(micro_batch.token_ids.astype(np.int64), device),
-        position_ids=_on(micro_batch.position_ids.astype(np.int64), device),
+        token_ids=_on(token_ids.astype(np.int64), device),
+        position_ids=_on(position_ids.astype(np.int64), device),
         layout=PackedLayout.from_offsets(offsets, device, kernels, prefixes),
         predicted=_on(predicted, device),
         sources=_on(micro_batch.sources[predicted], device),

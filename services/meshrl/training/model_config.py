@@ -77,6 +77,9 @@ class TrainerModelConfig(ModelConfig):
     dp_replicate: int = Field(default=1, ge=1)
     """HSDP: groups of ranks that each hold the whole model, sharded within; 1 is plain FSDP."""
 
+    cp: int = Field(default=1, ge=1)
+    """Context parallel: ranks that share the tokens of a row, for rows longer than one GPU holds (Ulysses)."""
+
     fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory; the optimizer runs there."""
 
@@ -88,6 +91,11 @@ class TrainerModelConfig(ModelConfig):
 
     lora: LoraConfig | None = None
     """Train adapters instead of the model; off unless given."""
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """How the ranks divide the work, by the names of ParallelPlan; what is left over shards the parameters."""
+        return {"dp_replicate": self.dp_replicate, "cp": self.cp}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

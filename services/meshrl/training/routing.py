@@ -24,9 +24,13 @@ from meshrl.training.parallel.rank_group import RankGroup
 
 
 class RoutingWatch:
-    """Counts since `begin` what passes through the routers of a model; nothing for a model without."""
+    """Counts since `begin` what passes through the routers of a model; nothing for a model without.
+
+    `tokens`: how many of a row's tokens count, the others being padding after them; None counts all.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self.tokens: int | None = None
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         self._counts: list[torch.Tensor | None] = [None] * len(routers)  # (E + 2,): loads, confidence, tokens
         self._experts = [len(next(matrix for matrix in router.parameters() if matrix.ndim == 2)) for router in routers]
@@ -69,6 +73,7 @@ class RoutingWatch:
         logits_NE = next((one for one in output if one.is_floating_point() and one.shape[-1] == experts), None)
         if chosen_NK is None or logits_NE is None:
             return
+        chosen_NK, logits_NE = chosen_NK[: self.tokens], logits_NE[: self.tokens]
         probabilities_NE = logits_NE.float().softmax(dim=-1)
         counts = torch.zeros(experts + 2, dtype=torch.float64, device=logits_NE.device)
         counts[:experts] = torch.bincount(chosen_NK.flatten(), minlength=experts)[:experts]

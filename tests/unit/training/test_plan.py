@@ -19,18 +19,15 @@ def torchrun(rank: int, world_size: int, *, here: int | None = None) -> dict[str
     }
 
 
-def plans(world_size: int, *, dp_replicate: int = 1) -> list[ParallelPlan]:
-    return [
-        ParallelPlan.from_environment(torchrun(rank, world_size), dp_replicate=dp_replicate)
-        for rank in range(world_size)
-    ]
+def plans(world_size: int, **sizes: int) -> list[ParallelPlan]:
+    return [ParallelPlan.from_environment(torchrun(rank, world_size), **sizes) for rank in range(world_size)]
 
 
 def test_a_process_without_torchrun_is_alone_and_does_everything() -> None:
     plan = ParallelPlan.from_environment({})
     assert plan == ParallelPlan()
     assert all((plan.is_alone, plan.leads, plan.sends, plan.on_one_host))
-    assert (plan.world_size, plan.dp_size, plan.num_senders, plan.mesh_shape) == (1, 1, 1, {"dp_shard": 1})
+    assert (plan.world_size, plan.dp_size, plan.num_senders, plan.mesh_shape) == (1, 1, 1, {"fsdp": 1})
 
 
 def test_every_row_is_trained_by_one_rank() -> None:
@@ -41,12 +38,22 @@ def test_every_row_is_trained_by_one_rank() -> None:
     assert sorted(id(row) for part in own for row in part) == sorted(map(id, rows))
 
 
+def test_ranks_that_share_a_row_train_it_together_and_one_of_them_reports_it() -> None:
+    sample = TrainSample(token_ids=np.arange(4, dtype=np.int32), loss_mask=np.ones(4, bool), logprobs=np.zeros(4))
+    shared = plans(4, cp=2)
+    rows = pack_samples([sample] * 4, seq_len=4, dp_size=shared[0].dp_size).micro_batches
+    own = [[id(row) for row in plan.own_rows(rows)] for plan in shared]
+    assert own[0] == own[1] != own[2] == own[3]
+    assert [plan.reports for plan in shared] == [True, False, True, False]
+    assert {(plan.num_senders, plan.mesh_shape["fsdp"]) for plan in shared} == {(4, 4)}
+
+
 def test_the_first_copy_sends_a_version() -> None:
     assert [plan.sends for plan in plans(4)] == [True] * 4
     hybrid = plans(4, dp_replicate=2)
     assert [plan.sends for plan in hybrid] == [True, True, False, False]
     assert {(plan.num_senders, plan.shards) for plan in hybrid} == {(2, 2)}
-    assert hybrid[0].mesh_shape == {"dp_replicate": 2, "dp_shard": 2}
+    assert hybrid[0].mesh_shape == {"dp_replicate": 2, "fsdp": 2}
 
 
 def test_each_file_is_read_by_one_rank() -> None:
@@ -64,10 +71,23 @@ def test_replicas_must_divide_the_ranks() -> None:
         ParallelPlan.from_environment(torchrun(0, 4), dp_replicate=3)
 
 
-@pytest.mark.parametrize("dimension", ["cp", "tp", "ep"])
+@pytest.mark.parametrize("dimension", ["tp", "ep"])
 def test_dimensions_that_come_later_are_one(dimension: str) -> None:
-    with pytest.raises(ValueError, match="cp, tp and ep must be 1"):
+    with pytest.raises(ValueError, match="tp and ep must be 1"):
         ParallelPlan(**{dimension: 2})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "told"),
+    [
+        (1, {"cp": 2}, r"model\.cp must divide the number of ranks \(1\), got 2; .* change deployment\.num_train_gpus"),
+        (6, {"cp": 4}, r"model\.cp must divide the number of ranks \(6\), got 4"),
+        (4, {"dp_replicate": 2, "cp": 4}, r"ranks \(4, of which model\.dp_replicate takes 2\), got 4"),
+    ],
+)
+def test_ranks_that_share_rows_must_divide_the_ranks(ranks: int, sizes: dict[str, int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ParallelPlan.from_environment(torchrun(0, ranks), **sizes)
 
 
 def test_a_rank_beyond_the_group_is_refused() -> None:

@@ -56,6 +56,8 @@ class BenchReport:
     model: str
     device: str
     ranks: int
+    layout: str
+    """How the ranks divide the work, as ParallelPlan.layout."""
     seq_len: int
     lengths: str
     tokens_per_step: int
@@ -85,7 +87,8 @@ class BenchReport:
             ("parameters", f"{self.parameters:,d}", f"{self.trainable_parameters:,d} trained"),
         ]
         rows += [(f"  {name}", f"{seconds * 1e3:.1f}", "ms") for name, seconds in self.kernel_s.items()]
-        title = f"{self.model} on {self.ranks} x {self.device}, rows of {self.seq_len} tokens, {self.lengths} lengths"
+        ranks = f"{self.ranks} x {self.device}" + (f" ({self.layout})" if self.ranks > 1 else "")
+        title = f"{self.model} on {ranks}, rows of {self.seq_len} tokens, {self.lengths} lengths"
         return f"{title}\n{plain_table(rows, right={1}, indent='  ')}"
 
     def write(self, path: Path, settings: Mapping[str, object]) -> None:
@@ -144,9 +147,7 @@ def bench_rank(
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
-    parallel = RankGroup.start(
-        environment, device=resolve_device(config.model.device), dp_replicate=config.model.dp_replicate
-    )
+    parallel = RankGroup.start(environment, device=resolve_device(config.model.device), **config.model.layout)
     model, logits_bytes = resolve_auto(
         config.model,
         config.optim,
@@ -208,6 +209,7 @@ def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str
         model=name,
         device=torch.cuda.get_device_name(learner.device) if learner.device.type == "cuda" else "CPU",
         ranks=parallel.plan.world_size,
+        layout=parallel.plan.layout,
         seq_len=seq_len,
         lengths=config.lengths,
         tokens_per_step=round(statistics.mean(tokens)),

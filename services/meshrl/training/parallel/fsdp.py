@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -75,7 +75,7 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
 def shard(policy: PackedPolicy, config: TrainerModelConfig, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Shards each block, and then what is left (embeddings, last norm, head), over the mesh.
 
-    Parameters are gathered in `compute_dtype`, gradients are summed in `reduce_dtype` and averaged over the ranks.
+    Parameters are gathered in `compute_dtype`, gradients are summed over the ranks, in `reduce_dtype`.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
@@ -85,6 +85,10 @@ def shard(policy: PackedPolicy, config: TrainerModelConfig, mesh: DeviceMesh, co
     for block in transformer_blocks(policy.model):
         apply(block, reshard_after_forward=config.reshard_after_forward)
     apply(policy, reshard_after_forward=False)  # its backward pass begins where its forward pass ends
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):  # sums, not means: right for any number of ranks that share a row
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # which not all backends can do while they scale
 
 
 def _set_forward(block: nn.Module, forward: Callable[..., object]) -> None:

@@ -6,13 +6,13 @@ counts ranks by itself.
 
 Ranks are numbered along the mesh, the last dimension fastest:
 
-    dp_replicate   copies of the model (HSDP); gradients are averaged over them
-    dp_shard       parts of a copy's parameters, which FSDP gathers block by block
-    cp             context parallel: ranks that share the tokens of a row
+    dp_replicate   copies of the model (HSDP); gradients are summed over them
+    dp_shard       groups of ranks that train rows of their own and hold different parts of a copy
+    cp             context parallel: ranks that share the tokens of a row; FSDP shards parameters over dp_shard * cp
     tp             tensor parallel: ranks that share each matrix product
-    ep             expert parallel: lies over ranks of dp_shard and adds none of its own
+    ep             expert parallel: lies over ranks of dp_shard, cp and tp, and adds none of its own
 
-cp, tp and ep are 1 in this version: every rank trains rows of its own.
+tp and ep are 1 in this version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from meshrl.wire.types import MicroBatch
 
-SHARD, REPLICATE = "dp_shard", "dp_replicate"
+SHARD, REPLICATE = "fsdp", "dp_replicate"
 
 Item = TypeVar("Item")
 
@@ -42,29 +42,34 @@ class ParallelPlan:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        if (self.cp, self.tp, self.ep) != (1, 1, 1):
-            raise ValueError(f"cp, tp and ep must be 1 in this version, got {self.cp}, {self.tp} and {self.ep}")
+        if (self.tp, self.ep) != (1, 1):
+            raise ValueError(f"tp and ep must be 1 in this version, got {self.tp} and {self.ep}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], *, dp_replicate: int = 1) -> ParallelPlan:
+    def from_environment(cls, environment: Mapping[str, str], *, dp_replicate: int = 1, cp: int = 1) -> ParallelPlan:
         """The plan of the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
 
-        Raises ValueError when `dp_replicate` (model.dp_replicate) does not divide the number of ranks.
+        Sizes are those of the `model` section. Raises ValueError when they do not divide the number of ranks.
         """
         world_size = int(environment.get("WORLD_SIZE", "1"))
-        if world_size % dp_replicate:
-            raise ValueError(
-                f"model.dp_replicate must divide the number of ranks ({world_size}), got {dp_replicate}; use 1 or "
-                "a divisor"
-            )
+        taken = 1
+        for key, size in (("dp_replicate", dp_replicate), ("cp", cp)):
+            if world_size // taken % size:
+                beside = f", of which model.dp_replicate takes {taken}" if taken > 1 else ""
+                raise ValueError(
+                    f"model.{key} must divide the number of ranks ({world_size}{beside}), got {size}; use 1 or a "
+                    "divisor, or change deployment.num_train_gpus"
+                )
+            taken *= size
         return cls(
             rank=int(environment.get("RANK", "0")),
             local_rank=int(environment.get("LOCAL_RANK", "0")),
             local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             dp_replicate=dp_replicate,
-            dp_shard=world_size // dp_replicate,
+            dp_shard=world_size // taken,
+            cp=cp,
         )
 
     # --- the group --------------------------------------------------------------------------------
@@ -81,8 +86,13 @@ class ParallelPlan:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which serves, reports, and writes what is written once."""
+        """Whether this is rank 0, which serves, and writes what is written once."""
         return self.rank == 0
+
+    @property
+    def reports(self) -> bool:
+        """Whether what this rank measures of its rows counts: of the ranks that share rows, one does."""
+        return self.rank % (self.cp * self.tp) == 0
 
     @property
     def on_one_host(self) -> bool:
@@ -91,8 +101,14 @@ class ParallelPlan:
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """The dimensions of the device mesh by name, outermost first; HSDP has two."""
-        return ({REPLICATE: self.dp_replicate} if self.dp_replicate > 1 else {}) | {SHARD: self.dp_shard}
+        """The dimensions of the mesh over which FSDP shards, by name, outermost first; HSDP has two."""
+        return ({REPLICATE: self.dp_replicate} if self.dp_replicate > 1 else {}) | {SHARD: self.dp_shard * self.cp}
+
+    @property
+    def layout(self) -> str:
+        """The dimensions of more than one rank, for a person; "one rank" where there is none."""
+        sizes = ((name, getattr(self, name)) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep"))
+        return ", ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
 
     # --- rows: who trains what ----------------------------------------------------------------------
 

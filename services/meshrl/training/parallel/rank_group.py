@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshrl.models.context import ContextShare
 from meshrl.training.parallel.plan import ParallelPlan
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -28,7 +29,8 @@ class RankGroup:
     """One rank in its group; without arguments, a process on its own.
 
     plan: who does what. device: where this rank computes. mesh: the dimensions of `plan.mesh_shape`; None where nothing
-    is sharded (one process on a CPU). control: gloo group for data on the CPU; None in a group of one.
+    is sharded (one process on a CPU). context: the ranks that share this rank's rows; None where it has rows of its
+    own. control: gloo group for data on the CPU; None in a group of one.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class RankGroup:
         *,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
+        context: ContextShare | None = None,
         control: dist.ProcessGroup | None = None,
     ) -> None:
         self.plan = plan or ParallelPlan()
         self.device = device or torch.device("cpu")
         self.mesh = mesh
+        self.context = context
         self.control = control
 
     @property
@@ -61,14 +65,15 @@ class RankGroup:
         *,
         device: torch.device,
         dp_replicate: int = 1,
+        cp: int = 1,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> RankGroup:
         """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
         A GPU without torchrun becomes a group of one, since sharding is also what mixes precisions there; a CPU without
-        torchrun needs no group. Raises ValueError when dp_replicate does not divide the group.
+        torchrun needs no group. Raises ValueError when dp_replicate and cp do not divide the group.
         """
-        plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate)
+        plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate, cp=cp)
         on_gpu = device.type == "cuda"
         if plan.is_alone and not on_gpu:
             return cls(plan, device=device)
@@ -87,7 +92,11 @@ class RankGroup:
         shape = plan.mesh_shape
         mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         control = None if plan.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(plan, device=device, mesh=mesh, control=control)
+        context = None
+        if plan.cp > 1:
+            rows = init_device_mesh(device.type, (plan.dp_size, plan.cp), mesh_dim_names=("dp", "cp"))
+            context = ContextShare.of(rows.get_group("cp"))
+        return cls(plan, device=device, mesh=mesh, context=context, control=control)
 
     # --- collectives over the control group; every rank calls them in the same order ----------------
 

@@ -1,0 +1,42 @@
+"""Refuses layouts that a model cannot be trained in, before its weights are loaded: each in one sentence.
+
+Whether the sizes divide the ranks is checked before, where the ParallelPlan is made.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from meshrl.models.families import positions_grow_beyond, unpacked_reason
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.plan import ParallelPlan
+
+
+def check_layout(model: PreTrainedModel, config: TrainerModelConfig, plan: ParallelPlan) -> None:
+    """Raises ValueError where the model, which may be without storage, cannot be divided as the plan has it."""
+    if plan.cp > 1 and (reason := context_reason(model, plan.cp)) is not None:
+        raise ValueError(f"model.cp is {plan.cp}, but ranks cannot share rows of {config.name!r}: {reason}")
+
+
+def context_reason(model: PreTrainedModel, cp: int) -> str | None:
+    """Why `cp` ranks cannot share a row of the model, and what to do instead; None when they can."""
+    text = model.config.get_text_config()
+    if (reason := unpacked_reason(model)) is not None:
+        return f"{reason}, which needs all tokens of a sample in one place; set model.cp = 1, and model.ac for memory"
+    if (limit := positions_grow_beyond(text)) is not None:
+        return (
+            f"its rotary embeddings depend on the longest sample beyond {limit} tokens; set model.cp = 1, or rope_type "
+            "yarn in its config.json"
+        )
+    queries, keys = attention_heads(text)
+    if queries % cp or (keys % cp and cp % keys):
+        fitting = [n for n in range(1, queries + 1) if queries % n == 0 and (keys % n == 0 or n % keys == 0)]
+        return f"it has {queries} attention heads and {keys} key-value heads; set model.cp to one of {fitting}"
+    return None
+
+
+def attention_heads(text: PreTrainedConfig) -> tuple[int, int]:
+    """Query and key-value heads of a layer; models with latent attention make a key of each query's."""
+    queries = int(text.num_attention_heads)
+    latent = getattr(text, "kv_lora_rank", None) is not None
+    return queries, queries if latent else int(getattr(text, "num_key_value_heads", None) or queries)

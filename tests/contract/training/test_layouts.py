@@ -1,0 +1,53 @@
+"""The same training in one process and on ranks that share rows, for families of every kind: the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from layouts import CASES, FAMILIES, LAYOUTS, make_models
+from layouts import __file__ as program
+
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("layouts")
+    make_models(folder)
+    done = subprocess.run(
+        [sys.executable, program, str(folder), str(folder / "found.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    numbers: Found = json.loads((folder / "found.json").read_text())
+    return numbers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layout_trains_as_one_process(family: str, case: str, layout: str, found: Found) -> None:
+    alone, here = found[f"{family} / {case} / one process"], found[f"{family} / {case} / {layout}"]
+    assert here["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+    assert here["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    assert here["zero_grad_ratio"] == pytest.approx(alone["zero_grad_ratio"], abs=1e-5)
+    for own, others in zip(here["logprobs"], alone["logprobs"], strict=True):  # each token of the batch, once
+        assert own == pytest.approx(others, abs=1e-4)
+    for part in ("metrics", "routing"):
+        for own, others in zip(here[part], alone[part], strict=True):
+            assert own == pytest.approx(others, abs=1e-5)
+
+
+def test_the_numbers_are_those_of_trainings_that_differ(found: Found) -> None:
+    alone = [found[f"{family} / {case} / one process"] for family in FAMILIES for case in CASES]
+    assert len({loss for one in alone for loss in one["loss"]}) == 2 * len(alone)
+    assert {family for family in FAMILIES if found[f"{family} / gspo / one process"]["shares_prefixes"]} == {
+        "qwen3", "qwen3_moe"
+    }  # fmt: skip
+    assert all(one["routing"][0] for one, family in zip(alone[::2], FAMILIES, strict=True) if family != "qwen3")

@@ -1,0 +1,47 @@
+"""Layouts that a model cannot be trained in are refused, each in a sentence with the key and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshrl.models.load import empty_model
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.check import check_layout
+from meshrl.training.parallel.plan import ParallelPlan
+from tiny_families import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sizes", "told"),
+    [
+        ("qwen3", {}, {"cp": 2}, None),
+        ("qwen3", {"num_key_value_heads": 1}, {"cp": 4}, None),
+        ("gpt_oss", {}, {"cp": 2}, None),
+        ("qwen3", {}, {"cp": 8}, r"4 attention heads and 2 key-value heads; set model\.cp to one of \[1, 2, 4\]"),
+        (
+            "qwen3", {"num_attention_heads": 12, "num_key_value_heads": 3}, {"cp": 4},
+            r"12 attention heads and 3 key-value heads; set model\.cp to one of \[1, 3, 6, 12\]",
+        ),
+        ("qwen3_next", {}, {"cp": 2}, r"it has layers of linear_attention, which needs all tokens .* model\.cp = 1"),
+        ("mamba2", {}, {"cp": 2}, r"needs all tokens of a sample in one place; set model\.cp = 1"),
+        (
+            "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {"cp": 2},
+            r"its rotary embeddings depend on the longest sample beyond 128 tokens; set model\.cp = 1",
+        ),
+    ],
+)  # fmt: skip
+def test_a_layout_is_taken_or_refused(
+    family: str, changes: dict[str, Any], sizes: dict[str, int], told: str | None, tmp_path: Path
+) -> None:
+    tiny_config(family, **changes).save_pretrained(tmp_path)
+    config = TrainerModelConfig.model_validate({"name": str(tmp_path), "device": "cpu"} | sizes)
+    model, plan = empty_model(config, dtype=torch.float32), ParallelPlan(**config.layout)
+    if told is None:
+        check_layout(model, config, plan)
+        return
+    with pytest.raises(ValueError, match=told):
+        check_layout(model, config, plan)
