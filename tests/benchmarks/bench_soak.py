@@ -26,6 +26,7 @@ from meshrl.launch import demo
 from meshrl.wire.text_table import markdown_head, markdown_row
 from soak_figures import PROGRAMS, Process, Rule, Sample, Verdict, as_json, disk_parts, judge, look_at
 
+AUDIT = Path(__file__).parents[1] / "support" / "ledger_audit.py"
 READY_S = 240.0
 STALL_S = 600.0
 END_S = 120.0
@@ -181,9 +182,7 @@ def soak(read: argparse.Namespace, folder: Path) -> int:
     print(table(verdicts, shown))
     if read.report is not None:
         read.report.write_text(json.dumps(as_json(verdicts, settled), indent=1))
-    audit = subprocess.run(
-        [sys.executable, "-m", "meshrl.orchestrator.ledger.audit", str(run.layout.output_dir)], check=False
-    ).returncode
+    audit = subprocess.run([sys.executable, str(AUDIT), str(run.layout.output_dir)], check=False).returncode
     grown = [verdict.rule.figure for verdict in verdicts if not verdict.flat]
     missing = len(RULES) - len(verdicts)
     if code:

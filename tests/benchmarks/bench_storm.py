@@ -33,6 +33,7 @@ from meshrl.launch import demo
 from meshrl.launch.demo_report import EDGE_STEPS, curves, read_records
 from storm_run import Run, StormError
 
+AUDIT = Path(__file__).parents[1] / "support" / "ledger_audit.py"
 PROGRAMS = ("weights", "inference", "trainer", "rollout", "orchestrator")
 FIRST_STEPS = 5  # before the first fault: they also say how long a step takes
 STEPS_UP = 2
@@ -149,7 +150,7 @@ def report(
     path = run.output_dir / "metrics.jsonl"
     rewards = [reward for _, reward in curves(read_records(path)).train] if path.exists() else []
     audit = subprocess.run(
-        [sys.executable, "-m", "meshrl.orchestrator.ledger.audit", str(run.output_dir)],
+        [sys.executable, str(AUDIT), str(run.output_dir)],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     worst = max(storm.faults, key=lambda fault: fault.excess_s, default=None)

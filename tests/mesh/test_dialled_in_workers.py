@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from cut_link import CutLink
+from ledger_audit import audit
 from local_ports import free_port
 from mesh_run import Run
 from meshrl.client.authority import Authority
 from meshrl.client.trust import Role
-from meshrl.orchestrator.ledger.audit import audit
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(900)]
 UP_S = 300.0

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from ledger_audit import audit
 from mesh_run import Run, check_kill
-from meshrl.orchestrator.ledger.audit import audit
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ledger_audit import audit
 from mesh_run import WITH_WORKERS, Run
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
-from meshrl.orchestrator.ledger.audit import audit
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 MAX_OFF_POLICY_STEPS = 8  # the default

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import node_service
+from ledger_audit import audit
 from local_ports import free_port
 from mesh_run import Run
 from meshrl.client import ChannelOptions, RolloutClient, WeightSyncClient
-from meshrl.orchestrator.ledger.audit import audit
 
 pytestmark = [
     pytest.mark.mesh,

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 
+from ledger_audit import audit
 from mesh_run import RUN_TOML
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import CredentialFiles, Credentials, FileCredentials
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.wire.errors import MeshError, Reason
 from slurm_cluster import SlurmCluster, cluster, free_ports, why_not
 

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ledger_audit import audit
 from meshrl.core.telemetry.monitor import JsonlSink
 from meshrl.orchestrator.build import make_journal, make_plan
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble

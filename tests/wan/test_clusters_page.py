@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ledger_audit import audit
 from mesh_run import RUN_TOML
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl_examples.model import create_model
 from wan_rig import PERFECT, Line, Wan, open_wan
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from loguru import logger
 
+from ledger_audit import audit
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 

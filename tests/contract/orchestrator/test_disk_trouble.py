@@ -11,8 +11,8 @@ import pytest
 from loguru import logger
 from opentelemetry import trace
 
+from ledger_audit import audit, main
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.ledger.audit import audit, main
 from meshrl.orchestrator.main import orchestrate
 from small_disk import fill, make_read_only, mounted
 

@@ -12,6 +12,7 @@ import pytest
 from opentelemetry.trace import get_tracer
 
 from cut_link import CutLink
+from ledger_audit import audit
 from local_ports import free_port
 from meshrl.cli.status import _dialled_in
 from meshrl.client import ChannelOptions
@@ -23,7 +24,6 @@ from meshrl.core.clock import Clock
 from meshrl.core.config import ConfigError
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.main import orchestrate
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from loguru import logger
 
+from ledger_audit import audit
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.core.config import dump_toml
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling import sampler
 from meshrl.sampling.retry import RunError

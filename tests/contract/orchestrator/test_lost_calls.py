@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from loguru import logger
 
+from ledger_audit import audit
 from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
-from meshrl.orchestrator.ledger.audit import audit
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loguru import logger
 from opentelemetry import trace
 
+from ledger_audit import audit
 from local_ports import free_port
 from meshrl.core.config import ConfigError
 from meshrl.core.readiness import READY_FILE
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 
 TRACER = trace.get_tracer("test")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from opentelemetry import trace
 
+from ledger_audit import audit
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.build import build_loop, make_journal, make_plan
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.run import Run

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 from loguru import logger
 
+from ledger_audit import audit
 from meshrl.core.clock import Clock
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.sampling import pool as pool_module
 from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ledger_audit import audit, main
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.ledger.audit import audit, main
 from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.rules import Ledger

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ledger_audit import audit
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.build import make_journal
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path, write_state
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.rows import StepRecord

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ledger_audit import audit
 from meshrl.core import sqlite_files
-from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.wire.ledger_file import open_to_read

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.orchestrator.ledger.audit import audit
+from ledger_audit import audit
 from meshrl.orchestrator.ledger.resume import plan_resume, restore
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import Ledger

@@ -1,4 +1,4 @@
-"""Opens the ledger of a run to read it: by the commands that show a run, and by the audit."""
+"""Opens the ledger of a run to read it, for the commands that show a run."""
 
 from __future__ import annotations
 

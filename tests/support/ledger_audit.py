@@ -1,6 +1,6 @@
 """Audits the ledger of a run against its metrics: was every rollout counted once? Read-only; run by a person or a test.
 
-    python -m meshrl.orchestrator.ledger.audit OUTPUT_DIR
+    python tests/support/ledger_audit.py OUTPUT_DIR
 
 prints a table of the last run and exits with 1 when a rule is broken:
 
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report of an output_dir; returns 0 when the ledger is exact, 1 when not, 2 when there is none."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if len(given) != 1:
-        sys.stderr.write("usage: python -m meshrl.orchestrator.ledger.audit OUTPUT_DIR\n")
+        sys.stderr.write("usage: python tests/support/ledger_audit.py OUTPUT_DIR\n")
         return 2
     try:
         report = audit(Path(given[0]))
