@@ -241,7 +241,6 @@ class EmbeddedEngine(NeverSleeps):
                 )
             try:
                 self._weights.swap(shadow)
-                self._steps.runner.weights_changed()
             except Exception as error:  # whatever went wrong, some tensors may be new and some old: never serve them
                 self._steps.unfit = f"applying version {version} failed: {error}"
                 failure = MeshError(Reason.ENGINE_FAILED, self._steps.unfit)

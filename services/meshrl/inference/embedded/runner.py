@@ -29,7 +29,6 @@ from meshrl.inference.embedded.cache import (
     probe_layers,
     register_attention,
 )
-from meshrl.inference.embedded.decoder import SmallDecoder
 from meshrl.inference.embedded.reweighting import reweight
 from meshrl.inference.embedded.sampler import BatchSampling, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
@@ -117,9 +116,6 @@ class ModelRunner(ABC):
             top_logprobs=top_logprobs.cpu().numpy() if top_k else None,
         )
 
-    def weights_changed(self) -> None:  # noqa: B027 - most keep nothing of the weights
-        """Called after each swap of the model's weights, between two steps."""
-
     def step(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> StepOutput | None:
         """Computes the decoding rows and the prompt pieces and samples the rows; None when no row decodes."""
         rows = table.decoding
@@ -199,12 +195,6 @@ class SlotRunner(ModelRunner):
             )
         super().__init__(model, num_slots=num_slots, max_len=max_len)
         self.cache: SlotCache = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
-        self._decoder = SmallDecoder.of(model, self.cache, max_len)
-
-    def weights_changed(self) -> None:
-        if self._decoder is not None:
-            with torch.inference_mode():
-                self._decoder.weights_changed()
 
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
@@ -236,8 +226,6 @@ class SlotRunner(ModelRunner):
             segments=segments,
             dtype=self.cache.layers[0].keys.dtype,
         )
-        if self._decoder is not None:
-            return self._decoder.logits(torch.from_numpy(token_ids), plan, rows)
         with sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext():
             output = self.model(
                 input_ids=torch.from_numpy(token_ids).to(self.device)[None],

@@ -1,4 +1,4 @@
-"""The embedded engine's own forward pass: which models it takes, what it computes, and what becomes of new weights."""
+"""The forward pass over the slot cache: what it computes for models of several kinds, and after new weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
-from meshrl.inference.embedded.cache import SlotCache, SlotLayer, probe_layers, register_attention
-from meshrl.inference.embedded.decoder import SmallDecoder
 from meshrl.inference.engine import HostVersion
 from meshrl.models.state import hf_state
 
@@ -27,14 +23,6 @@ SETTINGS: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
-
-
-def decoder_of(model: PreTrainedModel, max_len: int = 32) -> SmallDecoder | None:
-    register_attention(model)
-    cache = SlotCache([SlotLayer(2, max_len, key, value) for key, value in probe_layers(model)])
-    decoder = SmallDecoder.of(model, cache, max_len)
-    assert all(not layer.keys.any() and not layer.values.any() for layer in cache.layers)
-    return decoder
 
 
 def other_models() -> dict[str, PreTrainedModel]:
@@ -56,24 +44,9 @@ async def test_models_of_the_same_kind_match_a_full_forward(name: str, start_eng
             torch.nn.init.normal_(module.bias)
     engine = await start_engine(model, max_model_len=64)
     made = await complete(engine, ask([3, 1, 4, 1, 5], max_tokens=40))
-    assert decoder_of(model) is not None
     model.set_attn_implementation("eager")
     expected = full_forward(model, [3, 1, 4, 1, 5], made.token_ids.tolist())
     np.testing.assert_allclose(made.logprobs, expected, atol=1e-4)
-
-
-def test_models_that_it_cannot_stand_in_for_are_left_to_transformers() -> None:
-    assert decoder_of(make_model()) is not None
-    assert decoder_of(make_model().to(torch.bfloat16)) is None
-    assert decoder_of(MistralForCausalLM(MistralConfig(**SETTINGS)).eval()) is None
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    assert decoder_of(LlamaForCausalLM(LlamaConfig(**SETTINGS, rope_parameters=dynamic)).eval()) is None
-
-
-def test_a_model_whose_layers_compute_something_else_is_left_to_transformers() -> None:
-    model = make_model()
-    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 1.01)
-    assert decoder_of(model) is None
 
 
 async def test_every_new_version_is_sampled_from(start_engine: EngineFactory) -> None:
