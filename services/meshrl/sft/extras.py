@@ -27,7 +27,10 @@ class Extras:
         if result.step % self._config.interval != 0:
             return
         if self._config.samples:
-            monitor.log_samples(result.step, self._rows(batch))
+            rows = batch.packing.micro_batches
+            samples = [(row, place) for row in rows for place in range(len(row.sample_offsets) - 1)]
+            shown = [samples[place] for place in spread(len(samples), self._config.rows_of(len(samples)))]
+            monitor.log_samples(result.step, [self._row(row, place) for row, place in shown])
         if self._config.distributions:
             tokens = result.tokens
             places = spread(len(tokens.logprobs), MOST_TOKENS)
@@ -35,10 +38,6 @@ class Extras:
             monitor.log_distributions(
                 result.step, {f"distributions/{name}": numbers.tolist() for name, numbers in values.items()}
             )
-
-    def _rows(self, batch: SFTBatch) -> list[SampleRow]:
-        samples = [(row, place) for row in batch.packing.micro_batches for place in range(len(row.sample_offsets) - 1)]
-        return [self._row(*samples[place]) for place in spread(len(samples), self._config.rows_of(len(samples)))]
 
     def _row(self, row: MicroBatch, place: int) -> SampleRow:
         """The prompt is what stands before the first token that is trained; the completion is all of those."""

@@ -69,7 +69,14 @@ class SFTLoop:
             if self._run.step_done == begun:
                 raise
             unusable = error
-        folder = self._save_final()
+        if self._ckpt is not None and not self._ckpt.weights_only:
+            self._checkpointer.save()
+            self._checkpointer.prune(self._ckpt)
+        folder = self._checkpointer.save(weights_only=True)
+        if self._learner.parallel.plan.leads:
+            final = folder.with_name("final")  # a name for what comes next that does not depend on the number of steps
+            final.unlink(missing_ok=True)
+            final.symlink_to(folder.name, target_is_directory=True)
         if unusable is not None:
             raise DataError(f"{unusable}; the weights after step {self._run.step_done} are in {folder}")
         return folder
@@ -102,17 +109,6 @@ class SFTLoop:
         if self._run.step_done < self._max_steps:
             why = signals[0] if signals else "another rank got a signal"
             logger.info("{}: training ends after step {} of {}", why, self._run.step_done, self._max_steps)
-
-    def _save_final(self) -> Path:
-        if self._ckpt is not None and not self._ckpt.weights_only:
-            self._checkpointer.save()
-            self._checkpointer.prune(self._ckpt)
-        folder = self._checkpointer.save(weights_only=True)
-        if self._learner.parallel.plan.leads:
-            final = folder.with_name("final")  # a name for what comes next that does not depend on the number of steps
-            final.unlink(missing_ok=True)
-            final.symlink_to(folder.name, target_is_directory=True)
-        return folder
 
     def _metrics(self, batch: SFTBatch, result: StepResult, step_s: float) -> dict[str, float]:
         progress = self._checkpointer.progress

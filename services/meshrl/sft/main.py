@@ -1,4 +1,4 @@
-"""The `sft` program: one rank of a training group, or the agent that starts its ranks."""
+"""The `sft` program: one rank of a training group, the agent that starts its ranks, or what submits it as a job."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.heap import loading
 from meshrl.core.paths import Layout
 from meshrl.core.run_folder import empty_folder
+from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.core.telemetry.log_folder import BEGUN, begin_attempt
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sft.config import SFTConfig
-from meshrl.sft.submission import submit_sft
 from meshrl.training.bench.config import BenchConfig
+from meshrl.training.parallel.deployment import is_rank
 from meshrl.training.parallel.rank_main import rank_main
 
 
@@ -27,6 +28,37 @@ def main() -> None:
         run_bench=_run_bench,
         prepare=_prepare,
     )
+
+
+def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
+    """Writes a SLURM job and, unless it is a dry run, submits it; None without [slurm]. Raises ConfigError."""
+    given = config.deployment
+    if config.slurm is None:
+        if given.type == "multi_node" and not is_rank(os.environ):
+            raise ConfigError(
+                "deployment.type is 'multi_node', which sft does in a SLURM job; add [slurm], or start"
+                " torchrun -m meshrl.sft.main on each node (docs/deployment.md)"
+            )
+        return None
+    if config.slurm.requeue_at_limit and config.ckpt is None:
+        raise ConfigError(
+            "slurm.requeue_at_limit goes on from a checkpoint, and sft saves none; add [ckpt], or leave it out"
+        )
+    model = config.model
+    if given.nodes_per_fsdp_group is not None:
+        model = model.model_copy(update={"dp_replicate": given.num_train_nodes // given.nodes_per_fsdp_group})
+    job = BatchJob(
+        program="sft",
+        module="meshrl.sft.main",
+        config=config.model_copy(update={"slurm": None, "model": model, "dry_run": False, "clean_output_dir": False}),
+        output_dir=config.output_dir,
+        nodes=given.nodes,
+        gpus_per_node=given.gpus_per_node,
+        values={"ranks_per_node": max(1, given.gpus_per_node)},
+    )
+    if config.clean_output_dir and not config.dry_run:
+        empty_folder(config.output_dir, keep=config.begins_with)
+    return submit(job, config.slurm, dry_run=dry_run or config.dry_run)
 
 
 def _prepare(config: SFTConfig) -> None:

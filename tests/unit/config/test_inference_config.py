@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.config import dump_toml, load_config
+from meshrl.inference.build import EngineChoice, choose_engine, cost_of, decide
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine_choice import EngineChoice, choose_engine, cost_of, decide
 
 
 def load(*argv: str) -> InferenceConfig:

@@ -27,7 +27,7 @@ from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 from meshrl.launch.config import RLConfig
 from meshrl.launch.submission import submit_run
 from meshrl.sft.config import SFTConfig
-from meshrl.sft.submission import submit_sft
+from meshrl.sft.main import submit_sft
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "slurm"

@@ -26,7 +26,17 @@ def read_secret(
     if given is not None:
         return checked(given.get_secret_value(), key)
     if file is not None:
-        return checked(_read(key, file), f"{key}_file {str(file)!r}")
+        try:
+            text = file.read_text(encoding="ascii").strip()
+            mode = file.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+            raise ConfigError(
+                f"{key}_file: {str(file)!r} cannot be read: {why}; expected a file with the key"
+            ) from error
+        if mode & OTHERS_MAY_READ:
+            logger.warning("{}_file {} may be read by others on this machine; chmod 600 it", key, file)
+        return checked(text, f"{key}_file {str(file)!r}")
     return checked(environ[variable], variable) if environ.get(variable) else None
 
 
@@ -38,15 +48,3 @@ def checked(secret: str, source: str) -> str:
             " what came is not shown; give another one"
         )
     return secret
-
-
-def _read(key: str, file: Path) -> str:
-    try:
-        text = file.read_text(encoding="ascii").strip()
-        mode = file.stat().st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ConfigError(f"{key}_file: {str(file)!r} cannot be read: {why}; expected a file with the key") from error
-    if mode & OTHERS_MAY_READ:
-        logger.warning("{}_file {} may be read by others on this machine; chmod 600 it", key, file)
-    return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from meshrl.core.metrics.catalogue import Metric
 from meshrl.core.metrics.names import SECTIONS
 
 _HEAD = """# Metrics
@@ -23,14 +22,11 @@ def document() -> str:
     parts = [_HEAD]
     for title, metrics in SECTIONS.items():
         parts.append(f"\n## {title}\n\n| name | unit | meaning | filled by | at Prometheus |\n|---|---|---|---|---|\n")
-        parts += [_row(metric) for metric in metrics]
+        for metric in metrics:
+            name = f"`{metric.name}`" + (f" ({', '.join(metric.statistics)})" if metric.statistics else "")
+            owners = ", ".join(source.value for source in metric.filled_by)
+            parts.append(f"| {name} | {metric.unit} | {metric.meaning} | {owners} | `{metric.exported}` |\n")
     return "".join(parts)
-
-
-def _row(metric: Metric) -> str:
-    statistics = f" ({', '.join(metric.statistics)})" if metric.statistics else ""
-    owners = ", ".join(source.value for source in metric.filled_by)
-    return f"| `{metric.name}`{statistics} | {metric.unit} | {metric.meaning} | {owners} | `{metric.exported}` |\n"
 
 
 if __name__ == "__main__":

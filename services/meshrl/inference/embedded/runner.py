@@ -29,8 +29,7 @@ from meshrl.inference.embedded.cache import (
     probe_layers,
     register_attention,
 )
-from meshrl.inference.embedded.reweighting import reweight
-from meshrl.inference.embedded.sampler import BatchSampling, sample, uniforms
+from meshrl.inference.embedded.sampler import BatchSampling, reweight, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
 from meshrl.inference.engine import GREEDY_BELOW
 from meshrl.models.families import unpacked_reason

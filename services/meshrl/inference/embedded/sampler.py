@@ -1,4 +1,4 @@
-"""Draws one token for each row of logits; the last part of an engine's step.
+"""Reweights the logits of rows that ask for it, and draws one token for each row; the last part of an engine's step.
 
 Each request owns a counter-based stream of uniforms: the n-th uniform is a hash of (seed, n), so what a request draws
 depends on its seed and its own distribution, not on who else is in the batch. A uniform becomes a token by inverting
@@ -7,11 +7,14 @@ the cumulative distribution. Shapes: B rows, V tokens of the vocabulary, K alter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from meshrl.inference.embedded.slots import SlotTable
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -62,6 +65,35 @@ class SampledTokens:
     raw_logprobs: torch.Tensor | None = None  # (B,)
     top_ids: torch.Tensor | None = None  # (B, K)
     top_logprobs: torch.Tensor | None = None  # (B, K)
+
+
+def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) -> torch.Tensor:
+    """A copy of the logits in float32, with logit_bias and penalties of the decoding rows in `slots` applied.
+
+    In vLLM's order and by its formulas, so that both engines sample alike. Repetition counts prompt and completion
+    (arXiv 1909.05858), presence and frequency the completion alone. Shapes: R rows, U different tokens of one row.
+    """
+    reweighted_RV = logits_RV.to(torch.float32, copy=True)
+    for slot in slots:
+        params = table.rows[slot].request.sampling
+        logits_V = reweighted_RV[slot]
+        if params.logit_bias:
+            ids_U = torch.tensor(list(params.logit_bias), device=logits_V.device)
+            logits_V[ids_U] += torch.tensor(list(params.logit_bias.values()), device=logits_V.device)
+        if not params.penalised:
+            continue
+        prompt, made = table.sequence(slot)
+        if params.repetition_penalty != 1.0:
+            seen_U = torch.from_numpy(np.union1d(prompt, made).astype(np.int64)).to(logits_V.device)
+            values_U = logits_V[seen_U]
+            logits_V[seen_U] = torch.where(
+                values_U > 0, values_U / params.repetition_penalty, values_U * params.repetition_penalty
+            )
+        made_U, counts_U = np.unique(made, return_counts=True)
+        ids_U = torch.from_numpy(made_U.astype(np.int64)).to(logits_V.device)
+        times_U = torch.from_numpy(counts_U.astype(np.float32)).to(logits_V.device)
+        logits_V[ids_U] -= params.frequency_penalty * times_U + params.presence_penalty
+    return reweighted_RV
 
 
 def sample(

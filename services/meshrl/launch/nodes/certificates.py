@@ -14,7 +14,7 @@ from meshrl.client.credentials import PREFIX
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
-from meshrl.launch.nodes.job import JobNode, NodeLostError, on_each
+from meshrl.launch.nodes.job import NodeLostError, on_each
 from meshrl.launch.nodes.member import member_folder
 from meshrl.launch.nodes.spread import Spread
 
@@ -35,13 +35,12 @@ def certify_engines(spread: Spread, layout: Layout, hub: str) -> list[Mapping[st
         raise NodeLostError(f"nodes {', '.join(missing)} of the job did not ask for a certificate")
     try:
         authority = Authority(folder)
-        signed = {name: _signed(authority, node, requests[name]) for name, node in nodes.items()}
+        signed = {}
+        for name, node in nodes.items():
+            hosts = [node.address, name, "localhost", "127.0.0.1"]
+            certificate = authority.certify(requests[name].encode(), Role.AGENT, name, "this job", hosts=hosts)
+            signed[name] = certificate.decode()
     except ValueError as error:  # an AuthorityError, or a name that is none
         raise ConfigError(f"output_dir: the authority in {str(folder)!r} cannot be used: {error}") from error
     on_each(list(nodes), _MODULE, str(folder), "keep", stdin=json.dumps({"certificates": signed, "renewal": hub}))
     return [{f"{PREFIX}FOLDER": str(member_folder(folder, node.name))} for node in spread.engines]
-
-
-def _signed(authority: Authority, node: JobNode, request: str) -> str:
-    hosts = [node.address, node.name, "localhost", "127.0.0.1"]
-    return authority.certify(request.encode(), Role.AGENT, node.name, "this job", hosts=hosts).decode()

@@ -140,15 +140,11 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"node {name} has no address here ({error}); see NodeAddr in slurm.conf") from error
     own, others = names[0], [str(found[name]) for name in names[1:]]
     if others and ipaddress.ip_address(found[own]).is_loopback and not ipaddress.ip_address(others[0]).is_loopback:
-        found[own] = _own_address_towards(others[0])  # /etc/hosts often gives a machine's own name a loopback address
+        # /etc/hosts often gives a machine's own name a loopback address: take that on the way to another node.
+        with socket.socket(socket.AF_INET6 if ":" in others[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((others[0], 9))  # which sends nothing
+            found[own] = probe.getsockname()[0]
     return {name: str(address) for name, address in found.items()}
-
-
-def _own_address_towards(address: str) -> str:
-    """This machine's address on the way to another; nothing is sent."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
-        return str(probe.getsockname()[0])
 
 
 def _ask(*command: str, stdin: str | None = None, deadline_s: float = ASK_DEADLINE_S) -> str:

@@ -64,7 +64,7 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
         trainers=trainers,
         engines=engines,
         ranks_per_node=max(1, given.gpus_per_node),
-        placement=_placement(len(hosts), each, given.gpus_per_node),
+        placement=Placement(engines=_gpus_of_engines(each, given.gpus_per_node) * len(hosts)),
     )
     _check(config, spread)
     model = config.trainer.model
@@ -171,12 +171,11 @@ def _engines_per_node(each: int, gpus: int) -> int:
     return gpus // each
 
 
-def _placement(num_hosts: int, each: int, gpus: int) -> Placement:
+def _gpus_of_engines(each: int, gpus: int) -> tuple[tuple[str, ...] | None, ...]:
     if not gpus or not each:
-        return Placement(engines=(None,) * (num_hosts * each))
+        return (None,) * each
     size = gpus // each
-    own = [tuple(str(gpu) for gpu in range(place * size, (place + 1) * size)) for place in range(each)]
-    return Placement(engines=tuple(own * num_hosts))
+    return tuple(tuple(str(gpu) for gpu in range(place * size, (place + 1) * size)) for place in range(each))
 
 
 def _check(config: RLConfig, spread: Spread) -> None:
