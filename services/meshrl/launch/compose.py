@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import SecretStr
+
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.credentials.secret import checked
-from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.launch.gpus import VARIABLE, Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
@@ -105,13 +106,14 @@ def compose(
             **({"session": session} if session and not config.orchestrator.session else {}),
         }
     )
-    engine_key = key_environ(config.inference, rollout.client.api_key_var)
+    given_key = None if config.inference is None else config.inference.api_key
+    engine_key = key_environ(given_key, rollout.client.api_key_var)
     scores = any(config.orchestrator.algo_of(env).type in ("opsd", "custom") for env in config.orchestrator.train.env)
     parts = [
         Part(
             name="weights",
             module="meshrl.weights.main",
-            config=run.with_engines(weights, len(engines), rollout.client),
+            config=with_values(weights, run.engines_of_the_hub(len(engines), rollout.client)),
             end_stage=HUB,
             environ=engine_key if config.running_engines else {},
             restarts=config.restarts,
@@ -168,8 +170,8 @@ class _Composition:
     hub: str
     """Address of the weight hub."""
 
-    def with_engines(self, weights: WeightsConfig, started: int, client: ClientConfig) -> WeightsConfig:
-        """The hub, with the engines that run already, their key, and how many are `started` here."""
+    def engines_of_the_hub(self, started: int, client: ClientConfig) -> dict[str, object]:
+        """The hub's keys of the engines that run already, of their key, and of how many are `started` here."""
         values: dict[str, object] = {
             "engines": [*self.config.weights.engines, *self.config.running_engines],
             "engine_api_key_var": client.api_key_var,
@@ -177,7 +179,7 @@ class _Composition:
         }
         if started and "min_engines" not in self.config.weights.model_fields_set:
             values["min_engines"] = started
-        return with_values(weights, values)
+        return values
 
     def trainer(self) -> TrainerConfig:
         """The trainer, which publishes to the hub in a way that its GPUs allow."""
@@ -298,7 +300,8 @@ class _Composition:
                     module="meshrl.inference.main",
                     config=engine,
                     end_stage=ENGINES,
-                    environ=gpu_variables(self.placement.engines[number]) | key_environ(given, engine.api_key_var),
+                    environ=gpu_variables(self.placement.engines[number])
+                    | key_environ(given.api_key, engine.api_key_var),
                     python=engine.python,
                     restarts=config.restarts_of("inference"),
                 )
@@ -326,9 +329,8 @@ def with_values(config: Config, values: Mapping[str, object]) -> Config:
     return type(config).model_validate(changed)
 
 
-def key_environ(inference: InferenceConfig | None, variable: str) -> dict[str, str]:
+def key_environ(key: SecretStr | None, variable: str) -> dict[str, str]:
     """The engines' key, where the configuration holds it, in the variable that a program reads it from."""
-    key = None if inference is None else inference.api_key
     return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
 
 

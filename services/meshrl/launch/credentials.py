@@ -20,7 +20,6 @@ from meshrl.client.credentials import PREFIX, TRUST_FILE, CredentialFiles
 from meshrl.client.private import private_folder, write_private
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import TlsConfig
 from meshrl.core.credentials.secret import ADMIN_KEY
 from meshrl.core.paths import Layout
 from meshrl.launch.compose import Part
@@ -43,7 +42,7 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
     Rollout services that run already could not know it; their engines then want a key for their admin routes alone.
     """
     inference, client = config.inference, config.rollout.client
-    if inference is None or not makes_own(config, environ) or "rollout" in config.orchestrator.services.given():
+    if inference is None or not config.makes_credentials(environ) or "rollout" in config.orchestrator.services.given():
         return config
     variables = {inference.api_key_var, client.api_key_var}
     given = inference.api_key or inference.api_key_file or client.api_key_file
@@ -51,14 +50,6 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
         return config
     keyed = inference.model_copy(update={"api_key": SecretStr(secrets.token_urlsafe(32))})
     return config.model_copy(update={"inference": keyed})
-
-
-def makes_own(config: RLConfig, environ: Mapping[str, str]) -> bool:
-    """Whether the run is to have credentials of its own: nobody has named others, or wants none between its nodes."""
-    named = any(variable.startswith(PREFIX) and value for variable, value in environ.items())
-    components = (config.rollout, config.trainer, config.weights, config.inference, config.orchestrator)
-    named = named or any(each is not None and each.tls != TlsConfig() for each in (config, *components))
-    return not named and not (config.deployment.type == "multi_node" and config.deployment.insecure)
 
 
 def credentials_for(
@@ -69,7 +60,7 @@ def credentials_for(
     `config` is what `with_engine_key` made. Raises ConfigError.
     """
     folder = Layout(config.output_dir).credentials
-    if not makes_own(config, environ):
+    if not config.makes_credentials(environ):
         return {}
     try:
         private_folder(folder)

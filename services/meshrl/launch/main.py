@@ -25,7 +25,7 @@ from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
-from meshrl.launch.credentials import credentials_for, makes_own, with_engine_key
+from meshrl.launch.credentials import credentials_for, with_engine_key
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.certificates import certify_engines
@@ -229,7 +229,7 @@ def _supervise(
         logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
     for name, addresses in config.orchestrator.services.given().items():
         logger.info("{} runs already at {}: it is used, and left running at the end", name, " and ".join(addresses))
-    if makes_own(config, os.environ) and config.hub_is_open and not (layout.credentials / "ca.key").exists():
+    if config.makes_credentials(os.environ) and config.hub_is_open and not (layout.credentials / "ca.key").exists():
         logger.warning(
             "the weight hub asks nobody who calls, since services that run already call it; with certificates it does"
             " (docs/deployment.md)"

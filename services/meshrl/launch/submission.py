@@ -45,7 +45,9 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
             output_dir=config.output_dir,
             nodes=config.deployment.nodes,
             gpus_per_node=config.deployment.gpus_per_node,
-            environ={} if config.inference is None else key_environ(config.inference, config.inference.api_key_var),
+            environ={}
+            if config.inference is None
+            else key_environ(config.inference.api_key, config.inference.api_key_var),
         )
         notes = "".join(f"note: {text}\n" for text in config.notes)
         return notes + submit(job, slurm, dry_run=config.dry_run)

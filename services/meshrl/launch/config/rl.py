@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from meshrl.client.credentials import PREFIX
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.schema import ReadTable, Table
@@ -239,6 +240,14 @@ class RLConfig(BaseConfig):
             inference_gpu_ids=self.inference_gpu_ids,
             trainer_gpu_ids=self.trainer_gpu_ids,
         )
+
+    def makes_credentials(self, environ: Mapping[str, str]) -> bool:
+        """Whether the run is to have credentials of its own: neither keys nor variables name others, or want none
+        between its nodes."""
+        parts = [getattr(self, name) for name in COMPONENTS]
+        named = any(part is not None and part.tls != TlsConfig() for part in (self, *parts))
+        named = named or any(variable.startswith(PREFIX) and value for variable, value in environ.items())
+        return not named and not (self.deployment.type == "multi_node" and self.deployment.insecure)
 
     @property
     def hub_is_open(self) -> bool:

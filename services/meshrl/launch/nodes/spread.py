@@ -56,6 +56,23 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
     fit the nodes."""
     given = config.deployment
     trainers, hosts = nodes[: given.num_train_nodes], nodes[given.num_train_nodes :]
+    for key in ("trainer_gpu_ids", "inference_gpu_ids", "num_engines"):
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"{key} is for one node; deployment.gpus_per_node says what multi_node uses: leave it out"
+            )
+    apart = [node.name for node in trainers if not node.shares_output]
+    if apart and config.trainer.ckpt is not None:
+        raise ConfigError(
+            f"ckpt is on, but {', '.join(apart)} does not see output_dir {str(config.output_dir)!r} of"
+            f" {trainers[0].name}, so that a checkpoint would lie in pieces on several nodes; put output_dir on storage"
+            " that the trainer's nodes share, or leave ckpt out"
+        )
+    if len(trainers) > 1 and config.restarts_of("trainer"):
+        raise ConfigError(
+            "a trainer on several nodes is not restarted within its job, which is requeued instead; set"
+            " trainer_restarts to 0"
+        )
     each = 0
     if config.inference is not None:
         each = _engines_per_node(config.inference.gpus_per_engine(), given.gpus_per_node)
@@ -66,7 +83,6 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
         ranks_per_node=max(1, given.gpus_per_node),
         placement=Placement(engines=_gpus_of_engines(each, given.gpus_per_node) * len(hosts)),
     )
-    _check(config, spread)
     model = config.trainer.model
     if given.nodes_per_fsdp_group is not None:
         model = _with(model, dp_replicate=given.num_train_nodes // given.nodes_per_fsdp_group)
@@ -176,26 +192,6 @@ def _gpus_of_engines(each: int, gpus: int) -> tuple[tuple[str, ...] | None, ...]
         return (None,) * each
     size = gpus // each
     return tuple(tuple(str(gpu) for gpu in range(place * size, (place + 1) * size)) for place in range(each))
-
-
-def _check(config: RLConfig, spread: Spread) -> None:
-    for key in ("trainer_gpu_ids", "inference_gpu_ids", "num_engines"):
-        if getattr(config, key) is not None:
-            raise ConfigError(
-                f"{key} is for one node; deployment.gpus_per_node says what multi_node uses: leave it out"
-            )
-    apart = [node.name for node in spread.trainers if not node.shares_output]
-    if apart and config.trainer.ckpt is not None:
-        raise ConfigError(
-            f"ckpt is on, but {', '.join(apart)} does not see output_dir {str(config.output_dir)!r} of"
-            f" {spread.head.name}, so that a checkpoint would lie in pieces on several nodes; put output_dir on storage"
-            " that the trainer's nodes share, or leave ckpt out"
-        )
-    if len(spread.trainers) > 1 and config.restarts_of("trainer"):
-        raise ConfigError(
-            "a trainer on several nodes is not restarted within its job, which is requeued instead; set"
-            " trainer_restarts to 0"
-        )
 
 
 def _with(section: Section, **values: object) -> Section:
