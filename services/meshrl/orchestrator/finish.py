@@ -33,7 +33,6 @@ from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
 from meshrl.orchestrator.reports.sample_tables import log_extras
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.batches import SubmittedStep
-from meshrl.wire.program_state import read_states
 from meshrl.wire.types import StepEvent
 
 
@@ -199,9 +198,7 @@ class StepFinisher:
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=record.trainer_metrics(done))
-        states = await asyncio.to_thread(read_states, self._settings.output_dir)
-        lags_s = {state.program: state.loop_lag_s for state in states.values()}
-        metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.check(metrics, lags_s))
+        metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.check(metrics, run.waits.lags_s))
         run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)

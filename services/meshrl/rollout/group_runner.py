@@ -195,12 +195,11 @@ class GroupRunner:
 
     def _follow_engines(self) -> None:
         """Takes over how many rollouts may run now, and starts those that have a place for it."""
-        engines = self._router.engines.listed
-        if self._limit.follow(engines):
-            urls = {engine.url for engine in engines if engine.healthy}
-            log = logger.debug if urls == self._counted else logger.info
+        up = {engine.url: engine.capacity for engine in self._router.engines.listed if engine.healthy}
+        if self._limit.follow(up):
+            log = logger.debug if up.keys() == self._counted else logger.info
             log("at most {} rollouts run at once: {}", self._limit.rollouts, self._limit.reason)
-            self._counted = urls
+            self._counted = set(up)
         self._table.max_concurrent = self._limit.rollouts
         self._start_waiting()
 

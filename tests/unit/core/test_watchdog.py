@@ -137,7 +137,8 @@ async def test_trouble_is_said_once_and_so_is_its_end_but_not_that_of_a_run_befo
 ) -> None:
     monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(watchdog, "WRITE_EVERY_S", 0.02)
-    watch = ProgramWatch("orchestrator", Waits(), tmp_path)
+    waits = Waits()
+    watch = ProgramWatch("orchestrator", waits, tmp_path)
     (tmp_path / "state").mkdir()
 
     def write(program: str, **more) -> None:
@@ -152,10 +153,12 @@ async def test_trouble_is_said_once_and_so_is_its_end_but_not_that_of_a_run_befo
                 await asyncio.sleep(0.01)
 
     write("trainer", at_s=time.time() - 60.0)
-    write("weights", stuck_s=9.0)
+    write("weights", stuck_s=9.0, loop_lag_s=9.0)
     watch.start()
     try:
         await until("weights answers nobody: its event loop is stuck for 9 s")
+        assert waits.lags_s.keys() - {"orchestrator"} == {"weights"}
+        assert waits.lags_s["weights"] == 9.0
         write("weights")
         await until("weights works again")
     finally:

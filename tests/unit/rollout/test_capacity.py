@@ -36,8 +36,12 @@ def engines_of(**capacities: EngineCapacity) -> EngineTable:
     return engines
 
 
+def up(engines: EngineTable) -> dict[str, EngineCapacity]:
+    return {engine.url: engine.capacity for engine in engines.listed if engine.healthy}
+
+
 def limit_of(limit: RolloutLimit, engines: EngineTable) -> int:
-    limit.follow(engines.listed)
+    limit.follow(up(engines))
     return limit.rollouts
 
 
@@ -58,7 +62,7 @@ def test_without_any_engine_the_limit_stays_as_it_was_so_that_calls_find_out_who
     assert limit.rollouts == 256
     assert limit_of(limit, engines) == 36
     engines.lose("a")
-    assert not limit.follow(engines.listed)
+    assert not limit.follow(up(engines))
     assert limit.rollouts == 36
 
 

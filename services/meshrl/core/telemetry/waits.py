@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,6 +48,8 @@ class Waits:
     def __init__(self, now: Callable[[], float] = time.monotonic, *, least_s: float = LEAST_S) -> None:
         self.serves: tuple[str, ...] = ()
         """host:port of what the program serves, by which others that wait for it may name it."""
+        self.lags_s: Mapping[str, float] = {}
+        """How late the event loops of the run's programs answer, by their names, as the watchdog has read it last."""
         self._now = now
         self._least_s = least_s
         self._lock = threading.Lock()

@@ -142,6 +142,7 @@ class ProgramWatch:
             return
         others = read_states(self._output_dir)
         current = {name: other for name, other in others.items() if other.at_s > self._began_s}  # of this run
+        self._waits.lags_s = {name: other.loop_lag_s for name, other in current.items()}
         found = troubles_for(state, current, every=self._program == OVERSEER)
         for name in sorted(found.keys() - self._troubled):
             logger.warning("{} {}", name, found[name])

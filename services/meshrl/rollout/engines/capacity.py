@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from meshrl.wire.types import Rollout
-
-if TYPE_CHECKING:
-    from meshrl.rollout.engines.engine_table import KnownEngine
 
 _VLLM_CACHE = "vllm:cache_config_info"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -131,21 +127,19 @@ class RolloutLimit:
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
         self._fixed = fixed
 
-    def follow(self, engines: Iterable[KnownEngine]) -> bool:
-        """Counts the engines that may get calls now; whether the limit has changed. Without any it stays as it was."""
-        up = [engine for engine in engines if engine.listed and engine.healthy]
-        if self._fixed is not None or not up:
+    def follow(self, engines: Mapping[str, EngineCapacity]) -> bool:
+        """Counts the engines that may get calls now, by their URLs; whether the limit has changed. Without any it stays
+        as it was."""
+        if self._fixed is not None or not engines:
             return False
         shape, before = self.shape, self.rollouts
-        held = [engine.capacity.sequences(shape.held_tokens) for engine in up]
-        said = sum(number for engine, number in zip(up, held, strict=True) if engine.capacity != NOTHING_SAID)
+        held = {url: capacity.sequences(shape.held_tokens) for url, capacity in engines.items()}
+        said = sum(held[url] for url, capacity in engines.items() if capacity != NOTHING_SAID)
         time_in_calls = max(LEAST_TIME_IN_CALLS, shape.time_in_calls)
-        self.rollouts = math.ceil((sum(held) + SPARE * said) / time_in_calls)
-        each = ", ".join(
-            f"{engine.url} {_describe_hold(engine.capacity, number)}" for engine, number in zip(up, held, strict=True)
-        )
+        self.rollouts = math.ceil((sum(held.values()) + SPARE * said) / time_in_calls)
+        each = ", ".join(f"{url} {_describe_hold(capacity, held[url])}" for url, capacity in engines.items())
         self.reason = (
-            f"auto: engines hold {sum(held)} ({each}), and {math.ceil(SPARE * said)} more wait at them;"
+            f"auto: engines hold {sum(held.values())} ({each}), and {math.ceil(SPARE * said)} more wait at them;"
             f" {time_in_calls:.0%} of a rollout's time is in model calls"
         )
         return self.rollouts != before
