@@ -100,7 +100,12 @@ def build_loop(
         journal=journal,
         slots=SlotUse(clock.now, lambda: services.rollouts.slots),
         recipes=recipes,
-        scorer=build_scorer(config, recipes.by_environment, services.weights),
+        scorer=build_scorer(
+            recipes.by_environment,
+            {env.resolved_name: config.teacher_of(env) for env in config.train.env},
+            services.weights,
+            engine_pool=config.engine_pool,
+        ),
         services=config.services,
         in_flight=services.rollouts.in_flight,
         tracer=tracer,

@@ -20,7 +20,7 @@ from meshrl.core.telemetry.prime import PrimeSink
 from meshrl.core.telemetry.sinks import open_monitor
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
-from meshrl.orchestrator.bench.alone import OwnCost, runs_alone, standing_in
+from meshrl.orchestrator.bench.alone import OwnCost, standing_in
 from meshrl.orchestrator.bench.summary import report_bench
 from meshrl.orchestrator.build import build_loop, make_journal
 from meshrl.orchestrator.config import OrchestratorConfig
@@ -46,7 +46,7 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
     A benchmark that names no service has stand-ins for all of them. Raises ConfigError when there is nothing to train
     on.
     """
-    if runs_alone(config):
+    if config.bench and not config.services.model_fields_set:  # `rl --bench` names all of them
         async with standing_in(config) as alone:
             return await orchestrate(alone, stop, tracer)
     if not config.train.env:

@@ -21,11 +21,6 @@ MOST_TOKENS = 1024
 """Of a rollout, where `sampling.max_tokens` says nothing."""
 
 
-def runs_alone(config: OrchestratorConfig) -> bool:
-    """True where a benchmark was asked for and no service named: `rl --bench` names all of them."""
-    return config.bench and not config.services.model_fields_set
-
-
 @asynccontextmanager
 async def standing_in(config: OrchestratorConfig) -> AsyncIterator[OrchestratorConfig]:
     """Starts the stand-ins; the configuration that uses them. Raises ConfigError where they do not come up."""

@@ -19,7 +19,7 @@ from blake3 import blake3
 from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores, TokenScores
 from meshrl.client import WeightSyncClient
 from meshrl.core.credentials.secret import read_secret
-from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig
+from meshrl.orchestrator.config import TeacherConfig
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout
 
@@ -102,16 +102,21 @@ class GroupScorer:
         )
 
 
-def build_scorer(config: OrchestratorConfig, recipes: Mapping[str, Recipe], hub: WeightSyncClient) -> GroupScorer:
-    """The scorer of a run, whose algorithms are `recipes`, by environment; nothing is dialled yet.
+def build_scorer(
+    recipes: Mapping[str, Recipe],
+    configured: Mapping[str, TeacherConfig | None],
+    hub: WeightSyncClient,
+    *,
+    engine_pool: str,
+) -> GroupScorer:
+    """The scorer of a run, from its algorithms and teachers by environment; nothing is dialled yet.
 
     Raises RunError for an algorithm whose teacher is not configured, and where aiohttp is not installed.
     """
     teachers: dict[str, LogprobServers] = {}
     servers: dict[str, LogprobServers] = {}
-    for env in config.train.env:
-        name = env.resolved_name
-        scored_by, teacher = recipes[name].scored_by, config.teacher_of(env)
+    for name, teacher in configured.items():
+        scored_by = recipes[name].scored_by
         if scored_by is None:
             continue
         if scored_by is Actor.TEACHER and teacher is None:
@@ -119,11 +124,9 @@ def build_scorer(config: OrchestratorConfig, recipes: Mapping[str, Recipe], hub:
         chosen = teacher if scored_by is Actor.TEACHER and teacher is not None else TeacherConfig()
         key = f"{scored_by.value} {chosen.model_dump_json()}"
         if key not in teachers:
-            teachers[key] = _connect(scored_by, chosen, hub, config.engine_pool)
+            teachers[key] = _connect(scored_by, chosen, hub, engine_pool)
         servers[name] = teachers[key]
-    cache_tokens = max(
-        (teacher.cache_tokens for env in config.train.env if (teacher := config.teacher_of(env))), default=4_000_000
-    )
+    cache_tokens = max((teacher.cache_tokens for teacher in configured.values() if teacher), default=4_000_000)
     return GroupScorer(recipes, servers, cache_tokens=cache_tokens)
 
 
