@@ -1,4 +1,4 @@
-"""Reweights the logits of rows that ask for it, and draws one token for each row; the last part of an engine's step.
+"""Draws one token for each row of logits; the last part of an engine's step, after logits that a request reweights.
 
 Each request owns a counter-based stream of uniforms: the n-th uniform is a hash of (seed, n), so what a request draws
 depends on its seed and its own distribution, not on who else is in the batch. A uniform becomes a token by inverting
