@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from meshrl.algorithms.balance import SampleCost, divide, waiting_cost
 from meshrl.algorithms.prefixes import Beginning, Bundle, bundles
 from meshrl.wire.types import MicroBatch
+from meshrl.wire.types.routes import Routes, joined
 from meshrl.wire.values import Array
 
 
@@ -41,6 +42,7 @@ class TrainSample:
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
     ref_top_ids: NDArray[np.int32] | None = None  # (T, K) candidates of ref_kl tokens, with ref_kl_weights; -1: none
     ref_top_logprobs: NDArray[np.float32] | None = None  # (T, K) with ref_top_ids
+    routed_experts: Routes | None = None  # (T, L, K) experts that the tokens went through; None: unknown
     ref_kl_sampled: bool = False  # the policy sampled the tokens of ref_kl, with `logprobs`, though they are none of rl
     group: str | None = None  # samples of one group may share their beginning; None shares with none
 
@@ -61,7 +63,7 @@ _CANDIDATES: Mapping[str, tuple[float, type[np.generic]]] = {
 }
 """The same for candidates, of which a sample may also have fewer than another, and their types."""
 
-_ARRAYS = (*_WEIGHTS, *_CANDIDATES)
+_ARRAYS = (*_WEIGHTS, *_CANDIDATES, "routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,6 +210,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
         **{name: _weights(samples, name) for name in _WEIGHTS},
         ref_top_ids=_candidates(samples, "ref_top_ids"),
         ref_top_logprobs=_candidates(samples, "ref_top_logprobs"),
+        routed_experts=joined((len(sample.token_ids), sample.routed_experts) for sample in samples),
     )
 
 

@@ -40,6 +40,7 @@ from meshrl.models.families import (
     prefix_reason,
     unpacked_reason,
 )
+from meshrl.models.routers import Routers
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -56,6 +57,7 @@ class PackedRow:
     sources: torch.Tensor  # int64 (N,) index of the token that predicts it: the one before it, or its prefix's last
     temperatures: torch.Tensor  # float32 (N,), above 0
     candidates: torch.Tensor | None = None  # int64 (N, K) other tokens whose logprobs in its place are wanted
+    routes: torch.Tensor | None = None  # int16 (T, L, K) experts that routers are to choose, see `models.routers`
 
 
 class PackedPolicy(nn.Module):
@@ -93,6 +95,7 @@ class PackedPolicy(nn.Module):
                 f"a model of type {model.config.model_type!r} cannot be trained: {reason}; take another one"
             )
         self.model = model
+        self.routers = Routers(model)
         self.unpacked_reason = unpacked_reason(model)
         self.packed = self.unpacked_reason is None
         self._fixed_positions = positions_grow_beyond(model.config.get_text_config())
@@ -129,7 +132,12 @@ class PackedPolicy(nn.Module):
             return self._logprobs(row, row.sources, targets_N, row.temperatures)
         own = share.own(len(row.token_ids))
         here_M = ((row.sources >= own.start) & (row.sources < own.stop)).nonzero()[:, 0]
-        part = replace(row, token_ids=row.token_ids[own], position_ids=row.position_ids[own])
+        part = replace(
+            row,
+            token_ids=row.token_ids[own],
+            position_ids=row.position_ids[own],
+            routes=None if row.routes is None else row.routes[own],
+        )
         logprobs_M, entropies_M = self._logprobs(
             part, row.sources[here_M] - own.start, targets_N[here_M], row.temperatures[here_M]
         )
@@ -150,9 +158,11 @@ class PackedPolicy(nn.Module):
                 "packed_layout": row.layout,
             }
             if self._transforms_logits():
-                logits_1NV = self.model(**inputs, logits_to_keep=sources_N).logits
+                with self.routers.replaying(row.routes):
+                    logits_1NV = self.model(**inputs, logits_to_keep=sources_N).logits
                 return token_logprobs(logits_1NV[0], targets_N, temperatures_N)
-            hidden_1TE = self.model.base_model(**inputs).last_hidden_state
+            with self.routers.replaying(row.routes):
+                hidden_1TE = self.model.base_model(**inputs).last_hidden_state
             return self._head(hidden_1TE[0, sources_N], targets_N, temperatures_N)
 
     def _must_split(self, row: PackedRow) -> bool:
@@ -207,7 +217,9 @@ class PackedPolicy(nn.Module):
         logits_NV: torch.Tensor | None = None
         base = 0
         for block in row.layout.blocks:
-            logits_BLV: torch.Tensor = self.model(input_ids=row.token_ids[block.gather], use_cache=False).logits
+            routes = None if row.routes is None else row.routes[block.gather].flatten(0, 1)
+            with self.routers.replaying(routes):
+                logits_BLV: torch.Tensor = self.model(input_ids=row.token_ids[block.gather], use_cache=False).logits
             flat_PV = logits_BLV.flatten(0, 1)
             here_N = (place_N >= base) & (place_N < base + len(flat_PV))
             if logits_NV is None:
@@ -232,6 +244,7 @@ def _samples(row: PackedRow) -> Iterator[PackedRow]:
             sources=row.sources[here_N] - start,
             temperatures=row.temperatures[here_N],
             candidates=None if row.candidates is None else row.candidates[here_N],
+            routes=None if row.routes is None else row.routes[start:end],
         )
         start = end
 

@@ -32,6 +32,7 @@ from meshrl.training.memory_estimate import check_fits, check_has_device
 from meshrl.training.model_config import CompileConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.run_state import RunState
+from meshrl.wire.types import RoutedShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,17 @@ def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> f
             " set it to 'auto' or false"
         )
     return 0.0 if wanted is True else MIN_SHARED_PREFIX
+
+
+def replayed_shape(wanted: bool | Literal["wan"], policy: PackedPolicy) -> RoutedShape | None:
+    """The shape of the routes that batches carry; None: none are replayed. Raises ConfigError for a dense model."""
+    if not wanted:
+        return None
+    if policy.routers.shape is None:
+        raise ConfigError(
+            "trainer.enable_router_replay is set, but this model has no experts to choose among; set it to false"
+        )
+    return policy.routers.shape
 
 
 def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:

@@ -23,7 +23,7 @@ from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
-from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix
+from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix, replayed_shape
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import RunTraining, RunVersions, TrainerLoop
 from meshrl.trainer.publishing.build import Publication, PublishOptions, decide, open_publication
@@ -100,6 +100,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             max_queued_batches=config.max_queued_batches,
             min_shared_prefix=min_shared_prefix(config.share_prefixes, learner.policy),
             takes_prefixes=learner.policy.prefix_reason is None,
+            router_replay=replayed_shape(config.enable_router_replay, learner.policy),
         )
         server = GrpcServer(config.server, max_message_bytes=facts.max_message_bytes, tracer=tracer)
         servicer = TrainerServicer(table, facts, on_drained=stop.set)

@@ -6,11 +6,13 @@ A batch is checked against the model before it is queued, so that none can break
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from loguru import logger
 
 from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.trainer.runs.table import RunTable
@@ -20,8 +22,8 @@ from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
 from meshrl.wire.convert import BatchReader, to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
-from meshrl.wire.trainable import are_logprobs, row_problems
-from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, TrainerInfo
+from meshrl.wire.trainable import are_logprobs, bytes_per_token, routes_problem, row_problems
+from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, RoutedShape, TrainerInfo
 
 MIN_MESSAGE_BYTES = 4 * 2**20
 BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
@@ -39,12 +41,14 @@ class TrainerFacts:
     model: str
     max_queued_batches: int
     min_shared_prefix: float | None = None  # what batches are asked for; None asks for none
+    router_replay: RoutedShape | None = None  # of the routes that batches are asked for; None: they are left out
     takes_prefixes: bool = False  # whether batches with shared prefixes can be trained: an earlier one may come again
 
     @property
     def max_message_bytes(self) -> int:
         """Of a message to or from the trainer: a micro-batch of `seq_len` tokens fits."""
-        return max(MIN_MESSAGE_BYTES, self.seq_len * BYTES_PER_TOKEN)
+        routes = 0 if self.router_replay is None else bytes_per_token(self.router_replay)
+        return max(MIN_MESSAGE_BYTES, self.seq_len * (BYTES_PER_TOKEN + routes))
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
@@ -55,6 +59,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._facts = facts
         self._on_drained = on_drained
         self._saves: FirstAnswers[tuple[int, Path]] = FirstAnswers()
+        self._told_unreplayed = False
 
     async def GetTrainer(self, request: pb.GetTrainerRequest, context: object) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
         validate.validate_contract_version(request.contract_version)
@@ -71,6 +76,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             vocab_size=facts.vocab_size,
             max_message_bytes=facts.max_message_bytes,
             min_shared_prefix=facts.min_shared_prefix,
+            router_replay=facts.router_replay,
         )
         answer: pb.GetTrainerResponse = to_proto(info, contract_version=CONTRACT_VERSION)
         return answer
@@ -87,13 +93,28 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 answer = run.book.admit(reader.header.step, reader.header.digest)
                 if answer is not None:  # a repetition need not send its tensors again
                     return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
-        batch = await asyncio.to_thread(reader.finish)
-        vocab_size, takes_prefixes = self._facts.vocab_size, self._facts.takes_prefixes
-        await asyncio.to_thread(check_batch, batch, vocab_size=vocab_size, takes_prefixes=takes_prefixes)
+        batch, facts = await asyncio.to_thread(reader.finish), self._facts
+        if facts.router_replay is None:  # which no client was asked to send
+            batch = batch.without_routes()
+        check = functools.partial(check_batch, vocab_size=facts.vocab_size, takes_prefixes=facts.takes_prefixes)
+        await asyncio.to_thread(check, batch, routed=facts.router_replay)
         assert reader.header is not None  # finish raises without one
         assert run is not None  # found by the header
         answer = run.submit(batch, reader.header.digest)
+        self._tell_unreplayed(batch)
         return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
+
+    def _tell_unreplayed(self, batch: Batch) -> None:
+        """Names, once, a batch that trains without the router replay that this trainer is for."""
+        without = sum(row.routed_experts is None for row in batch.micro_batches)
+        if self._facts.router_replay is not None and without and not self._told_unreplayed:
+            self._told_unreplayed = True
+            logger.warning(
+                "step {}: {} of {} rows carry no routes of experts and train without router replay; rollouts from"
+                " before a restart have none, since the ledger keeps none, and engines report them with"
+                " inference.enable_return_routed_experts",
+                batch.step, without, len(batch.micro_batches),
+            )  # fmt: skip
 
     async def WatchSteps(  # noqa: N802 - gRPC's name
         self, request: pb.WatchStepsRequest, context: object
@@ -134,13 +155,24 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.DrainResponse(step=steps[0])
 
 
-def check_batch(batch: Batch, *, vocab_size: int, takes_prefixes: bool = True) -> None:
+def check_batch(
+    batch: Batch, *, vocab_size: int, takes_prefixes: bool = True, routed: RoutedShape | None = None
+) -> None:
     """Raises INVALID_REQUEST with every violation. Shapes and lengths are already known to be right."""
     violations = [
         FieldViolation(f"micro_batches[{index}].{name}", problem)
         for index, row in enumerate(batch.micro_batches)
         for name, problem in _problems(row, vocab_size, takes_prefixes)
     ]
+    if routed is not None:
+        problems = (
+            (index, routes_problem(row.routed_experts, routed)) for index, row in enumerate(batch.micro_batches)
+        )
+        violations += [
+            FieldViolation(f"micro_batches[{index}].routed_experts", told)
+            for index, told in problems
+            if told is not None
+        ]
     if violations:
         raise invalid(violations, f"the batch of step {batch.step}")
 

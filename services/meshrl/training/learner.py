@@ -29,7 +29,10 @@ from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.routing import RoutingWatch
 from meshrl.training.run_state import PassResult, RunState, TokenRecord
 from meshrl.wire.types import MicroBatch
+from meshrl.wire.types.routes import joined, signed
 from meshrl.wire.values import Array
+
+UNREPLAYED_EVERY = 10  # steps; the first row of each rank then takes one forward pass more
 
 
 class StepError(Exception):
@@ -78,7 +81,7 @@ class Learner:
         self.model = policy.model
         self.parallel = parallel or RankGroup(device=self.model.device)
         self.device = self.parallel.device
-        self._routing = RoutingWatch(self.model)
+        self._routing = RoutingWatch(policy.routers)
         self._unseen_named = False
         policy.train()
 
@@ -120,6 +123,7 @@ class Learner:
                 loss=loss,
                 metrics=metrics,
                 router_counts=self._routing.counts(),
+                unreplayed=self._unreplayed(run, micro_batches),
                 seconds=time.perf_counter() - started,
             )
         run.passes.append(made)
@@ -167,7 +171,8 @@ class Learner:
             zero_grad_ratio=float(zero_grads / scalars),
             lr=rate,
             forward_backward_s=sum(made.seconds for made in passes),
-            routing=self._routing.metrics(np.sum([made.router_counts for made in passes], axis=0), self.parallel),
+            routing=self._routing.metrics(np.sum([made.router_counts for made in passes], axis=0), self.parallel)
+            | _mismatch_unreplayed(np.sum([made.unreplayed for made in passes], axis=0)),
             optimizer_s=time.perf_counter() - started,
         )
 
@@ -240,6 +245,21 @@ class Learner:
             env_index=np.repeat(micro_batch.env_index, np.diff(micro_batch.sample_offsets))[micro_batch.loss_mask],
         )
 
+    @torch.no_grad()
+    def _unreplayed(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> NDArray[np.float64]:
+        """(mismatch_kl, tokens) over the rl tokens of the ranks' first rows, had no choice been given to their routers.
+
+        Zeros for most steps, and for a batch without routes: every rank decides alike.
+        """
+        if run.next_step % UNREPLAYED_EVERY or all(row.routed_experts is None for row in micro_batches):
+            return np.zeros(2)
+        micro_batch = replace(self.parallel.plan.own_rows(micro_batches)[0], routed_experts=None)
+        logprobs, _ = self.policy(to_row(micro_batch, self.device, self.policy.kernels))
+        tokens = to_tokens(micro_batch, logprobs)
+        log_ratio = (tokens.logprobs - tokens.inference_logprobs)[tokens.rl_mask].double()
+        mismatch = float((log_ratio.exp() - log_ratio - 1.0).sum())
+        return self.parallel.sum(np.array([mismatch, len(log_ratio)]) * self.parallel.plan.reports)
+
     def _gathered(self, own: TokenRecord) -> TokenRecord:
         """Rank 0: the record of all rows, in the order of the ranks; elsewhere that of the rank's own."""
         if self.parallel.plan.is_alone:
@@ -256,6 +276,11 @@ def _not_finite(run: RunState, measured: str) -> StepError:
         f"step {run.next_step}: {measured} is not finite, so the weights stay as they are; look at the batch's "
         "logprobs and advantages, or lower optim.lr"
     )
+
+
+def _mismatch_unreplayed(summed: NDArray[np.float64]) -> dict[str, float]:
+    mismatch, tokens = summed
+    return {"router_replay_mismatch_kl/mean": float(mismatch / tokens)} if tokens else {}
 
 
 def _added(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float]:
@@ -280,10 +305,12 @@ def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | Non
     offsets, token_ids, position_ids = micro_batch.sample_offsets, micro_batch.token_ids, micro_batch.position_ids
     temperatures = np.repeat(micro_batch.temperatures, np.diff(offsets))[predicted]
     prefixes = PrefixPlan.from_samples(offsets, micro_batch.prefix_tokens, micro_batch.prefix_samples, device)
+    routes = micro_batch.routed_experts
     if kernels is not None and kernels.context is not None and (missing := kernels.context.missing(len(token_ids))):
         token_ids = np.pad(token_ids, (0, missing))  # one more sample, which nothing looks at
         position_ids = np.concatenate([position_ids, np.arange(missing, dtype=position_ids.dtype)])
         offsets = np.append(offsets, len(token_ids))
+        routes = joined([(len(micro_batch.token_ids), routes), (missing, None)])
     return PackedRow(
         token_ids=_on(token_ids.astype(np.int64), device),
         position_ids=_on(position_ids.astype(np.int64), device),
@@ -294,6 +321,7 @@ def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | Non
         candidates=None
         if micro_batch.ref_top_ids is None
         else _on(micro_batch.ref_top_ids[predicted].astype(np.int64), device).clamp(min=0),
+        routes=None if routes is None else _on(signed(routes), device),
     )
 
 

@@ -42,6 +42,7 @@ class PassResult:
     metrics: Mapping[str, float]  # the objective's terms and what its loss measured, over the rows of all ranks
     router_counts: NDArray[np.float64]  # of this rank's rows, as RoutingWatch counts them
     seconds: float
+    unreplayed: NDArray[np.float64]  # (mismatch_kl, tokens) summed over all ranks, see Learner
 
 
 @dataclass(kw_only=True, eq=False)

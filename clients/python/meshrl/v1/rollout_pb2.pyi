@@ -56,7 +56,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RunRolloutsRequest(_message.Message):
-    __slots__ = ("request_id", "group_id", "environment", "task_index", "task_payload", "group_size", "sampling", "engine_pool", "min_version", "exact_version", "deadline_s", "traceparent", "scores_only", "conversations")
+    __slots__ = ("request_id", "group_id", "environment", "task_index", "task_payload", "group_size", "sampling", "engine_pool", "min_version", "exact_version", "deadline_s", "traceparent", "scores_only", "conversations", "routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class RunRolloutsRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     SCORES_ONLY_FIELD_NUMBER: _ClassVar[int]
     CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     group_id: str
     environment: str
@@ -85,17 +86,30 @@ class RunRolloutsRequest(_message.Message):
     traceparent: str
     scores_only: bool
     conversations: bool
-    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., task_payload: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., engine_pool: _Optional[str] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., scores_only: bool = ..., conversations: bool = ...) -> None: ...
+    routed_experts: bool
+    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., task_payload: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., engine_pool: _Optional[str] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., scores_only: bool = ..., conversations: bool = ..., routed_experts: bool = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
-    __slots__ = ("rollout", "failure", "summary")
+    __slots__ = ("rollout", "failure", "summary", "routed_experts_part")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_PART_FIELD_NUMBER: _ClassVar[int]
     rollout: Rollout
     failure: RolloutFailure
     summary: RolloutSummary
-    def __init__(self, rollout: _Optional[_Union[Rollout, _Mapping]] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., summary: _Optional[_Union[RolloutSummary, _Mapping]] = ...) -> None: ...
+    routed_experts_part: RoutedExpertsPart
+    def __init__(self, rollout: _Optional[_Union[Rollout, _Mapping]] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., summary: _Optional[_Union[RolloutSummary, _Mapping]] = ..., routed_experts_part: _Optional[_Union[RoutedExpertsPart, _Mapping]] = ...) -> None: ...
+
+class RoutedExpertsPart(_message.Message):
+    __slots__ = ("rollout_id", "sample", "routed_experts")
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    rollout_id: str
+    sample: int
+    routed_experts: _tensor_pb2.Tensor
+    def __init__(self, rollout_id: _Optional[str] = ..., sample: _Optional[int] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class Rollout(_message.Message):
     __slots__ = ("rollout_id", "group_id", "task_key", "environment", "agent", "samples", "reward", "reward_parts", "metrics", "finish_reason", "truncated", "num_turns", "timings_s", "traceparent", "completion", "episode_id", "conversations")
@@ -157,20 +171,22 @@ class Rollout(_message.Message):
     def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_key: _Optional[str] = ..., environment: _Optional[str] = ..., agent: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[str] = ..., truncated: bool = ..., num_turns: _Optional[int] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., traceparent: _Optional[str] = ..., completion: _Optional[str] = ..., episode_id: _Optional[str] = ..., conversations: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "loss_mask", "logprobs", "version_spans", "message_spans", "temperature")
+    __slots__ = ("token_ids", "loss_mask", "logprobs", "version_spans", "message_spans", "temperature", "routed_experts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_SPANS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _tensor_pb2.Tensor
     loss_mask: _tensor_pb2.Tensor
     logprobs: _tensor_pb2.Tensor
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     message_spans: _containers.RepeatedCompositeFieldContainer[MessageSpan]
     temperature: float
-    def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., message_spans: _Optional[_Iterable[_Union[MessageSpan, _Mapping]]] = ..., temperature: _Optional[float] = ...) -> None: ...
+    routed_experts: _tensor_pb2.Tensor
+    def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., message_spans: _Optional[_Iterable[_Union[MessageSpan, _Mapping]]] = ..., temperature: _Optional[float] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("start", "end", "version", "prompt_version")

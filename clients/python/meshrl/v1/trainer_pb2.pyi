@@ -28,7 +28,7 @@ class GetTrainerRequest(_message.Message):
     def __init__(self, contract_version: _Optional[str] = ...) -> None: ...
 
 class GetTrainerResponse(_message.Message):
-    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes", "min_shared_prefix")
+    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes", "min_shared_prefix", "router_replay")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GetTrainerResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MIN_SHARED_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     world_size: int
     dp_size: int
@@ -53,7 +54,18 @@ class GetTrainerResponse(_message.Message):
     vocab_size: int
     max_message_bytes: int
     min_shared_prefix: float
-    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., min_shared_prefix: _Optional[float] = ...) -> None: ...
+    router_replay: RoutedShape
+    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., min_shared_prefix: _Optional[float] = ..., router_replay: _Optional[_Union[RoutedShape, _Mapping]] = ...) -> None: ...
+
+class RoutedShape(_message.Message):
+    __slots__ = ("layers", "per_token", "experts")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    per_token: int
+    experts: int
+    def __init__(self, layers: _Optional[int] = ..., per_token: _Optional[int] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("run_id", "step", "version", "epoch", "revision", "durable_step")
@@ -80,7 +92,7 @@ class SubmitBatchRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., micro_batch: _Optional[_Union[MicroBatch, _Mapping]] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
-    __slots__ = ("run_id", "step", "digest", "num_micro_batches", "loss_tokens", "environments", "traceparent", "logprob_rollouts")
+    __slots__ = ("run_id", "step", "digest", "num_micro_batches", "loss_tokens", "environments", "traceparent", "logprob_rollouts", "routes_digest")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +101,7 @@ class BatchHeader(_message.Message):
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     digest: str
@@ -97,10 +110,11 @@ class BatchHeader(_message.Message):
     environments: _containers.RepeatedScalarFieldContainer[str]
     traceparent: str
     logprob_rollouts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., logprob_rollouts: _Optional[_Iterable[str]] = ...) -> None: ...
+    routes_digest: str
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., logprob_rollouts: _Optional[_Iterable[str]] = ..., routes_digest: _Optional[str] = ...) -> None: ...
 
 class MicroBatch(_message.Message):
-    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "prefix_tokens", "prefix_samples", "ref_top_ids", "ref_top_logprobs")
+    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "prefix_tokens", "prefix_samples", "ref_top_ids", "ref_top_logprobs", "routed_experts")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +134,7 @@ class MicroBatch(_message.Message):
     PREFIX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     REF_TOP_IDS_FIELD_NUMBER: _ClassVar[int]
     REF_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     token_ids: _tensor_pb2.Tensor
     position_ids: _tensor_pb2.Tensor
@@ -139,7 +154,8 @@ class MicroBatch(_message.Message):
     prefix_samples: _tensor_pb2.Tensor
     ref_top_ids: _tensor_pb2.Tensor
     ref_top_logprobs: _tensor_pb2.Tensor
-    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ..., rl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ce_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_kl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_samples: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_top_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_top_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    routed_experts: _tensor_pb2.Tensor
+    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ..., rl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ce_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_kl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_samples: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_top_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_top_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., routed_experts: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SubmitBatchResponse(_message.Message):
     __slots__ = ("revision", "queue_position")

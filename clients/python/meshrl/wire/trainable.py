@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.wire.types import Rollout
+from meshrl.wire.types import Rollout, RoutedShape
+from meshrl.wire.types.routes import MAX_NARROW_EXPERTS, Routes, unknown_of
 from meshrl.wire.values import Array
 
 LOGPROB_ROUNDING = 1e-3  # a certain token's logprob may come out this far above 0 in low precision
@@ -50,12 +51,29 @@ def are_logprobs(values: Array) -> bool:
     return bool(np.isfinite(values).all() and (values <= LOGPROB_ROUNDING).all())
 
 
+def bytes_per_token(shape: RoutedShape) -> int:
+    """Of the routes of a token of a model of this shape."""
+    return shape.layers * shape.per_token * (1 if shape.experts <= MAX_NARROW_EXPERTS else 2)
+
+
+def routes_problem(routes: Routes | None, shape: RoutedShape) -> str | None:
+    """What routes of experts must be for a model of this shape; None where they are."""
+    if routes is None:
+        return None
+    if routes.shape[1:] != (shape.layers, shape.per_token):
+        return f"must be of {shape.layers} layers and {shape.per_token} experts a token, got {routes.shape[1:]}"
+    if routes[routes != unknown_of(routes)].max(initial=0) >= shape.experts or routes.min(initial=0) < -1:
+        return f"must be experts below {shape.experts}, or {unknown_of(routes)} for unknown"
+    return None
+
+
 def rollout_problems(
-    rollout: Rollout, *, vocab_size: int | None, newest_version: int | None = None
+    rollout: Rollout, *, vocab_size: int | None, newest_version: int | None = None, routed: RoutedShape | None = None
 ) -> tuple[tuple[str, str], ...]:
     """(field, what it must be) for everything that keeps a trainer from taking a finished rollout.
 
-    `newest_version` is the newest that there is; None leaves versions unchecked.
+    `newest_version` is the newest that there is, `routed` what routes of experts are for the trainer's model; None
+    leaves versions and routes unchecked.
     """
     found: list[tuple[str, str]] = []
     for index, sample in enumerate(rollout.samples):
@@ -74,6 +92,8 @@ def rollout_problems(
                 vocab_size=vocab_size,
             )
         ]
+        if routed is not None and (problem := routes_problem(sample.routed_experts, routed)) is not None:
+            found.append((f"{field}.routed_experts", problem))
         newest = max((span.version for span in sample.version_spans), default=0)
         if newest_version is not None and newest > newest_version:
             found.append((f"{field}.version_spans", f"name version {newest}, but the newest is {newest_version}"))

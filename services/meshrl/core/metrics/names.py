@@ -127,6 +127,9 @@ TRAINING = (
 )
 
 RL_TRAINING = (
+    _trainer("router_replay_tokens", "share", "tokens of a batch that go through the experts that engines chose", MEAN),
+    _trainer("router_replay_changed", "share", "of their experts, those that the trainer had not chosen", MEAN),
+    _trainer("router_replay_mismatch_kl", "nats", "mismatch_kl without replay, of some rows and steps", MEAN),
     _trainer("loss/{term}", "its own", "rl, ce, ref_kl: terms of the objective; others: what the loss measures"),
     _trainer("masked_advantage_positive", "share", "loss tokens that are masked and have a positive advantage", MEAN),
     _trainer("masked_advantage_negative", "share", "loss tokens that are masked and have a negative advantage", MEAN),

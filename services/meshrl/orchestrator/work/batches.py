@@ -129,6 +129,7 @@ def _train_sample(
         traceparent=rollout.traceparent,
         ref_kl_sampled=True,
         group=group,
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts[:room],
         **{name: None if array is None else array[:room] for name, array in weights.items()},
     )
 

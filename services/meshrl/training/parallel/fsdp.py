@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from meshrl.models.fused_attention import OPERATOR
 from meshrl.models.load import DTYPES
 from meshrl.models.logprobs import PackedPolicy
+from meshrl.models.routers import Routers
 from meshrl.models.shared_prefix import PREFIX_OPERATOR
 from meshrl.training.model_config import (
     ActivationCheckpointConfig,
@@ -64,7 +65,7 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
     blocks = transformer_blocks(policy.model)
     if isinstance(config.ac, ActivationCheckpointConfig):  # auto_settings has chosen before
         for block in blocks[:: config.ac.freq]:
-            _set_forward(block, _checkpointed(block.forward, config.ac, config.ac_offloading))
+            _set_forward(block, _checkpointed(block.forward, config.ac, config.ac_offloading, policy.routers))
     if isinstance(config.compile, CompileConfig):
         for block in blocks:
             _set_forward(
@@ -96,14 +97,18 @@ def _set_forward(block: nn.Module, forward: Callable[..., object]) -> None:
 
 
 def _checkpointed(
-    forward: Callable[..., object], config: ActivationCheckpointConfig, offload: ActivationOffloadConfig | None
+    forward: Callable[..., object],
+    config: ActivationCheckpointConfig,
+    offload: ActivationOffloadConfig | None,
+    routers: Routers,
 ) -> Callable[..., object]:
     selective: dict[str, Any] = {}
     if config.mode != "full":
         selective["context_fn"] = functools.partial(_selective_contexts, products=config.mode == "selective")
 
     def run(*args: object, **kwargs: Any) -> object:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
+        again = routers.as_now(forward)
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
 
     if offload is None:
         return run

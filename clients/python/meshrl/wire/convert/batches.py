@@ -23,7 +23,7 @@ def batch_digest(batch: Batch) -> str:
 
     Hashed are, per tensor in the order of the MicroBatch message: its type name, its number of dimensions, its shape
     (int64) and its little-endian bytes; strings and bytes are preceded by their length (uint64). A tensor that may be
-    unset is preceded by its field's name, and adds nothing where it is unset.
+    unset is preceded by its field's name, and adds nothing where it is unset. routed_experts are left out.
     """
     state = blake3(b"meshrl.batch.v1")
     state.update(struct.pack("<Q", len(batch.micro_batches)))
@@ -34,6 +34,20 @@ def batch_digest(batch: Batch) -> str:
             if (array := getattr(micro_batch, name)) is not None:
                 state.update(struct.pack(f"<Q{len(name)}s", len(name), name.encode()))
                 _hash_tensor(state, array, dtype)
+    return state.hexdigest()
+
+
+def routes_digest(batch: Batch) -> str:
+    """Returns the same digest over the routed_experts of all micro-batches; "" where there are none."""
+    routes = [micro_batch.routed_experts for micro_batch in batch.micro_batches]
+    if all(each is None for each in routes):
+        return ""
+    state = blake3(b"meshrl.routes.v1")
+    state.update(struct.pack("<Q", len(routes)))
+    for each in routes:
+        state.update(struct.pack("<?", each is not None))
+        if each is not None:
+            _hash_tensor(state, each, each.dtype.name)
     return state.hexdigest()
 
 
@@ -55,6 +69,7 @@ def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
         environments=batch.environments,
         traceparent=batch.traceparent,
         logprob_rollouts=batch.logprob_rollouts,
+        routes_digest=routes_digest(batch),
     )
     yield pb.SubmitBatchRequest(header=to_proto(header))
     for micro_batch in batch.micro_batches:
@@ -135,12 +150,15 @@ class BatchReader:
             traceparent=header.traceparent,
             logprob_rollouts=header.logprob_rollouts,
         )
-        digest = batch_digest(batch)
-        if digest != header.digest:
-            raise MeshError(
-                Reason.BATCH_DIGEST_MISMATCH,
-                f"the tensors of step {header.step} hash to {digest}, the header says {header.digest}; send them again",
-            )
+        for what, digest, told in (
+            ("tensors", batch_digest(batch), header.digest),
+            ("routed_experts", routes_digest(batch), header.routes_digest),
+        ):
+            if digest != told:
+                raise MeshError(
+                    Reason.BATCH_DIGEST_MISMATCH,
+                    f"the {what} of step {header.step} hash to {digest!r}, the header says {told!r}; send them again",
+                )
         return batch
 
 

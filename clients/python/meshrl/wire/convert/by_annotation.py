@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
+import operator
 import re
 import types
 import typing
@@ -26,6 +28,7 @@ from meshrl.wire import types as wire_types
 from meshrl.wire.convert.checks import CHECKS
 from meshrl.wire.convert.fields import FieldReader
 from meshrl.wire.types import ActivationPolicy, AgentState
+from meshrl.wire.types.routes import Routes
 
 T = TypeVar("T")
 
@@ -188,6 +191,8 @@ def _many(field: FieldDescriptor, inner: Any) -> Read:
 def _one(field: FieldDescriptor, inner: Any) -> Read | None:
     """Reads one value of a field, whose path is the last argument; None for a value that is taken as it is."""
     if field.message_type is tensor_pb2.Tensor.DESCRIPTOR:
+        if inner == Routes:
+            return lambda value, reader, path: reader.routes(value, path)
         dtype = _dtype_of(inner)
         return lambda value, reader, path: reader.vector(value, path, dtype)
     if field.message_type is not None:
@@ -223,7 +228,7 @@ def _inner(annotation: Any) -> tuple[Any, bool]:
     """What a field holds without the tuple around it, and whether it may be None."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(annotation) if option is not types.NoneType]
-        return options[0], len(options) < len(typing.get_args(annotation))
+        return functools.reduce(operator.or_, options), len(options) < len(typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         return typing.get_args(annotation)[0], False
     return annotation, False

@@ -17,6 +17,8 @@ def _check_sample(sample: Sample, reader: FieldReader, path: str) -> None:
     num_tokens = len(sample.token_ids)
     reader.length(sample.loss_mask, f"{path}loss_mask", num_tokens, "token_ids")
     reader.length(sample.logprobs, f"{path}logprobs", num_tokens, "token_ids")
+    if sample.routed_experts is not None:
+        reader.length(sample.routed_experts, f"{path}routed_experts", num_tokens, "token_ids")
     if reader.ok:
         _check_version_spans(reader, sample.version_spans, sample.loss_mask, f"{path}version_spans")
     for place, span in enumerate(sample.message_spans):

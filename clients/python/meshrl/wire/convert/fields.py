@@ -7,6 +7,7 @@ import numpy as np
 from meshrl.v1 import tensor_pb2
 from meshrl.wire import tensors
 from meshrl.wire.errors import FieldViolation, MeshError, invalid
+from meshrl.wire.types.routes import Routes
 from meshrl.wire.values import Array
 
 
@@ -25,6 +26,11 @@ class FieldReader:
         except MeshError as error:  # collected: the caller gets all violations in one answer
             self.violations.extend(error.violations)
             return np.zeros((0,) * ndim, dtype=tensors.DTYPES[dtype].storage)
+
+    def routes(self, tensor: tensor_pb2.Tensor, field: str) -> Routes:
+        """Returns routes of experts (T, L, K), of one of their two types."""
+        narrow = tensors.dtype_name(tensor.dtype) != "int16"
+        return self.vector(tensor, field, "uint8" if narrow else "int16", ndim=3)
 
     def check(self, holds: bool, field: str, description: str) -> None:
         """Records a violation of `field` unless `holds`."""

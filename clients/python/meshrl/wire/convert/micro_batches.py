@@ -46,6 +46,8 @@ def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
         if array.dtype.name != dtype:
             raise ValueError(f"MicroBatch.{name} must be {dtype}, got {array.dtype.name}")
         encoded[name] = tensors.encode(array)
+    if micro_batch.routed_experts is not None:
+        encoded["routed_experts"] = tensors.encode(micro_batch.routed_experts)
     return pb.MicroBatch(
         dp_rank=micro_batch.dp_rank,
         rollout_ids=micro_batch.rollout_ids,
@@ -72,6 +74,9 @@ def micro_batch_from_proto(
         for name, dtype in OPTIONAL.items()
         if message.HasField(name)
     }
+    routes = reader.routes(message.routed_experts, "routed_experts") if message.HasField("routed_experts") else None
+    if routes is not None:
+        reader.length(routes, "routed_experts", len(arrays["token_ids"]), "token_ids")
     if reader.ok:
         _check_lengths(reader, arrays, len(message.rollout_ids), num_environments)
         _check_prefixes(reader, extra, arrays["sample_offsets"])
@@ -82,6 +87,7 @@ def micro_batch_from_proto(
         dp_rank=message.dp_rank,
         rollout_ids=tuple(message.rollout_ids),
         traceparents=tuple(message.traceparents),
+        routed_experts=routes,
         **arrays,
         **extra,
     )

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshrl.wire.types.routes import Routes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +45,7 @@ class MicroBatch:
     prefix_samples: NDArray[np.int32] | None = None  # (S,) with prefix_tokens; read where those are not 0
     ref_top_ids: NDArray[np.int32] | None = None  # (T, K) candidates of ref_kl tokens, with ref_kl_weights; -1: none
     ref_top_logprobs: NDArray[np.float32] | None = None  # (T, K) with ref_top_ids; read where those are not -1
+    routed_experts: Routes | None = None  # (T, L, K) experts that each token is to go through; None: the trainer's own
 
     @property
     def shared_tokens(self) -> int:
@@ -79,6 +82,10 @@ class Batch:
     traceparent: str = ""
     logprob_rollouts: tuple[str, ...] = ()  # whose logprobs the DONE event is to carry
 
+    def without_routes(self) -> Batch:
+        """The same batch, of the same digest, in which the trainer's routers choose themselves."""
+        return replace(self, micro_batches=tuple(replace(row, routed_experts=None) for row in self.micro_batches))
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchHeader:
@@ -92,6 +99,7 @@ class BatchHeader:
     environments: tuple[str, ...]
     traceparent: str = ""
     logprob_rollouts: tuple[str, ...] = ()
+    routes_digest: str = ""  # of routed_experts, which `digest` leaves out; empty where there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +118,15 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutedShape:
+    """What the routes of a token are for a model: `per_token` of `experts` experts, at each of `layers` routers."""
+
+    layers: int
+    per_token: int
+    experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerInfo:
     """What a trainer is and where it stands."""
 
@@ -124,6 +141,7 @@ class TrainerInfo:
     vocab_size: int = 0  # of the model; 0 when the trainer does not say
     max_message_bytes: int = 0  # of a message of SubmitBatch; 0 when the trainer does not say
     min_shared_prefix: float | None = None  # least share of a batch's tokens to leave out; None: it takes no prefixes
+    router_replay: RoutedShape | None = None  # of the routes that rows carry; None: it replays none
 
 
 class StepState(enum.Enum):

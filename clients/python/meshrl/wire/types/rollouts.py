@@ -6,10 +6,12 @@ Shapes: T tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshrl.wire.types.routes import Routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,8 @@ class RolloutRequest:
     """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
 
     `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training. `conversations`: the
-    rollouts are to hold their messages.
+    rollouts are to hold their messages. `routed_experts`: their samples are to hold the experts that tokens went
+    through.
     """
 
     request_id: str
@@ -71,6 +74,7 @@ class RolloutRequest:
     traceparent: str = ""
     scores_only: bool = False
     conversations: bool = False
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,7 @@ class Sample:
     version_spans: tuple[VersionSpan, ...]  # sorted, disjoint, cover loss_mask
     message_spans: tuple[MessageSpan, ...] = ()
     temperature: float = 1.0
+    routed_experts: Routes | None = None  # (T, L, K) where asked for, of a mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,6 +146,12 @@ class Rollout:
     completion: str = ""
     episode_id: str = ""  # of all agents' rollouts that one episode gave; empty: not said
     conversations: tuple[str, ...] = ()  # where asked for: JSON of {"messages", "tools"}, one for each history
+
+    def without_routes(self) -> Rollout:
+        """The same rollout without the experts that its tokens went through."""
+        if all(sample.routed_experts is None for sample in self.samples):
+            return self
+        return replace(self, samples=tuple(replace(sample, routed_experts=None) for sample in self.samples))
 
     @property
     def oldest_version(self) -> int | None:
@@ -180,6 +191,15 @@ class RolloutSummary:
     failed: int
     cancelled: int
     sampled_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutedExpertsPart:
+    """Rows of `Sample.routed_experts` of a rollout that comes after them, behind those of earlier parts."""
+
+    rollout_id: str
+    sample: int
+    routed_experts: Routes
 
 
 RolloutEvent = Rollout | RolloutFailure | RolloutSummary

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file meshrl/v1/rollout.proto.
  */
 export const file_meshrl_v1_rollout: GenFile = /*@__PURE__*/
-  fileDesc("ChdtZXNocmwvdjEvcm9sbG91dC5wcm90bxIJbWVzaHJsLnYxIjMKF0xpc3RFbnZpcm9ubWVudHNSZXF1ZXN0EhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAkiYgoYTGlzdEVudmlyb25tZW50c1Jlc3BvbnNlEhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAkSLAoMZW52aXJvbm1lbnRzGAIgAygLMhYubWVzaHJsLnYxLkVudmlyb25tZW50IqoBCgtFbnZpcm9ubWVudBIMCgRuYW1lGAEgASgJEg8KB3Rhc2tzZXQYAiABKAkSFgoJbnVtX3Rhc2tzGAMgASgESACIAQESDgoGYWdlbnRzGAQgAygJEi0KEGRlZmF1bHRfc2FtcGxpbmcYBSABKAsyEy5tZXNocmwudjEuU2FtcGxpbmcSFwoPcGFja2FnZV92ZXJzaW9uGAYgASgJQgwKCl9udW1fdGFza3Mi6gEKCFNhbXBsaW5nEhgKC3RlbXBlcmF0dXJlGAEgASgCSACIAQESEgoFdG9wX3AYAiABKAJIAYgBARISCgV0b3BfaxgDIAEoBUgCiAEBEhIKBW1pbl9wGAQgASgCSAOIAQESFwoKbWF4X3Rva2VucxgFIAEoDUgEiAEBEhYKDnN0b3BfdG9rZW5faWRzGAYgAygFEhEKBHNlZWQYByABKARIBYgBAUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCDQoLX21heF90b2tlbnNCBwoFX3NlZWQi5AIKElJ1blJvbGxvdXRzUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhAKCGdyb3VwX2lkGAIgASgJEhMKC2Vudmlyb25tZW50GAMgASgJEhQKCnRhc2tfaW5kZXgYBCABKARIABIWCgx0YXNrX3BheWxvYWQYBSABKAlIABISCgpncm91cF9zaXplGAYgASgNEiUKCHNhbXBsaW5nGAcgASgLMhMubWVzaHJsLnYxLlNhbXBsaW5nEhMKC2VuZ2luZV9wb29sGAggASgJEhUKC21pbl92ZXJzaW9uGAkgASgESAESFwoNZXhhY3RfdmVyc2lvbhgKIAEoBEgBEhIKCmRlYWRsaW5lX3MYCyABKAESEwoLdHJhY2VwYXJlbnQYDCABKAkSEwoLc2NvcmVzX29ubHkYDSABKAgSFQoNY29udmVyc2F0aW9ucxgOIAEoCEIGCgR0YXNrQggKBnBvbGljeSKhAQoTUnVuUm9sbG91dHNSZXNwb25zZRIlCgdyb2xsb3V0GAEgASgLMhIubWVzaHJsLnYxLlJvbGxvdXRIABIsCgdmYWlsdXJlGAIgASgLMhkubWVzaHJsLnYxLlJvbGxvdXRGYWlsdXJlSAASLAoHc3VtbWFyeRgDIAEoCzIZLm1lc2hybC52MS5Sb2xsb3V0U3VtbWFyeUgAQgcKBWV2ZW50IuEECgdSb2xsb3V0EhIKCnJvbGxvdXRfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSEAoIdGFza19rZXkYAyABKAkSEwoLZW52aXJvbm1lbnQYBCABKAkSDQoFYWdlbnQYBSABKAkSIgoHc2FtcGxlcxgGIAMoCzIRLm1lc2hybC52MS5TYW1wbGUSDgoGcmV3YXJkGAcgASgBEjkKDHJld2FyZF9wYXJ0cxgIIAMoCzIjLm1lc2hybC52MS5Sb2xsb3V0LlJld2FyZFBhcnRzRW50cnkSMAoHbWV0cmljcxgJIAMoCzIfLm1lc2hybC52MS5Sb2xsb3V0Lk1ldHJpY3NFbnRyeRIVCg1maW5pc2hfcmVhc29uGAogASgJEhEKCXRydW5jYXRlZBgLIAEoCBIRCgludW1fdHVybnMYDCABKA0SMwoJdGltaW5nc19zGA0gAygLMiAubWVzaHJsLnYxLlJvbGxvdXQuVGltaW5nc1NFbnRyeRITCgt0cmFjZXBhcmVudBgOIAEoCRISCgpjb21wbGV0aW9uGA8gASgJEhIKCmVwaXNvZGVfaWQYECABKAkSFQoNY29udmVyc2F0aW9ucxgRIAMoCRoyChBSZXdhcmRQYXJ0c0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEaLwoNVGltaW5nc1NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIuwBCgZTYW1wbGUSJAoJdG9rZW5faWRzGAEgASgLMhEubWVzaHJsLnYxLlRlbnNvchIkCglsb3NzX21hc2sYAiABKAsyES5tZXNocmwudjEuVGVuc29yEiMKCGxvZ3Byb2JzGAMgASgLMhEubWVzaHJsLnYxLlRlbnNvchItCg12ZXJzaW9uX3NwYW5zGAQgAygLMhYubWVzaHJsLnYxLlZlcnNpb25TcGFuEi0KDW1lc3NhZ2Vfc3BhbnMYBSADKAsyFi5tZXNocmwudjEuTWVzc2FnZVNwYW4SEwoLdGVtcGVyYXR1cmUYBiABKAIiagoLVmVyc2lvblNwYW4SDQoFc3RhcnQYASABKA0SCwoDZW5kGAIgASgNEg8KB3ZlcnNpb24YAyABKAQSGwoOcHJvbXB0X3ZlcnNpb24YBCABKARIAIgBAUIRCg9fcHJvbXB0X3ZlcnNpb24inQEKC01lc3NhZ2VTcGFuEg0KBXN0YXJ0GAEgASgNEgsKA2VuZBgCIAEoDRIMCgRyb2xlGAMgASgJEgwKBHRleHQYBCABKAkSGgoNY29udGVudF9zdGFydBgFIAEoDUgAiAEBEhgKC2NvbnRlbnRfZW5kGAYgASgNSAGIAQFCEAoOX2NvbnRlbnRfc3RhcnRCDgoMX2NvbnRlbnRfZW5kIn8KDlJvbGxvdXRGYWlsdXJlEhIKCnJvbGxvdXRfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDgoGcmVhc29uGAMgASgJEg8KB21lc3NhZ2UYBCABKAkSEQoJcmV0cnlhYmxlGAUgASgIEhMKC3RyYWNlcGFyZW50GAYgASgJIl0KDlJvbGxvdXRTdW1tYXJ5EhAKCGZpbmlzaGVkGAEgASgNEg4KBmZhaWxlZBgCIAEoDRIRCgljYW5jZWxsZWQYAyABKA0SFgoOc2FtcGxlZF90b2tlbnMYBCABKAQiPgoVQ2FuY2VsUm9sbG91dHNSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEQoJZ3JvdXBfaWRzGAIgAygJIisKFkNhbmNlbFJvbGxvdXRzUmVzcG9uc2USEQoJY2FuY2VsbGVkGAEgASgNIhkKF0dldFJvbGxvdXRTdGF0dXNSZXF1ZXN0IscCChhHZXRSb2xsb3V0U3RhdHVzUmVzcG9uc2USDwoHcnVubmluZxgBIAEoDRIOCgZxdWV1ZWQYAiABKA0SEAoIZmluaXNoZWQYAyABKAQSQwoIZmFpbHVyZXMYBCADKAsyMS5tZXNocmwudjEuR2V0Um9sbG91dFN0YXR1c1Jlc3BvbnNlLkZhaWx1cmVzRW50cnkSFgoOcm9sbG91dHNfcGVyX3MYBSABKAESKgoHZW5naW5lcxgGIAMoCzIZLm1lc2hybC52MS5FbmdpbmVFbmRwb2ludBIQCghkcmFpbmluZxgHIAEoCBIWCg5tYXhfY29uY3VycmVudBgIIAEoDRIUCgxsaW1pdF9yZWFzb24YCSABKAkaLwoNRmFpbHVyZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBIr4BCg5FbmdpbmVFbmRwb2ludBILCgN1cmwYASABKAkSDwoHaGVhbHRoeRgCIAEoCBIUCgd2ZXJzaW9uGAMgASgESACIAQESEQoJaW5fZmxpZ2h0GAQgASgNEhUKDWxvZ3Byb2JzX21vZGUYBSABKAkSEgoFc2xvdHMYBiABKA1IAYgBARIWCglrdl90b2tlbnMYByABKARIAogBAUIKCghfdmVyc2lvbkIICgZfc2xvdHNCDAoKX2t2X3Rva2VuczLxAgoOUm9sbG91dFNlcnZpY2USWwoQTGlzdEVudmlyb25tZW50cxIiLm1lc2hybC52MS5MaXN0RW52aXJvbm1lbnRzUmVxdWVzdBojLm1lc2hybC52MS5MaXN0RW52aXJvbm1lbnRzUmVzcG9uc2USTgoLUnVuUm9sbG91dHMSHS5tZXNocmwudjEuUnVuUm9sbG91dHNSZXF1ZXN0Gh4ubWVzaHJsLnYxLlJ1blJvbGxvdXRzUmVzcG9uc2UwARJVCg5DYW5jZWxSb2xsb3V0cxIgLm1lc2hybC52MS5DYW5jZWxSb2xsb3V0c1JlcXVlc3QaIS5tZXNocmwudjEuQ2FuY2VsUm9sbG91dHNSZXNwb25zZRJbChBHZXRSb2xsb3V0U3RhdHVzEiIubWVzaHJsLnYxLkdldFJvbGxvdXRTdGF0dXNSZXF1ZXN0GiMubWVzaHJsLnYxLkdldFJvbGxvdXRTdGF0dXNSZXNwb25zZWIGcHJvdG8z", [file_meshrl_v1_tensor]);
+  fileDesc("ChdtZXNocmwvdjEvcm9sbG91dC5wcm90bxIJbWVzaHJsLnYxIjMKF0xpc3RFbnZpcm9ubWVudHNSZXF1ZXN0EhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAkiYgoYTGlzdEVudmlyb25tZW50c1Jlc3BvbnNlEhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAkSLAoMZW52aXJvbm1lbnRzGAIgAygLMhYubWVzaHJsLnYxLkVudmlyb25tZW50IqoBCgtFbnZpcm9ubWVudBIMCgRuYW1lGAEgASgJEg8KB3Rhc2tzZXQYAiABKAkSFgoJbnVtX3Rhc2tzGAMgASgESACIAQESDgoGYWdlbnRzGAQgAygJEi0KEGRlZmF1bHRfc2FtcGxpbmcYBSABKAsyEy5tZXNocmwudjEuU2FtcGxpbmcSFwoPcGFja2FnZV92ZXJzaW9uGAYgASgJQgwKCl9udW1fdGFza3Mi6gEKCFNhbXBsaW5nEhgKC3RlbXBlcmF0dXJlGAEgASgCSACIAQESEgoFdG9wX3AYAiABKAJIAYgBARISCgV0b3BfaxgDIAEoBUgCiAEBEhIKBW1pbl9wGAQgASgCSAOIAQESFwoKbWF4X3Rva2VucxgFIAEoDUgEiAEBEhYKDnN0b3BfdG9rZW5faWRzGAYgAygFEhEKBHNlZWQYByABKARIBYgBAUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCDQoLX21heF90b2tlbnNCBwoFX3NlZWQi/AIKElJ1blJvbGxvdXRzUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEhAKCGdyb3VwX2lkGAIgASgJEhMKC2Vudmlyb25tZW50GAMgASgJEhQKCnRhc2tfaW5kZXgYBCABKARIABIWCgx0YXNrX3BheWxvYWQYBSABKAlIABISCgpncm91cF9zaXplGAYgASgNEiUKCHNhbXBsaW5nGAcgASgLMhMubWVzaHJsLnYxLlNhbXBsaW5nEhMKC2VuZ2luZV9wb29sGAggASgJEhUKC21pbl92ZXJzaW9uGAkgASgESAESFwoNZXhhY3RfdmVyc2lvbhgKIAEoBEgBEhIKCmRlYWRsaW5lX3MYCyABKAESEwoLdHJhY2VwYXJlbnQYDCABKAkSEwoLc2NvcmVzX29ubHkYDSABKAgSFQoNY29udmVyc2F0aW9ucxgOIAEoCBIWCg5yb3V0ZWRfZXhwZXJ0cxgPIAEoCEIGCgR0YXNrQggKBnBvbGljeSLeAQoTUnVuUm9sbG91dHNSZXNwb25zZRIlCgdyb2xsb3V0GAEgASgLMhIubWVzaHJsLnYxLlJvbGxvdXRIABIsCgdmYWlsdXJlGAIgASgLMhkubWVzaHJsLnYxLlJvbGxvdXRGYWlsdXJlSAASLAoHc3VtbWFyeRgDIAEoCzIZLm1lc2hybC52MS5Sb2xsb3V0U3VtbWFyeUgAEjsKE3JvdXRlZF9leHBlcnRzX3BhcnQYBCABKAsyHC5tZXNocmwudjEuUm91dGVkRXhwZXJ0c1BhcnRIAEIHCgVldmVudCJiChFSb3V0ZWRFeHBlcnRzUGFydBISCgpyb2xsb3V0X2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIpCg5yb3V0ZWRfZXhwZXJ0cxgDIAEoCzIRLm1lc2hybC52MS5UZW5zb3Ii4QQKB1JvbGxvdXQSEgoKcm9sbG91dF9pZBgBIAEoCRIQCghncm91cF9pZBgCIAEoCRIQCgh0YXNrX2tleRgDIAEoCRITCgtlbnZpcm9ubWVudBgEIAEoCRINCgVhZ2VudBgFIAEoCRIiCgdzYW1wbGVzGAYgAygLMhEubWVzaHJsLnYxLlNhbXBsZRIOCgZyZXdhcmQYByABKAESOQoMcmV3YXJkX3BhcnRzGAggAygLMiMubWVzaHJsLnYxLlJvbGxvdXQuUmV3YXJkUGFydHNFbnRyeRIwCgdtZXRyaWNzGAkgAygLMh8ubWVzaHJsLnYxLlJvbGxvdXQuTWV0cmljc0VudHJ5EhUKDWZpbmlzaF9yZWFzb24YCiABKAkSEQoJdHJ1bmNhdGVkGAsgASgIEhEKCW51bV90dXJucxgMIAEoDRIzCgl0aW1pbmdzX3MYDSADKAsyIC5tZXNocmwudjEuUm9sbG91dC5UaW1pbmdzU0VudHJ5EhMKC3RyYWNlcGFyZW50GA4gASgJEhIKCmNvbXBsZXRpb24YDyABKAkSEgoKZXBpc29kZV9pZBgQIAEoCRIVCg1jb252ZXJzYXRpb25zGBEgAygJGjIKEFJld2FyZFBhcnRzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ARouCgxNZXRyaWNzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ARovCg1UaW1pbmdzU0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEilwIKBlNhbXBsZRIkCgl0b2tlbl9pZHMYASABKAsyES5tZXNocmwudjEuVGVuc29yEiQKCWxvc3NfbWFzaxgCIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISIwoIbG9ncHJvYnMYAyABKAsyES5tZXNocmwudjEuVGVuc29yEi0KDXZlcnNpb25fc3BhbnMYBCADKAsyFi5tZXNocmwudjEuVmVyc2lvblNwYW4SLQoNbWVzc2FnZV9zcGFucxgFIAMoCzIWLm1lc2hybC52MS5NZXNzYWdlU3BhbhITCgt0ZW1wZXJhdHVyZRgGIAEoAhIpCg5yb3V0ZWRfZXhwZXJ0cxgHIAEoCzIRLm1lc2hybC52MS5UZW5zb3IiagoLVmVyc2lvblNwYW4SDQoFc3RhcnQYASABKA0SCwoDZW5kGAIgASgNEg8KB3ZlcnNpb24YAyABKAQSGwoOcHJvbXB0X3ZlcnNpb24YBCABKARIAIgBAUIRCg9fcHJvbXB0X3ZlcnNpb24inQEKC01lc3NhZ2VTcGFuEg0KBXN0YXJ0GAEgASgNEgsKA2VuZBgCIAEoDRIMCgRyb2xlGAMgASgJEgwKBHRleHQYBCABKAkSGgoNY29udGVudF9zdGFydBgFIAEoDUgAiAEBEhgKC2NvbnRlbnRfZW5kGAYgASgNSAGIAQFCEAoOX2NvbnRlbnRfc3RhcnRCDgoMX2NvbnRlbnRfZW5kIn8KDlJvbGxvdXRGYWlsdXJlEhIKCnJvbGxvdXRfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDgoGcmVhc29uGAMgASgJEg8KB21lc3NhZ2UYBCABKAkSEQoJcmV0cnlhYmxlGAUgASgIEhMKC3RyYWNlcGFyZW50GAYgASgJIl0KDlJvbGxvdXRTdW1tYXJ5EhAKCGZpbmlzaGVkGAEgASgNEg4KBmZhaWxlZBgCIAEoDRIRCgljYW5jZWxsZWQYAyABKA0SFgoOc2FtcGxlZF90b2tlbnMYBCABKAQiPgoVQ2FuY2VsUm9sbG91dHNSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSEQoJZ3JvdXBfaWRzGAIgAygJIisKFkNhbmNlbFJvbGxvdXRzUmVzcG9uc2USEQoJY2FuY2VsbGVkGAEgASgNIhkKF0dldFJvbGxvdXRTdGF0dXNSZXF1ZXN0IscCChhHZXRSb2xsb3V0U3RhdHVzUmVzcG9uc2USDwoHcnVubmluZxgBIAEoDRIOCgZxdWV1ZWQYAiABKA0SEAoIZmluaXNoZWQYAyABKAQSQwoIZmFpbHVyZXMYBCADKAsyMS5tZXNocmwudjEuR2V0Um9sbG91dFN0YXR1c1Jlc3BvbnNlLkZhaWx1cmVzRW50cnkSFgoOcm9sbG91dHNfcGVyX3MYBSABKAESKgoHZW5naW5lcxgGIAMoCzIZLm1lc2hybC52MS5FbmdpbmVFbmRwb2ludBIQCghkcmFpbmluZxgHIAEoCBIWCg5tYXhfY29uY3VycmVudBgIIAEoDRIUCgxsaW1pdF9yZWFzb24YCSABKAkaLwoNRmFpbHVyZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBIr4BCg5FbmdpbmVFbmRwb2ludBILCgN1cmwYASABKAkSDwoHaGVhbHRoeRgCIAEoCBIUCgd2ZXJzaW9uGAMgASgESACIAQESEQoJaW5fZmxpZ2h0GAQgASgNEhUKDWxvZ3Byb2JzX21vZGUYBSABKAkSEgoFc2xvdHMYBiABKA1IAYgBARIWCglrdl90b2tlbnMYByABKARIAogBAUIKCghfdmVyc2lvbkIICgZfc2xvdHNCDAoKX2t2X3Rva2VuczLxAgoOUm9sbG91dFNlcnZpY2USWwoQTGlzdEVudmlyb25tZW50cxIiLm1lc2hybC52MS5MaXN0RW52aXJvbm1lbnRzUmVxdWVzdBojLm1lc2hybC52MS5MaXN0RW52aXJvbm1lbnRzUmVzcG9uc2USTgoLUnVuUm9sbG91dHMSHS5tZXNocmwudjEuUnVuUm9sbG91dHNSZXF1ZXN0Gh4ubWVzaHJsLnYxLlJ1blJvbGxvdXRzUmVzcG9uc2UwARJVCg5DYW5jZWxSb2xsb3V0cxIgLm1lc2hybC52MS5DYW5jZWxSb2xsb3V0c1JlcXVlc3QaIS5tZXNocmwudjEuQ2FuY2VsUm9sbG91dHNSZXNwb25zZRJbChBHZXRSb2xsb3V0U3RhdHVzEiIubWVzaHJsLnYxLkdldFJvbGxvdXRTdGF0dXNSZXF1ZXN0GiMubWVzaHJsLnYxLkdldFJvbGxvdXRTdGF0dXNSZXNwb25zZWIGcHJvdG8z", [file_meshrl_v1_tensor]);
 
 /**
  * Asks for the hosted environments.
@@ -307,6 +307,13 @@ export type RunRolloutsRequest = Message<"meshrl.v1.RunRolloutsRequest"> & {
    * @generated from field: bool conversations = 14;
    */
   conversations: boolean;
+
+  /**
+   * True to have Sample.routed_experts filled, by engines that report them.
+   *
+   * @generated from field: bool routed_experts = 15;
+   */
+  routedExperts: boolean;
 };
 
 /**
@@ -351,6 +358,15 @@ export type RunRolloutsResponse = Message<"meshrl.v1.RunRolloutsResponse"> & {
      */
     value: RolloutSummary;
     case: "summary";
+  } | {
+    /**
+     * A part of the routed experts of a rollout that comes later in the stream: they would not fit its
+     * message. A receiver that did not ask for them ignores it.
+     *
+     * @generated from field: meshrl.v1.RoutedExpertsPart routed_experts_part = 4;
+     */
+    value: RoutedExpertsPart;
+    case: "routedExpertsPart";
   } | { case: undefined; value?: undefined };
 };
 
@@ -360,6 +376,41 @@ export type RunRolloutsResponse = Message<"meshrl.v1.RunRolloutsResponse"> & {
  */
 export const RunRolloutsResponseSchema: GenMessage<RunRolloutsResponse> = /*@__PURE__*/
   messageDesc(file_meshrl_v1_rollout, 5);
+
+/**
+ * Rows of Sample.routed_experts, of a rollout whose own message leaves them out.
+ *
+ * @generated from message meshrl.v1.RoutedExpertsPart
+ */
+export type RoutedExpertsPart = Message<"meshrl.v1.RoutedExpertsPart"> & {
+  /**
+   * Rollout that they are of.
+   *
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * Which of its samples, from 0.
+   *
+   * @generated from field: uint32 sample = 2;
+   */
+  sample: number;
+
+  /**
+   * As Sample.routed_experts, of the tokens after those of the parts before it.
+   *
+   * @generated from field: meshrl.v1.Tensor routed_experts = 3;
+   */
+  routedExperts?: Tensor | undefined;
+};
+
+/**
+ * Describes the message meshrl.v1.RoutedExpertsPart.
+ * Use `create(RoutedExpertsPartSchema)` to create a new message.
+ */
+export const RoutedExpertsPartSchema: GenMessage<RoutedExpertsPart> = /*@__PURE__*/
+  messageDesc(file_meshrl_v1_rollout, 6);
 
 /**
  * A finished, scored episode of one agent.
@@ -496,10 +547,10 @@ export type Rollout = Message<"meshrl.v1.Rollout"> & {
  * Use `create(RolloutSchema)` to create a new message.
  */
 export const RolloutSchema: GenMessage<Rollout> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 6);
+  messageDesc(file_meshrl_v1_rollout, 7);
 
 /**
- * One token sequence with what training needs. All tensors have shape (T,), T at least 1.
+ * One token sequence with what training needs. Tensors have shape (T,), T at least 1, but for routed_experts.
  *
  * A rollout with a sample that breaks a rule below cannot be trained: the client counts it as failed,
  * with reason BAD_ROLLOUT, and its group goes on without it. Rollouts asked for with scores_only are
@@ -554,6 +605,16 @@ export type Sample = Message<"meshrl.v1.Sample"> & {
    * @generated from field: float temperature = 6;
    */
   temperature: number;
+
+  /**
+   * (T, L, K), of a mixture of experts: the K experts that each token went through at each of the L
+   * layers that choose experts, in the model's order. UINT8 of a model with at most 255 experts a
+   * layer, where 255 is unknown; else INT16, where -1 is unknown. What is unknown the trainer chooses
+   * itself: an engine never computes the last token, and may not report others. Unset: all unknown.
+   *
+   * @generated from field: meshrl.v1.Tensor routed_experts = 7;
+   */
+  routedExperts?: Tensor | undefined;
 };
 
 /**
@@ -561,7 +622,7 @@ export type Sample = Message<"meshrl.v1.Sample"> & {
  * Use `create(SampleSchema)` to create a new message.
  */
 export const SampleSchema: GenMessage<Sample> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 7);
+  messageDesc(file_meshrl_v1_rollout, 8);
 
 /**
  * Tokens [start, end) were sampled by one version.
@@ -606,7 +667,7 @@ export type VersionSpan = Message<"meshrl.v1.VersionSpan"> & {
  * Use `create(VersionSpanSchema)` to create a new message.
  */
 export const VersionSpanSchema: GenMessage<VersionSpan> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 8);
+  messageDesc(file_meshrl_v1_rollout, 9);
 
 /**
  * Tokens [start, end) belong to one message.
@@ -665,7 +726,7 @@ export type MessageSpan = Message<"meshrl.v1.MessageSpan"> & {
  * Use `create(MessageSpanSchema)` to create a new message.
  */
 export const MessageSpanSchema: GenMessage<MessageSpan> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 9);
+  messageDesc(file_meshrl_v1_rollout, 10);
 
 /**
  * A rollout that could not be finished.
@@ -721,7 +782,7 @@ export type RolloutFailure = Message<"meshrl.v1.RolloutFailure"> & {
  * Use `create(RolloutFailureSchema)` to create a new message.
  */
 export const RolloutFailureSchema: GenMessage<RolloutFailure> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 10);
+  messageDesc(file_meshrl_v1_rollout, 11);
 
 /**
  * End of a group. finished + failed + cancelled equals the group size.
@@ -763,7 +824,7 @@ export type RolloutSummary = Message<"meshrl.v1.RolloutSummary"> & {
  * Use `create(RolloutSummarySchema)` to create a new message.
  */
 export const RolloutSummarySchema: GenMessage<RolloutSummary> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 11);
+  messageDesc(file_meshrl_v1_rollout, 12);
 
 /**
  * Names the groups to stop.
@@ -791,7 +852,7 @@ export type CancelRolloutsRequest = Message<"meshrl.v1.CancelRolloutsRequest"> &
  * Use `create(CancelRolloutsRequestSchema)` to create a new message.
  */
 export const CancelRolloutsRequestSchema: GenMessage<CancelRolloutsRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 12);
+  messageDesc(file_meshrl_v1_rollout, 13);
 
 /**
  * What was stopped.
@@ -812,7 +873,7 @@ export type CancelRolloutsResponse = Message<"meshrl.v1.CancelRolloutsResponse">
  * Use `create(CancelRolloutsResponseSchema)` to create a new message.
  */
 export const CancelRolloutsResponseSchema: GenMessage<CancelRolloutsResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 13);
+  messageDesc(file_meshrl_v1_rollout, 14);
 
 /**
  * Asks for the server's state.
@@ -827,7 +888,7 @@ export type GetRolloutStatusRequest = Message<"meshrl.v1.GetRolloutStatusRequest
  * Use `create(GetRolloutStatusRequestSchema)` to create a new message.
  */
 export const GetRolloutStatusRequestSchema: GenMessage<GetRolloutStatusRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 14);
+  messageDesc(file_meshrl_v1_rollout, 15);
 
 /**
  * The server's state.
@@ -904,7 +965,7 @@ export type GetRolloutStatusResponse = Message<"meshrl.v1.GetRolloutStatusRespon
  * Use `create(GetRolloutStatusResponseSchema)` to create a new message.
  */
 export const GetRolloutStatusResponseSchema: GenMessage<GetRolloutStatusResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 15);
+  messageDesc(file_meshrl_v1_rollout, 16);
 
 /**
  * One engine as the rollout server sees it.
@@ -968,7 +1029,7 @@ export type EngineEndpoint = Message<"meshrl.v1.EngineEndpoint"> & {
  * Use `create(EngineEndpointSchema)` to create a new message.
  */
 export const EngineEndpointSchema: GenMessage<EngineEndpoint> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_rollout, 16);
+  messageDesc(file_meshrl_v1_rollout, 17);
 
 /**
  * Hosts environments, drives episodes against inference engines and scores them.

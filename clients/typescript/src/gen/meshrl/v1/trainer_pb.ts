@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file meshrl/v1/trainer.proto.
  */
 export const file_meshrl_v1_trainer: GenFile = /*@__PURE__*/
-  fileDesc("ChdtZXNocmwvdjEvdHJhaW5lci5wcm90bxIJbWVzaHJsLnYxIi0KEUdldFRyYWluZXJSZXF1ZXN0EhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAkiuwIKEkdldFRyYWluZXJSZXNwb25zZRIYChBjb250cmFjdF92ZXJzaW9uGAEgASgJEhIKCndvcmxkX3NpemUYAiABKA0SDwoHZHBfc2l6ZRgDIAEoDRIPCgdzZXFfbGVuGAQgASgNEhQKDHBhZF9tdWx0aXBsZRgFIAEoDRIRCglvYmplY3RpdmUYBiABKAkSDQoFbW9kZWwYByABKAkSHAoEcnVucxgIIAMoCzIOLm1lc2hybC52MS5SdW4SGgoSbWF4X3F1ZXVlZF9iYXRjaGVzGAkgASgNEhIKCnZvY2FiX3NpemUYCiABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYCyABKA0SHgoRbWluX3NoYXJlZF9wcmVmaXgYDCABKAFIAIgBAUIUChJfbWluX3NoYXJlZF9wcmVmaXgiawoDUnVuEg4KBnJ1bl9pZBgBIAEoCRIMCgRzdGVwGAIgASgEEg8KB3ZlcnNpb24YAyABKAQSDQoFZXBvY2gYBCABKAQSEAoIcmV2aXNpb24YBSABKAQSFAoMZHVyYWJsZV9zdGVwGAYgASgEInQKElN1Ym1pdEJhdGNoUmVxdWVzdBIoCgZoZWFkZXIYASABKAsyFi5tZXNocmwudjEuQmF0Y2hIZWFkZXJIABIsCgttaWNyb19iYXRjaBgCIAEoCzIVLm1lc2hybC52MS5NaWNyb0JhdGNoSABCBgoEcGFydCKwAQoLQmF0Y2hIZWFkZXISDgoGcnVuX2lkGAEgASgJEgwKBHN0ZXAYAiABKAQSDgoGZGlnZXN0GAMgASgJEhkKEW51bV9taWNyb19iYXRjaGVzGAQgASgNEhMKC2xvc3NfdG9rZW5zGAUgASgEEhQKDGVudmlyb25tZW50cxgGIAMoCRITCgt0cmFjZXBhcmVudBgHIAEoCRIYChBsb2dwcm9iX3JvbGxvdXRzGAggAygJItkFCgpNaWNyb0JhdGNoEg8KB2RwX3JhbmsYASABKA0SJAoJdG9rZW5faWRzGAIgASgLMhEubWVzaHJsLnYxLlRlbnNvchInCgxwb3NpdGlvbl9pZHMYAyABKAsyES5tZXNocmwudjEuVGVuc29yEiQKCWxvc3NfbWFzaxgEIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJQoKYWR2YW50YWdlcxgFIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISLQoSaW5mZXJlbmNlX2xvZ3Byb2JzGAYgASgLMhEubWVzaHJsLnYxLlRlbnNvchIpCg5zYW1wbGVfb2Zmc2V0cxgHIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJwoMdGVtcGVyYXR1cmVzGAggASgLMhEubWVzaHJsLnYxLlRlbnNvchIkCgllbnZfaW5kZXgYCSABKAsyES5tZXNocmwudjEuVGVuc29yEhMKC3JvbGxvdXRfaWRzGAogAygJEhQKDHRyYWNlcGFyZW50cxgLIAMoCRIlCgpybF93ZWlnaHRzGAwgASgLMhEubWVzaHJsLnYxLlRlbnNvchIlCgpjZV93ZWlnaHRzGA0gASgLMhEubWVzaHJsLnYxLlRlbnNvchIpCg5yZWZfa2xfd2VpZ2h0cxgOIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJwoMcmVmX2xvZ3Byb2JzGA8gASgLMhEubWVzaHJsLnYxLlRlbnNvchIoCg1wcmVmaXhfdG9rZW5zGBAgASgLMhEubWVzaHJsLnYxLlRlbnNvchIpCg5wcmVmaXhfc2FtcGxlcxgRIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJgoLcmVmX3RvcF9pZHMYEiABKAsyES5tZXNocmwudjEuVGVuc29yEisKEHJlZl90b3BfbG9ncHJvYnMYEyABKAsyES5tZXNocmwudjEuVGVuc29yIj8KE1N1Ym1pdEJhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAQSFgoOcXVldWVfcG9zaXRpb24YAiABKA0iOwoRV2F0Y2hTdGVwc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhYKDmFmdGVyX3JldmlzaW9uGAIgASgEIowEChJXYXRjaFN0ZXBzUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAQSDAoEc3RlcBgCIAEoBBIjCgVzdGF0ZRgDIAEoDjIULm1lc2hybC52MS5TdGVwU3RhdGUSFAoHdmVyc2lvbhgEIAEoBEgAiAEBEjsKB21ldHJpY3MYBSADKAsyKi5tZXNocmwudjEuV2F0Y2hTdGVwc1Jlc3BvbnNlLk1ldHJpY3NFbnRyeRI+Cgl0aW1pbmdzX3MYBiADKAsyKy5tZXNocmwudjEuV2F0Y2hTdGVwc1Jlc3BvbnNlLlRpbWluZ3NTRW50cnkSDgoGcmVhc29uGAcgASgJEg8KB21lc3NhZ2UYCCABKAkSEwoLdHJhY2VwYXJlbnQYCSABKAkSFAoMZHVyYWJsZV9zdGVwGAogASgEEiwKCGxvZ3Byb2JzGAsgAygLMhoubWVzaHJsLnYxLlJvbGxvdXRMb2dwcm9icxIpCgllbnRyb3BpZXMYDCABKAsyES5tZXNocmwudjEuVGVuc29ySAGIAQEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEaLwoNVGltaW5nc1NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBQgoKCF92ZXJzaW9uQgwKCl9lbnRyb3BpZXMiSgoPUm9sbG91dExvZ3Byb2JzEhIKCnJvbGxvdXRfaWQYASABKAkSIwoIbG9ncHJvYnMYAiABKAsyES5tZXNocmwudjEuVGVuc29yIlEKFVNhdmVDaGVja3BvaW50UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBnJ1bl9pZBgCIAEoCRIUCgx3ZWlnaHRzX29ubHkYAyABKAgiNAoWU2F2ZUNoZWNrcG9pbnRSZXNwb25zZRIMCgRzdGVwGAEgASgEEgwKBHBhdGgYAiABKAkiNgoQQ3JlYXRlUnVuUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBnJ1bl9pZBgCIAEoCSIwChFDcmVhdGVSdW5SZXNwb25zZRIbCgNydW4YASABKAsyDi5tZXNocmwudjEuUnVuIhEKD0xpc3RSdW5zUmVxdWVzdCIwChBMaXN0UnVuc1Jlc3BvbnNlEhwKBHJ1bnMYASADKAsyDi5tZXNocmwudjEuUnVuIjYKEERlbGV0ZVJ1blJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRIOCgZydW5faWQYAiABKAkiEwoRRGVsZXRlUnVuUmVzcG9uc2UiDgoMRHJhaW5SZXF1ZXN0Ih0KDURyYWluUmVzcG9uc2USDAoEc3RlcBgBIAEoBCqCAQoJU3RlcFN0YXRlEhoKFlNURVBfU1RBVEVfVU5TUEVDSUZJRUQQABIVChFTVEVQX1NUQVRFX1FVRVVFRBABEhYKElNURVBfU1RBVEVfUlVOTklORxACEhMKD1NURVBfU1RBVEVfRE9ORRADEhUKEVNURVBfU1RBVEVfRkFJTEVEEAQy4AQKDlRyYWluZXJTZXJ2aWNlEkkKCkdldFRyYWluZXISHC5tZXNocmwudjEuR2V0VHJhaW5lclJlcXVlc3QaHS5tZXNocmwudjEuR2V0VHJhaW5lclJlc3BvbnNlEk4KC1N1Ym1pdEJhdGNoEh0ubWVzaHJsLnYxLlN1Ym1pdEJhdGNoUmVxdWVzdBoeLm1lc2hybC52MS5TdWJtaXRCYXRjaFJlc3BvbnNlKAESSwoKV2F0Y2hTdGVwcxIcLm1lc2hybC52MS5XYXRjaFN0ZXBzUmVxdWVzdBodLm1lc2hybC52MS5XYXRjaFN0ZXBzUmVzcG9uc2UwARJVCg5TYXZlQ2hlY2twb2ludBIgLm1lc2hybC52MS5TYXZlQ2hlY2twb2ludFJlcXVlc3QaIS5tZXNocmwudjEuU2F2ZUNoZWNrcG9pbnRSZXNwb25zZRJGCglDcmVhdGVSdW4SGy5tZXNocmwudjEuQ3JlYXRlUnVuUmVxdWVzdBocLm1lc2hybC52MS5DcmVhdGVSdW5SZXNwb25zZRJDCghMaXN0UnVucxIaLm1lc2hybC52MS5MaXN0UnVuc1JlcXVlc3QaGy5tZXNocmwudjEuTGlzdFJ1bnNSZXNwb25zZRJGCglEZWxldGVSdW4SGy5tZXNocmwudjEuRGVsZXRlUnVuUmVxdWVzdBocLm1lc2hybC52MS5EZWxldGVSdW5SZXNwb25zZRI6CgVEcmFpbhIXLm1lc2hybC52MS5EcmFpblJlcXVlc3QaGC5tZXNocmwudjEuRHJhaW5SZXNwb25zZWIGcHJvdG8z", [file_meshrl_v1_tensor]);
+  fileDesc("ChdtZXNocmwvdjEvdHJhaW5lci5wcm90bxIJbWVzaHJsLnYxIi0KEUdldFRyYWluZXJSZXF1ZXN0EhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAki6gIKEkdldFRyYWluZXJSZXNwb25zZRIYChBjb250cmFjdF92ZXJzaW9uGAEgASgJEhIKCndvcmxkX3NpemUYAiABKA0SDwoHZHBfc2l6ZRgDIAEoDRIPCgdzZXFfbGVuGAQgASgNEhQKDHBhZF9tdWx0aXBsZRgFIAEoDRIRCglvYmplY3RpdmUYBiABKAkSDQoFbW9kZWwYByABKAkSHAoEcnVucxgIIAMoCzIOLm1lc2hybC52MS5SdW4SGgoSbWF4X3F1ZXVlZF9iYXRjaGVzGAkgASgNEhIKCnZvY2FiX3NpemUYCiABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYCyABKA0SHgoRbWluX3NoYXJlZF9wcmVmaXgYDCABKAFIAIgBARItCg1yb3V0ZXJfcmVwbGF5GA0gASgLMhYubWVzaHJsLnYxLlJvdXRlZFNoYXBlQhQKEl9taW5fc2hhcmVkX3ByZWZpeCJBCgtSb3V0ZWRTaGFwZRIOCgZsYXllcnMYASABKA0SEQoJcGVyX3Rva2VuGAIgASgNEg8KB2V4cGVydHMYAyABKA0iawoDUnVuEg4KBnJ1bl9pZBgBIAEoCRIMCgRzdGVwGAIgASgEEg8KB3ZlcnNpb24YAyABKAQSDQoFZXBvY2gYBCABKAQSEAoIcmV2aXNpb24YBSABKAQSFAoMZHVyYWJsZV9zdGVwGAYgASgEInQKElN1Ym1pdEJhdGNoUmVxdWVzdBIoCgZoZWFkZXIYASABKAsyFi5tZXNocmwudjEuQmF0Y2hIZWFkZXJIABIsCgttaWNyb19iYXRjaBgCIAEoCzIVLm1lc2hybC52MS5NaWNyb0JhdGNoSABCBgoEcGFydCLHAQoLQmF0Y2hIZWFkZXISDgoGcnVuX2lkGAEgASgJEgwKBHN0ZXAYAiABKAQSDgoGZGlnZXN0GAMgASgJEhkKEW51bV9taWNyb19iYXRjaGVzGAQgASgNEhMKC2xvc3NfdG9rZW5zGAUgASgEEhQKDGVudmlyb25tZW50cxgGIAMoCRITCgt0cmFjZXBhcmVudBgHIAEoCRIYChBsb2dwcm9iX3JvbGxvdXRzGAggAygJEhUKDXJvdXRlc19kaWdlc3QYCSABKAkihAYKCk1pY3JvQmF0Y2gSDwoHZHBfcmFuaxgBIAEoDRIkCgl0b2tlbl9pZHMYAiABKAsyES5tZXNocmwudjEuVGVuc29yEicKDHBvc2l0aW9uX2lkcxgDIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJAoJbG9zc19tYXNrGAQgASgLMhEubWVzaHJsLnYxLlRlbnNvchIlCgphZHZhbnRhZ2VzGAUgASgLMhEubWVzaHJsLnYxLlRlbnNvchItChJpbmZlcmVuY2VfbG9ncHJvYnMYBiABKAsyES5tZXNocmwudjEuVGVuc29yEikKDnNhbXBsZV9vZmZzZXRzGAcgASgLMhEubWVzaHJsLnYxLlRlbnNvchInCgx0ZW1wZXJhdHVyZXMYCCABKAsyES5tZXNocmwudjEuVGVuc29yEiQKCWVudl9pbmRleBgJIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISEwoLcm9sbG91dF9pZHMYCiADKAkSFAoMdHJhY2VwYXJlbnRzGAsgAygJEiUKCnJsX3dlaWdodHMYDCABKAsyES5tZXNocmwudjEuVGVuc29yEiUKCmNlX3dlaWdodHMYDSABKAsyES5tZXNocmwudjEuVGVuc29yEikKDnJlZl9rbF93ZWlnaHRzGA4gASgLMhEubWVzaHJsLnYxLlRlbnNvchInCgxyZWZfbG9ncHJvYnMYDyABKAsyES5tZXNocmwudjEuVGVuc29yEigKDXByZWZpeF90b2tlbnMYECABKAsyES5tZXNocmwudjEuVGVuc29yEikKDnByZWZpeF9zYW1wbGVzGBEgASgLMhEubWVzaHJsLnYxLlRlbnNvchImCgtyZWZfdG9wX2lkcxgSIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISKwoQcmVmX3RvcF9sb2dwcm9icxgTIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISKQoOcm91dGVkX2V4cGVydHMYFCABKAsyES5tZXNocmwudjEuVGVuc29yIj8KE1N1Ym1pdEJhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAQSFgoOcXVldWVfcG9zaXRpb24YAiABKA0iOwoRV2F0Y2hTdGVwc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhYKDmFmdGVyX3JldmlzaW9uGAIgASgEIowEChJXYXRjaFN0ZXBzUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAQSDAoEc3RlcBgCIAEoBBIjCgVzdGF0ZRgDIAEoDjIULm1lc2hybC52MS5TdGVwU3RhdGUSFAoHdmVyc2lvbhgEIAEoBEgAiAEBEjsKB21ldHJpY3MYBSADKAsyKi5tZXNocmwudjEuV2F0Y2hTdGVwc1Jlc3BvbnNlLk1ldHJpY3NFbnRyeRI+Cgl0aW1pbmdzX3MYBiADKAsyKy5tZXNocmwudjEuV2F0Y2hTdGVwc1Jlc3BvbnNlLlRpbWluZ3NTRW50cnkSDgoGcmVhc29uGAcgASgJEg8KB21lc3NhZ2UYCCABKAkSEwoLdHJhY2VwYXJlbnQYCSABKAkSFAoMZHVyYWJsZV9zdGVwGAogASgEEiwKCGxvZ3Byb2JzGAsgAygLMhoubWVzaHJsLnYxLlJvbGxvdXRMb2dwcm9icxIpCgllbnRyb3BpZXMYDCABKAsyES5tZXNocmwudjEuVGVuc29ySAGIAQEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEaLwoNVGltaW5nc1NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBQgoKCF92ZXJzaW9uQgwKCl9lbnRyb3BpZXMiSgoPUm9sbG91dExvZ3Byb2JzEhIKCnJvbGxvdXRfaWQYASABKAkSIwoIbG9ncHJvYnMYAiABKAsyES5tZXNocmwudjEuVGVuc29yIlEKFVNhdmVDaGVja3BvaW50UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBnJ1bl9pZBgCIAEoCRIUCgx3ZWlnaHRzX29ubHkYAyABKAgiNAoWU2F2ZUNoZWNrcG9pbnRSZXNwb25zZRIMCgRzdGVwGAEgASgEEgwKBHBhdGgYAiABKAkiNgoQQ3JlYXRlUnVuUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBnJ1bl9pZBgCIAEoCSIwChFDcmVhdGVSdW5SZXNwb25zZRIbCgNydW4YASABKAsyDi5tZXNocmwudjEuUnVuIhEKD0xpc3RSdW5zUmVxdWVzdCIwChBMaXN0UnVuc1Jlc3BvbnNlEhwKBHJ1bnMYASADKAsyDi5tZXNocmwudjEuUnVuIjYKEERlbGV0ZVJ1blJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRIOCgZydW5faWQYAiABKAkiEwoRRGVsZXRlUnVuUmVzcG9uc2UiDgoMRHJhaW5SZXF1ZXN0Ih0KDURyYWluUmVzcG9uc2USDAoEc3RlcBgBIAEoBCqCAQoJU3RlcFN0YXRlEhoKFlNURVBfU1RBVEVfVU5TUEVDSUZJRUQQABIVChFTVEVQX1NUQVRFX1FVRVVFRBABEhYKElNURVBfU1RBVEVfUlVOTklORxACEhMKD1NURVBfU1RBVEVfRE9ORRADEhUKEVNURVBfU1RBVEVfRkFJTEVEEAQy4AQKDlRyYWluZXJTZXJ2aWNlEkkKCkdldFRyYWluZXISHC5tZXNocmwudjEuR2V0VHJhaW5lclJlcXVlc3QaHS5tZXNocmwudjEuR2V0VHJhaW5lclJlc3BvbnNlEk4KC1N1Ym1pdEJhdGNoEh0ubWVzaHJsLnYxLlN1Ym1pdEJhdGNoUmVxdWVzdBoeLm1lc2hybC52MS5TdWJtaXRCYXRjaFJlc3BvbnNlKAESSwoKV2F0Y2hTdGVwcxIcLm1lc2hybC52MS5XYXRjaFN0ZXBzUmVxdWVzdBodLm1lc2hybC52MS5XYXRjaFN0ZXBzUmVzcG9uc2UwARJVCg5TYXZlQ2hlY2twb2ludBIgLm1lc2hybC52MS5TYXZlQ2hlY2twb2ludFJlcXVlc3QaIS5tZXNocmwudjEuU2F2ZUNoZWNrcG9pbnRSZXNwb25zZRJGCglDcmVhdGVSdW4SGy5tZXNocmwudjEuQ3JlYXRlUnVuUmVxdWVzdBocLm1lc2hybC52MS5DcmVhdGVSdW5SZXNwb25zZRJDCghMaXN0UnVucxIaLm1lc2hybC52MS5MaXN0UnVuc1JlcXVlc3QaGy5tZXNocmwudjEuTGlzdFJ1bnNSZXNwb25zZRJGCglEZWxldGVSdW4SGy5tZXNocmwudjEuRGVsZXRlUnVuUmVxdWVzdBocLm1lc2hybC52MS5EZWxldGVSdW5SZXNwb25zZRI6CgVEcmFpbhIXLm1lc2hybC52MS5EcmFpblJlcXVlc3QaGC5tZXNocmwudjEuRHJhaW5SZXNwb25zZWIGcHJvdG8z", [file_meshrl_v1_tensor]);
 
 /**
  * Asks what the trainer is.
@@ -128,6 +128,14 @@ export type GetTrainerResponse = Message<"meshrl.v1.GetTrainerResponse"> & {
    * @generated from field: optional double min_shared_prefix = 12;
    */
   minSharedPrefix?: number | undefined;
+
+  /**
+   * Set where the trainer replays the routes of experts that micro-batches carry: what routes are for its
+   * model. Its clients then ask for them.
+   *
+   * @generated from field: meshrl.v1.RoutedShape router_replay = 13;
+   */
+  routerReplay?: RoutedShape | undefined;
 };
 
 /**
@@ -136,6 +144,41 @@ export type GetTrainerResponse = Message<"meshrl.v1.GetTrainerResponse"> & {
  */
 export const GetTrainerResponseSchema: GenMessage<GetTrainerResponse> = /*@__PURE__*/
   messageDesc(file_meshrl_v1_trainer, 1);
+
+/**
+ * What routes of experts are for a model: the shape (T, layers, per_token) of routed_experts, and its values.
+ *
+ * @generated from message meshrl.v1.RoutedShape
+ */
+export type RoutedShape = Message<"meshrl.v1.RoutedShape"> & {
+  /**
+   * Layers that choose experts.
+   *
+   * @generated from field: uint32 layers = 1;
+   */
+  layers: number;
+
+  /**
+   * Experts that each token goes through in one of them.
+   *
+   * @generated from field: uint32 per_token = 2;
+   */
+  perToken: number;
+
+  /**
+   * Experts that it is chosen among.
+   *
+   * @generated from field: uint32 experts = 3;
+   */
+  experts: number;
+};
+
+/**
+ * Describes the message meshrl.v1.RoutedShape.
+ * Use `create(RoutedShapeSchema)` to create a new message.
+ */
+export const RoutedShapeSchema: GenMessage<RoutedShape> = /*@__PURE__*/
+  messageDesc(file_meshrl_v1_trainer, 2);
 
 /**
  * One run of a trainer.
@@ -192,7 +235,7 @@ export type Run = Message<"meshrl.v1.Run"> & {
  * Use `create(RunSchema)` to create a new message.
  */
 export const RunSchema: GenMessage<Run> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 2);
+  messageDesc(file_meshrl_v1_trainer, 3);
 
 /**
  * One message of an upload.
@@ -229,7 +272,7 @@ export type SubmitBatchRequest = Message<"meshrl.v1.SubmitBatchRequest"> & {
  * Use `create(SubmitBatchRequestSchema)` to create a new message.
  */
 export const SubmitBatchRequestSchema: GenMessage<SubmitBatchRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 3);
+  messageDesc(file_meshrl_v1_trainer, 4);
 
 /**
  * Identity and size of a batch.
@@ -294,6 +337,14 @@ export type BatchHeader = Message<"meshrl.v1.BatchHeader"> & {
    * @generated from field: repeated string logprob_rollouts = 8;
    */
   logprobRollouts: string[];
+
+  /**
+   * The same digest over routed_experts alone, which `digest` leaves out: a batch that is sent again
+   * without them is the same batch. Empty where no micro-batch has any.
+   *
+   * @generated from field: string routes_digest = 9;
+   */
+  routesDigest: string;
 };
 
 /**
@@ -301,7 +352,7 @@ export type BatchHeader = Message<"meshrl.v1.BatchHeader"> & {
  * Use `create(BatchHeaderSchema)` to create a new message.
  */
 export const BatchHeaderSchema: GenMessage<BatchHeader> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 4);
+  messageDesc(file_meshrl_v1_trainer, 5);
 
 /**
  * Samples packed into one row of at most seq_len tokens. T tokens, S samples.
@@ -461,6 +512,14 @@ export type MicroBatch = Message<"meshrl.v1.MicroBatch"> & {
    * @generated from field: meshrl.v1.Tensor ref_top_logprobs = 19;
    */
   refTopLogprobs?: Tensor | undefined;
+
+  /**
+   * UINT8 or INT16 (T, L, K) experts that each token is to go through, as Sample.routed_experts. Unset:
+   * the trainer chooses. Not part of the batch's digest.
+   *
+   * @generated from field: meshrl.v1.Tensor routed_experts = 20;
+   */
+  routedExperts?: Tensor | undefined;
 };
 
 /**
@@ -468,7 +527,7 @@ export type MicroBatch = Message<"meshrl.v1.MicroBatch"> & {
  * Use `create(MicroBatchSchema)` to create a new message.
  */
 export const MicroBatchSchema: GenMessage<MicroBatch> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 5);
+  messageDesc(file_meshrl_v1_trainer, 6);
 
 /**
  * The batch is queued.
@@ -496,7 +555,7 @@ export type SubmitBatchResponse = Message<"meshrl.v1.SubmitBatchResponse"> & {
  * Use `create(SubmitBatchResponseSchema)` to create a new message.
  */
 export const SubmitBatchResponseSchema: GenMessage<SubmitBatchResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 6);
+  messageDesc(file_meshrl_v1_trainer, 7);
 
 /**
  * Where to start watching.
@@ -524,7 +583,7 @@ export type WatchStepsRequest = Message<"meshrl.v1.WatchStepsRequest"> & {
  * Use `create(WatchStepsRequestSchema)` to create a new message.
  */
 export const WatchStepsRequestSchema: GenMessage<WatchStepsRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 7);
+  messageDesc(file_meshrl_v1_trainer, 8);
 
 /**
  * One event of a run.
@@ -627,7 +686,7 @@ export type WatchStepsResponse = Message<"meshrl.v1.WatchStepsResponse"> & {
  * Use `create(WatchStepsResponseSchema)` to create a new message.
  */
 export const WatchStepsResponseSchema: GenMessage<WatchStepsResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 8);
+  messageDesc(file_meshrl_v1_trainer, 9);
 
 /**
  * The trainer's own logprobs of what a rollout trained in the rl term. N tokens.
@@ -656,7 +715,7 @@ export type RolloutLogprobs = Message<"meshrl.v1.RolloutLogprobs"> & {
  * Use `create(RolloutLogprobsSchema)` to create a new message.
  */
 export const RolloutLogprobsSchema: GenMessage<RolloutLogprobs> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 9);
+  messageDesc(file_meshrl_v1_trainer, 10);
 
 /**
  * Asks for a checkpoint.
@@ -691,7 +750,7 @@ export type SaveCheckpointRequest = Message<"meshrl.v1.SaveCheckpointRequest"> &
  * Use `create(SaveCheckpointRequestSchema)` to create a new message.
  */
 export const SaveCheckpointRequestSchema: GenMessage<SaveCheckpointRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 10);
+  messageDesc(file_meshrl_v1_trainer, 11);
 
 /**
  * Where the checkpoint is.
@@ -719,7 +778,7 @@ export type SaveCheckpointResponse = Message<"meshrl.v1.SaveCheckpointResponse">
  * Use `create(SaveCheckpointResponseSchema)` to create a new message.
  */
 export const SaveCheckpointResponseSchema: GenMessage<SaveCheckpointResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 11);
+  messageDesc(file_meshrl_v1_trainer, 12);
 
 /**
  * Describes a new run.
@@ -747,7 +806,7 @@ export type CreateRunRequest = Message<"meshrl.v1.CreateRunRequest"> & {
  * Use `create(CreateRunRequestSchema)` to create a new message.
  */
 export const CreateRunRequestSchema: GenMessage<CreateRunRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 12);
+  messageDesc(file_meshrl_v1_trainer, 13);
 
 /**
  * The run was added.
@@ -768,7 +827,7 @@ export type CreateRunResponse = Message<"meshrl.v1.CreateRunResponse"> & {
  * Use `create(CreateRunResponseSchema)` to create a new message.
  */
 export const CreateRunResponseSchema: GenMessage<CreateRunResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 13);
+  messageDesc(file_meshrl_v1_trainer, 14);
 
 /**
  * Asks for the runs.
@@ -783,7 +842,7 @@ export type ListRunsRequest = Message<"meshrl.v1.ListRunsRequest"> & {
  * Use `create(ListRunsRequestSchema)` to create a new message.
  */
 export const ListRunsRequestSchema: GenMessage<ListRunsRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 14);
+  messageDesc(file_meshrl_v1_trainer, 15);
 
 /**
  * The runs.
@@ -804,7 +863,7 @@ export type ListRunsResponse = Message<"meshrl.v1.ListRunsResponse"> & {
  * Use `create(ListRunsResponseSchema)` to create a new message.
  */
 export const ListRunsResponseSchema: GenMessage<ListRunsResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 15);
+  messageDesc(file_meshrl_v1_trainer, 16);
 
 /**
  * Names the run to remove.
@@ -832,7 +891,7 @@ export type DeleteRunRequest = Message<"meshrl.v1.DeleteRunRequest"> & {
  * Use `create(DeleteRunRequestSchema)` to create a new message.
  */
 export const DeleteRunRequestSchema: GenMessage<DeleteRunRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 16);
+  messageDesc(file_meshrl_v1_trainer, 17);
 
 /**
  * The run is gone.
@@ -847,7 +906,7 @@ export type DeleteRunResponse = Message<"meshrl.v1.DeleteRunResponse"> & {
  * Use `create(DeleteRunResponseSchema)` to create a new message.
  */
 export const DeleteRunResponseSchema: GenMessage<DeleteRunResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 17);
+  messageDesc(file_meshrl_v1_trainer, 18);
 
 /**
  * Asks the trainer to finish.
@@ -862,7 +921,7 @@ export type DrainRequest = Message<"meshrl.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 18);
+  messageDesc(file_meshrl_v1_trainer, 19);
 
 /**
  * The queue is empty.
@@ -883,7 +942,7 @@ export type DrainResponse = Message<"meshrl.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 19);
+  messageDesc(file_meshrl_v1_trainer, 20);
 
 /**
  * State of a step.

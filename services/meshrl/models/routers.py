@@ -1,0 +1,186 @@
+"""The routers of a mixture of experts as they choose: watched, and made to choose what an engine chose.
+
+With router replay (R3, arXiv 2510.11370) a token goes through the experts that it went through when it was sampled. The
+choice alone is replayed: a router computes its scores again and gets its gradient through them.
+
+One way for all families: a router calls `torch.topk` on scores of two dimensions, as wide as there are experts, and the
+call is answered with the given experts and their scores. Routers are numbered in the model's order, layers without
+experts left out. Shapes: N tokens of a forward pass, L routers, E experts of a layer, k of them for each token.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from meshrl.models.experts import expert_layers
+from meshrl.wire.types import RoutedShape
+
+UNKNOWN = -1
+"""In place of an expert: nothing is known of this choice, so the router makes its own."""
+
+Inputs = ParamSpec("Inputs")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterChoice:
+    """What one router chose for the N tokens of a pass."""
+
+    router: int
+    experts: int
+    chosen: torch.Tensor  # (N, k)
+    own: torch.Tensor | None = None  # (N, k) what it would have chosen, where choices were given to it
+    given: torch.Tensor | None = None  # (N, k) those choices, UNKNOWN where none was
+    logits: torch.Tensor | None = None  # (N, E)
+
+
+class Routers:
+    """The routers of one model. A watcher is called after each choice; without one, and without routes, they cost
+    nothing."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Puts itself between each router and its `forward`; names of parameters stay."""
+        self.watchers: list[Callable[[RouterChoice], None]] = []
+        self._given: torch.Tensor | None = None
+        found = _router_modules(model)
+        self.experts = [experts for _, experts in found]
+        layers = expert_layers(model, model.config)
+        self.shape = (
+            RoutedShape(layers=len(found), per_token=layers[0].per_token, experts=max(self.experts)) if found else None
+        )
+        for number, (module, _) in enumerate(found):
+            module.forward = functools.partial(self._run, number, module.forward)
+
+    @contextmanager
+    def replaying(self, routes_NLK: torch.Tensor | None) -> Iterator[None]:
+        """Inside, routers choose these experts, and their own where that is UNKNOWN or there are no routes."""
+        before, self._given = self._given, routes_NLK
+        try:
+            yield
+        finally:
+            self._given = before
+
+    def as_now(self, function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
+        """The function with the routes of this moment, whenever it runs: for blocks that are computed again."""
+        routes = self._given
+        if routes is None:
+            return function
+
+        def run(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Result:
+            with self.replaying(routes):
+                return function(*args, **kwargs)
+
+        return run
+
+    def _run(self, number: int, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling() or (self._given is None and not self.watchers):
+            return forward(*args, **kwargs)
+        given = None if self._given is None else self._given[:, number]
+        with _Choosing(self.experts[number], given) as choosing:
+            output = forward(*args, **kwargs)
+        chosen = choosing.chosen
+        if chosen is None:  # chosen without topk: by the token's id, or in a way of the family's own
+            parts = output if isinstance(output, tuple) else ()
+            chosen = next((one for one in parts if torch.is_tensor(one) and not one.is_floating_point()), None)
+            if given is not None:
+                self._check_unreplayed(number, given, chosen)
+        if chosen is not None:
+            choice = RouterChoice(
+                router=number,
+                experts=self.experts[number],
+                chosen=chosen.flatten(0, -2),
+                own=choosing.own,
+                given=None if choosing.own is None else given,
+                logits=choosing.logits,
+            )
+            for watcher in self.watchers:
+                watcher(choice)
+        return output
+
+    def _check_unreplayed(self, number: int, given_NK: torch.Tensor, chosen_NK: torch.Tensor | None) -> None:
+        """Routes for a router that cannot be replayed must be what it chooses anyway, or unknown."""
+        same = False if chosen_NK is None else given_NK == chosen_NK.flatten(0, -2)
+        if not bool(((given_NK < 0) | same).all()):
+            raise ValueError(
+                f"router replay: router {number} of this model chooses its experts without torch.topk, so no choice"
+                " can be given to it; set trainer.enable_router_replay to false"
+            )
+
+
+class _Choosing(TorchFunctionMode):
+    """While a router runs: answers its topk with the given experts, and keeps its logits and what it chose."""
+
+    def __init__(self, experts: int, given_NK: torch.Tensor | None) -> None:
+        super().__init__()
+        self._experts = experts
+        self._given = given_NK
+        self.chosen: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None
+        self.logits: torch.Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in (F.linear, torch.matmul, torch.Tensor.matmul):
+            if self.logits is None and output.shape[-1] == self._experts:
+                self.logits = output.detach().flatten(0, -2)
+        elif func in (torch.topk, torch.Tensor.topk):
+            scores, (_, own) = args[0], output
+            if scores.ndim == 2 and scores.shape[1] == self._experts:
+                self.chosen = own
+                if self._given is not None:
+                    output = self._replayed(scores, own)
+        return output
+
+    def _replayed(self, scores_NE: torch.Tensor, own_NK: torch.Tensor) -> Any:
+        assert self._given is not None
+        if self._given.shape != own_NK.shape:
+            raise ValueError(
+                f"router replay: routes are for {tuple(self._given.shape)} tokens and experts, and a router chose for "
+                f"{tuple(own_NK.shape)}"
+            )
+        given_NK = self._given.to(own_NK)
+        # Where one expert of a token is unknown all are: half of a choice would name an expert twice.
+        known_N1 = (given_NK >= 0).all(dim=1, keepdim=True)
+        self.own, self.chosen = own_NK, torch.where(known_N1, given_NK, own_NK)
+        return torch.return_types.topk((scores_NE.gather(1, self.chosen), self.chosen))
+
+
+def _router_modules(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The modules that choose experts, in order, each with the number of experts that it chooses among.
+
+    That is the router's own module where it has one beside the experts, or the module that holds both.
+    """
+    found: list[tuple[nn.Module, int]] = []
+    parents = {child: module for module in model.modules() for child in module.children()}
+    for layer in expert_layers(model, model.config):
+        parent = parents[layer.module]
+        within = set(layer.module.modules())
+        routers = [module for module in parent.modules() if module not in within and _is_router(module)]
+        chosen = next((module for module in (*routers, parent) if _calls_topk(module)), [*routers, parent][0])
+        if all(chosen is not module for module, _ in found):
+            found.append((chosen, layer.count))
+    return found
+
+
+def _is_router(module: nn.Module) -> bool:
+    return type(module) is not nn.Linear and type(module).__name__.lower().endswith(("router", "gate", "gating"))
+
+
+def _calls_topk(module: nn.Module) -> bool:
+    try:
+        return "topk(" in inspect.getsource(type(module))
+    except (OSError, TypeError):  # no source is there to read
+        return False
