@@ -119,6 +119,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
         eos_token_ids=eos_token_ids(model),
         seed=config.seed,
         version=0 if config.weight_broadcast is None else None,
+        keep_routes=config.enable_return_routed_experts,
     )
 
 

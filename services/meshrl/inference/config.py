@@ -142,6 +142,10 @@ class InferenceConfig(BaseConfig):
     """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
     embedded engine takes both. `rl` sets it."""
 
+    enable_return_routed_experts: bool = False
+    """Mixtures of experts: keep the experts that each token went through, for requests that ask for them, as router
+    replay does (`trainer.enable_router_replay`, with which `rl` sets it)."""
+
     share_gpu: bool = False
     """A trainer works on the same GPU: gpu_memory_utilization is 0.5 unless it is given. `rl` sets it."""
 
@@ -272,6 +276,8 @@ class InferenceConfig(BaseConfig):
         if self.lora_rank is not None:
             rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
             given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        if self.enable_return_routed_experts:
+            given["enable_return_routed_experts"] = True
         given |= {
             "model": self.model.name,
             "dtype": self.model.dtype,

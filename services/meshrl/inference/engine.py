@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest, VersionSpan
+from meshrl.wire.types.routes import Routes
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ class SamplingParams:
     top_logprobs: int = 0  # alternatives to report for each token
     prompt_logprobs: int | None = None  # report logprobs of the prompt's tokens, above 1 also so many alternatives
     raw_logprobs: bool = False  # report the logprob of the plain model, too: temperature 1, not reweighted, uncut
+    routed_experts_prompt_start: int | None = None  # report routes of all tokens from this one of the prompt on
 
     @property
     def greedy(self) -> bool:
@@ -124,7 +126,7 @@ class TokenChunk:
     prompt_logprobs: NDArray[np.float32] | None = None  # (P,) of each prompt token after those before it; first NaN
     prompt_top_ids: NDArray[np.int32] | None = None  # (P, K) likeliest tokens in the place of each; of the first: any
     prompt_top_logprobs: NDArray[np.float32] | None = None  # (P, K)
-    routed_experts: NDArray[np.generic] | None = None  # (T, layers, experts) of a mixture of experts
+    routed_experts: Routes | None = None  # (N, L, K) with the last chunk: from the token asked for to the last but one
     times: RequestTimes | None = None  # with the last chunk, where the engine knows them
 
 
@@ -301,11 +303,13 @@ def check_fit(engine: Engine) -> None:
         raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {engine.unfit}")
 
 
-def check_request(engine: Engine, request: GenerateRequest, *, capacity: int, vocab_size: int) -> None:
+def check_request(
+    engine: Engine, request: GenerateRequest, *, capacity: int, vocab_size: int, reports_routes: bool = False
+) -> None:
     """Refuses what the engine cannot serve; `capacity` is how many requests may be in flight.
 
     Raises: MeshError ENGINE_FAILED, DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state,
-    INVALID_REQUEST for what the request asks.
+    INVALID_REQUEST and NOT_SUPPORTED for what the request asks.
     """
     check_fit(engine)
     if engine.draining:
@@ -338,5 +342,16 @@ def check_request(engine: Engine, request: GenerateRequest, *, capacity: int, vo
             f"{len(set(request.sampling.stop_token_ids))} different stop_token_ids with min_tokens, which holds back at"
             f" most {MAX_HELD_BACK}; name fewer, or leave min_tokens out",
         )
+    if (start := request.sampling.routed_experts_prompt_start) is not None:
+        if not reports_routes:
+            raise MeshError(
+                Reason.NOT_SUPPORTED,
+                "this engine reports no routed experts; start it with inference.enable_return_routed_experts, or leave"
+                " routed_experts_prompt_start out",
+            )
+        if start > length:
+            raise MeshError(
+                Reason.INVALID_REQUEST, f"routed_experts_prompt_start {start} is beyond the prompt's {length} tokens"
+            )
     if request.sampling.max_tokens < 1:
         raise MeshError(Reason.INVALID_REQUEST, f"max_tokens must be at least 1, got {request.sampling.max_tokens}")

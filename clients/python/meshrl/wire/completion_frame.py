@@ -9,12 +9,15 @@ The answer of POST /inference/v1/generate to a client that sends `Accept: applic
                 spans (S,) of u32 start, u32 end, i64 version
                 if its bit is set, i64 prompt version: the first span's, see VersionSpan
                 token ids (T,) int32, then, each if its bit is set, logprobs (T,) and raw logprobs (T,) float32
+                if its bit is set, u32 N, u16 L, u8 K, u8 bytes of an element (1 or 2), then routed experts (N, L, K):
+                of the last N of all tokens but the very last, as Sample.routed_experts
 
 Finish reasons are numbered as in FINISH_REASONS, 0 for none. Arrays of a decoded frame are views into its bytes.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, replace
 
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
+from meshrl.wire.types.routes import Routes
 
 MEDIA_TYPE = "application/x-meshrl-completion"
 FINISH_REASONS = (None, "stop", "length", "abort")
@@ -33,7 +37,8 @@ _HEADER = struct.Struct("<4sHHIIII")
 _CHOICE = struct.Struct("<IIqBB6x")
 _SPAN = struct.Struct("<IIq")
 _PROMPT_VERSION = struct.Struct("<q")
-_LOGPROBS, _RAW_LOGPROBS, _HAS_PROMPT_VERSION = 1, 2, 4
+_ROUTES = struct.Struct("<IHBB")
+_LOGPROBS, _RAW_LOGPROBS, _HAS_PROMPT_VERSION, _HAS_ROUTES = 1, 2, 4, 8
 _TOKEN_BYTES = 4
 
 
@@ -47,6 +52,7 @@ class FrameChoice:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str | None
     stop_token_id: int | None = None
+    routed_experts: Routes | None = None  # (N, L, K) of the last N tokens of prompt and completion but the very last
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,12 +82,18 @@ def encode(frame: CompletionFrame) -> bytes:
         prompt_version = spans[0].prompt_version if spans else None
         if prompt_version is not None:
             kinds |= _HAS_PROMPT_VERSION
+        if choice.routed_experts is not None:
+            kinds |= _HAS_ROUTES
         stop = -1 if choice.stop_token_id is None else choice.stop_token_id
         finish = FINISH_REASONS.index(choice.finish_reason)
         parts.append(_CHOICE.pack(count, len(spans), stop, finish, kinds))
         parts.extend(_SPAN.pack(span.start, span.end, span.version) for span in spans)
         if prompt_version is not None:
             parts.append(_PROMPT_VERSION.pack(prompt_version))
+        if choice.routed_experts is not None:
+            routes = choice.routed_experts
+            arrays.append(_ROUTES.pack(*routes.shape, routes.itemsize))
+            arrays.append(routes.astype(routes.dtype.newbyteorder("<"), copy=False).tobytes())
         parts.extend(arrays)
     return b"".join(parts)
 
@@ -101,7 +113,12 @@ def decode(data: bytes) -> CompletionFrame:
             choices.append(choice)
         if at != len(data):
             raise ValueError(f"it has {len(data)} bytes, its choices end at {at}")
-    except (struct.error, ValueError, IndexError) as error:  # numpy says ValueError for a buffer that is too short
+    except (
+        struct.error,
+        ValueError,
+        IndexError,
+        KeyError,
+    ) as error:  # numpy says ValueError for a buffer that is too short
         raise MeshError(Reason.ENGINE_FAILED, f"an engine's binary answer cannot be read: {error}") from error
     return CompletionFrame(request_id=request_id, prompt_tokens=prompt_tokens, choices=tuple(choices))
 
@@ -124,6 +141,12 @@ def _take(data: bytes, at: int) -> tuple[FrameChoice, int]:
     for bit in (_LOGPROBS, _RAW_LOGPROBS):
         values.append(np.frombuffer(data, "<f4", count, at) if kinds & bit else None)
         at += count * _TOKEN_BYTES if kinds & bit else 0
+    routes: Routes | None = None
+    if kinds & _HAS_ROUTES:
+        *shape, itemsize = _ROUTES.unpack_from(data, at)
+        at += _ROUTES.size
+        routes = np.frombuffer(data, {1: "u1", 2: "<i2"}[itemsize], math.prod(shape), at).reshape(shape)
+        at += routes.nbytes
     choice = FrameChoice(
         token_ids=token_ids,
         logprobs=values[0],
@@ -131,5 +154,6 @@ def _take(data: bytes, at: int) -> tuple[FrameChoice, int]:
         version_spans=tuple(spans),
         finish_reason=FINISH_REASONS[finish],
         stop_token_id=None if stop < 0 else stop,
+        routed_experts=routes,
     )
     return choice, at

@@ -44,14 +44,17 @@ class EmbeddedEngine(NeverSleeps):
     def __init__(
         self, model: PreTrainedModel, *, max_model_len: int, num_slots: int, max_queue: int = 4096,
         max_num_batched_tokens: int = 2048, kv_cache_bytes: int | None = None, eos_token_ids: tuple[int, ...] = (),
-        seed: int | None = None, version: int | None = 0,
+        seed: int | None = None, version: int | None = 0, keep_routes: bool = False,
     ) -> None:  # fmt: skip
         """Takes over `model`. `version` names the weights it comes with; None refuses requests until one is applied."""
         self.max_model_len = max_model_len
         self.max_queue = max_queue
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        runner = make_runner(model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes)
+        runner = make_runner(
+            model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes, keep_routes=keep_routes
+        )
+        self._keeps_routes = keep_routes
         self._steps = StepThread(runner, budget=max_num_batched_tokens, version=version)
         self._weights = LiveWeights(model)
         self._device = model.device
@@ -152,7 +155,13 @@ class EmbeddedEngine(NeverSleeps):
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        check_request(self, request, capacity=self.num_slots + self.max_queue, vocab_size=self.vocab_size)
+        check_request(
+            self,
+            request,
+            capacity=self.num_slots + self.max_queue,
+            vocab_size=self.vocab_size,
+            reports_routes=self._keeps_routes,
+        )
         chunks: asyncio.Queue[TokenChunk | MeshError] = asyncio.Queue()
         params = request.sampling
         seed = self._seeds.integers(2**63) if params.seed is None else params.seed % 2**64

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,10 +29,12 @@ from meshrl.inference.embedded.cache import (
     probe_layers,
     register_attention,
 )
+from meshrl.inference.embedded.routes import RouteStore
 from meshrl.inference.embedded.sampler import BatchSampling, reweight, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
 from meshrl.inference.engine import GREEDY_BELOW
 from meshrl.models.families import unpacked_reason
+from meshrl.models.routers import Routers
 
 RECOMPUTED_TOKENS = 8192  # in one forward pass, unless one sequence alone is longer
 SCORED_LOGITS = 2**28  # of a prompt, in one forward pass: a gigabyte of float32
@@ -70,6 +72,7 @@ class ModelRunner(ABC):
     """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
 
     cache: RowStore
+    routes: RouteStore | None  # where the experts that tokens go through are kept; it then stands before the cache
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int) -> None:
         self.model = model
@@ -146,6 +149,13 @@ class ModelRunner(ABC):
                 alternatives=tops,
             )
 
+    def _keep_routes(self, wanted: bool) -> None:
+        """Once the cache is there. Raises ValueError for a model without experts."""
+        self.routes = None
+        if wanted:
+            self.routes = RouteStore(Routers(self.model), self.cache, num_slots=self.num_slots, max_len=self.max_len)
+            self.cache = self.routes
+
     def _read_params(self, table: SlotTable) -> BatchSampling:
         """Turns the rows' parameters into tensors; leaves out what no row uses."""
         live = table.slots[: table.decoding]
@@ -177,7 +187,9 @@ class ModelRunner(ABC):
 class SlotRunner(ModelRunner):
     """The model with its slot cache: a token costs one token's work. For models with packed attention."""
 
-    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool
+    ) -> None:
         """Allocates the cache; with a bound on its bytes there may be fewer slots than asked for.
 
         Raises: ValueError when not even one slot fits.
@@ -193,7 +205,9 @@ class SlotRunner(ModelRunner):
                 f"{kv_cache_bytes}; raise kv_cache_bytes or lower max_model_len"
             )
         super().__init__(model, num_slots=num_slots, max_len=max_len)
-        self.cache: SlotCache = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
+        self._slots = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
+        self.cache = self._slots
+        self._keep_routes(keep_routes)
 
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
@@ -215,7 +229,7 @@ class SlotRunner(ModelRunner):
         if self.device.type == "cuda":  # in blocks: its kernels want aligned masks
             extent = min(-(-extent // GPU_BLOCK) * GPU_BLOCK, self.max_len)
         plan = StepPlan(
-            cache=self.cache,
+            cache=self._slots,
             max_len=self.max_len,
             slots_T=torch.from_numpy(slots).to(self.device),
             positions_T=torch.from_numpy(positions).to(self.device),
@@ -223,9 +237,10 @@ class SlotRunner(ModelRunner):
             extent=extent,
             ragged=rows > 0 and extent > int(positions[:rows].min()) + 1,
             segments=segments,
-            dtype=self.cache.layers[0].keys.dtype,
+            dtype=self._slots.layers[0].keys.dtype,
         )
-        with sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext():
+        attention = sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext()
+        with attention, nullcontext() if self.routes is None else self.routes.noting(slots, positions):
             output = self.model(
                 input_ids=torch.from_numpy(token_ids).to(self.device)[None],
                 position_ids=plan.positions_T[None],
@@ -253,9 +268,10 @@ class RecomputingRunner(ModelRunner):
     Rows of equal length share a pass, so that no row is ever padded.
     """
 
-    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool) -> None:
         super().__init__(model, num_slots=num_slots, max_len=max_len)
-        self.cache: NoCache = NoCache()
+        self.cache = NoCache()
+        self._keep_routes(keep_routes)
         accepts = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
 
@@ -268,22 +284,38 @@ class RecomputingRunner(ModelRunner):
             for start in range(0, len(rows), at_once := max(1, RECOMPUTED_TOKENS // int(length))):
                 some = rows[start : start + at_once]
                 token_ids = torch.from_numpy(table.tokens_SM[some, :length].astype(np.int64)).to(self.device)
-                last_BV = self.model(input_ids=token_ids, use_cache=False, **self._last_only).logits[:, -1]
+                with nullcontext() if self.routes is None else self._noting(table, some, int(length)):
+                    last_BV = self.model(input_ids=token_ids, use_cache=False, **self._last_only).logits[:, -1]
                 if not len(logits_RV):
                     logits_RV = last_BV.new_empty((table.decoding, last_BV.shape[-1]))
                 logits_RV[torch.from_numpy(some).to(self.device)] = last_BV
         return logits_RV
 
+    def _noting(self, table: SlotTable, rows_B: NDArray[np.int64], length: int) -> AbstractContextManager[None]:
+        """Of each row of `length` tokens: the last one, before it was sampled anything the prompt as well."""
+        assert self.routes is not None
+        fresh_B1 = (table.slots["generated"][rows_B] == 0)[:, None]
+        places, positions_N = np.nonzero(fresh_B1 | (np.arange(length) == length - 1))
+        tokens_N = torch.from_numpy(places * length + positions_N).to(self.device)
+        return self.routes.noting(rows_B[places], positions_N, tokens_N)
 
-def make_runner(model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None) -> ModelRunner:
-    """The runner that samples this model right. Raises ValueError when the cache bound holds not one sequence."""
+
+def make_runner(
+    model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool = False
+) -> ModelRunner:
+    """The runner that samples this model right, with the routes of a mixture of experts where they are kept.
+
+    Raises ValueError when the cache bound holds not one sequence, and for routes of a model without experts.
+    """
     reason = unpacked_reason(model, max_len)
     if reason is None:
-        return SlotRunner(model, num_slots=num_slots, max_len=max_len, kv_cache_bytes=kv_cache_bytes)
+        return SlotRunner(
+            model, num_slots=num_slots, max_len=max_len, kv_cache_bytes=kv_cache_bytes, keep_routes=keep_routes
+        )
     logger.warning(
         "the embedded engine computes every sequence of {} again for each token, which is right but slow ({}); "
         "use vLLM for this model where it is installed: inference.engine = 'vllm'",
         type(model).__name__,
         reason,
     )
-    return RecomputingRunner(model, num_slots=num_slots, max_len=max_len)
+    return RecomputingRunner(model, num_slots=num_slots, max_len=max_len, keep_routes=keep_routes)

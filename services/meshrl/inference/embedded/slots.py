@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from meshrl.inference.engine import FinishReason, GenerateRequest, RequestTimes, TokenChunk
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import VersionSpan
+from meshrl.wire.types.routes import Routes
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix is cheaper to compute than to copy
 
@@ -87,9 +88,12 @@ class SlotTable:
     """The slots, the queue before them and what has been sampled so far. `now` gives seconds for requests' times."""
 
     def __init__(
-        self, *, num_slots: int, max_len: int, store: SlotStore, now: Callable[[], float] = lambda: 0.0
-    ) -> None:
+        self, *, num_slots: int, max_len: int, store: SlotStore, now: Callable[[], float] = lambda: 0.0,
+        routes_of: Callable[[int, int, int], Routes] | None = None,
+    ) -> None:  # fmt: skip
+        """`routes_of` gives the routes of a slot's tokens [start, end), where they are kept."""
         self._now = now
+        self._routes_of = routes_of
         self.num_slots = num_slots
         self.max_len = max_len
         self.decoding = 0
@@ -255,6 +259,10 @@ class SlotTable:
         row.sent = end
         params = row.request.sampling
         tops = row.alternatives[start:end] if params.top_logprobs else None
+        routes = None
+        if reason is not None and self._routes_of is not None and params.routed_experts_prompt_start is not None:
+            cached = int(self.slots["cached"][row.slot])
+            routes = self._routes_of(row.slot, params.routed_experts_prompt_start, cached)
         return TokenChunk(
             start=start,
             token_ids=token_ids,
@@ -265,6 +273,7 @@ class SlotTable:
             version_spans=_spans(row, start, end),
             finish_reason=reason,
             stop_token_id=int(token_ids[-1]) if reason is FinishReason.STOP else None,
+            routed_experts=routes,
             times=None if reason is None else row.times(self._now()),
         )
 

@@ -78,7 +78,11 @@ class StepThread:
     def __init__(self, runner: ModelRunner, *, budget: int, version: int | None) -> None:
         self.runner = runner
         self.table = SlotTable(
-            num_slots=runner.num_slots, max_len=runner.max_len, store=runner.cache, now=time.monotonic
+            num_slots=runner.num_slots,
+            max_len=runner.max_len,
+            store=runner.cache,
+            now=time.monotonic,
+            routes_of=None if runner.routes is None else runner.routes.of,
         )
         self.version = version
         self.paused = False

@@ -23,6 +23,7 @@ from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
+from meshrl.wire.types.routes import Routes
 
 VERSION_HEADER = "X-Policy-Version"
 SYNCS_HEADER = "X-Policy-Syncs"
@@ -50,7 +51,7 @@ class Completion:
     prompt_logprobs: NDArray[np.float32] | None
     prompt_top_ids: NDArray[np.int32] | None
     prompt_top_logprobs: NDArray[np.float32] | None
-    routed_experts: NDArray[np.generic] | None
+    routed_experts: Routes | None
 
     @property
     def version(self) -> int | None:
@@ -87,7 +88,7 @@ def join(chunks: Sequence[TokenChunk]) -> Completion:
         prompt_logprobs=first.prompt_logprobs,
         prompt_top_ids=first.prompt_top_ids,
         prompt_top_logprobs=first.prompt_top_logprobs,
-        routed_experts=_joined([chunk.routed_experts for chunk in chunks]),
+        routed_experts=last.routed_experts,
     )
 
 

@@ -74,6 +74,7 @@ class SamplingFields(_Checked):
     repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0, allow_inf_nan=False)
     logit_bias: dict[int, Bias] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
     extra_args: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
@@ -112,6 +113,7 @@ class SamplingFields(_Checked):
             top_logprobs=top_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             raw_logprobs=raw_logprobs,
+            routed_experts_prompt_start=self.routed_experts_prompt_start,
         )
 
 
@@ -202,6 +204,9 @@ class _TextBody(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
+        if self.routed_experts_prompt_start:
+            raise ValueError("routed_experts_prompt_start: is answered by /inference/v1/generate only; leave it out")
+        self.routed_experts_prompt_start = None
         _refuse_constraints(self.response_format, self.structured_outputs)
         return self
 

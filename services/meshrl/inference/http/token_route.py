@@ -87,6 +87,7 @@ class TokenRoute:
                         version_spans=completion.version_spans,
                         finish_reason=completion.finish_reason,
                         stop_token_id=completion.stop_token_id,
+                        routed_experts=completion.routed_experts,
                     )
                     for completion in completions
                 ),
