@@ -78,4 +78,4 @@ async def test_a_frame_carries_the_routes_raw(start_engine: EngineFactory, serve
     assert choice.routed_experts is not None
     np.testing.assert_array_equal(choice.routed_experts, expected)
     async with client.post("/v1/completions", json={"prompt": [4], "routed_experts_prompt_start": 1}) as response:
-        assert "is answered by /inference/v1/generate only" in await response.text()
+        assert "/inference/v1/generate reports them" in await response.text()

@@ -79,6 +79,7 @@ OTHER_KEYS: Mapping[str, OtherKey] = {
     "truncate_prompt_tokens": OtherKey((), "send a prompt that fits"),
     "documents": OtherKey(([],), "send it in chat_template_kwargs"),
     **_each("prompt_logprob_token_ids prompt_logprob_start logprob_token_ids", (), "use logprobs and prompt_logprobs"),
+    "routed_experts_prompt_start": OtherKey((0,), "/inference/v1/generate reports them"),
     **_each("return_token_offsets return_prompt_text include_stop_str_in_output", (False,)),
     "include_reasoning": OtherKey((True,), "it is reasoning_content of the message"),
     **_each("kv_transfer_params ec_transfer_params", ({},), "this engine keeps its KV cache to itself; leave it out"),

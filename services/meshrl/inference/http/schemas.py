@@ -7,6 +7,7 @@ logged on the text routes, whose clients send more than an engine needs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -74,7 +75,6 @@ class SamplingFields(_Checked):
     repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0, allow_inf_nan=False)
     logit_bias: dict[int, Bias] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
-    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
     extra_args: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
@@ -113,7 +113,6 @@ class SamplingFields(_Checked):
             top_logprobs=top_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             raw_logprobs=raw_logprobs,
-            routed_experts_prompt_start=self.routed_experts_prompt_start,
         )
 
 
@@ -122,8 +121,13 @@ class TokenSampling(SamplingFields):
     `prompt_logprobs` for the tokens of the prompt."""
 
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    routed_experts_prompt_start: int | None = Field(default=None, ge=0)
     response_format: JsonValue = None
     structured_outputs: JsonValue = None
+
+    def params(self, *, room: int, index: int, logprobs: bool, top_logprobs: int = 0) -> SamplingParams:
+        asked = super().params(room=room, index=index, logprobs=logprobs, top_logprobs=top_logprobs)
+        return replace(asked, routed_experts_prompt_start=self.routed_experts_prompt_start)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -204,9 +208,6 @@ class _TextBody(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
-        if self.routed_experts_prompt_start:
-            raise ValueError("routed_experts_prompt_start: is answered by /inference/v1/generate only; leave it out")
-        self.routed_experts_prompt_start = None
         _refuse_constraints(self.response_format, self.structured_outputs)
         return self
 
