@@ -11,8 +11,8 @@ SUPPORT = TESTS / "support"
 README = (SUPPORT / "README.md").read_text(encoding="utf-8")
 PROGRAMS_AND_DATA = {"tasksets", "benchmarks", "gpu"}
 """Folders whose modules are no kits: tasksets that verifiers loads, programs, and tests that CI cannot run."""
-FOR_THE_RUN = {"side_by_side", "prose", "loss_curves"}
-"""Kits of the test run itself, of a script, and a program that other kits import."""
+FOR_THE_RUN = {"side_by_side", "prose"}
+"""Kits of the test run itself and of a script."""
 
 
 def suite_of(file: Path) -> str:
@@ -44,7 +44,9 @@ def test_the_map_lists_every_kit_once() -> None:
 
 def test_a_kit_for_all_is_used_by_several_suites() -> None:
     uses: dict[str, set[str]] = defaultdict(set)
-    kits = {file.stem for file in SUPPORT.glob("*.py")} - FOR_THE_RUN
+    kits = {
+        file.stem for file in SUPPORT.glob("*.py") if '__name__ == "__main__"' not in file.read_text()
+    } - FOR_THE_RUN
     for file in TESTS.rglob("*.py"):
         suite = file.stem if file.parent == SUPPORT else suite_of(file)
         for name in kits.intersection(imports_of(file)) - {file.stem}:
