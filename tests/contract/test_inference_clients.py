@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import renderers
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 from renderers.client import OverlongPromptError, generate
 
 from inference_kit import full_forward, make_model, make_tokenizer, served
@@ -66,30 +66,3 @@ async def test_renderers_learns_the_context_length_and_refuses_a_longer_prompt(c
             sampling_params={"max_tokens": 1},
         )  # fmt: skip
     assert refused.value.max_prompt_len == MAX_LEN
-
-
-async def test_openai_chat_completes_and_streams(client: AsyncOpenAI) -> None:
-    messages = [{"role": "user", "content": "abc"}]
-    whole = await client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=10, seed=3, logprobs=True, top_logprobs=1, n=2
-    )
-    assert [choice.index for choice in whole.choices] == [0, 1]
-    logprobs = whole.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert all(entry.logprob <= 0.0 for entry in logprobs.content)
-    stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, seed=3, stream=True)
-    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert text == whole.choices[0].message.content
-
-
-async def test_openai_completions_and_models(client: AsyncOpenAI) -> None:
-    made = await client.completions.create(model="tiny", prompt="abc", max_tokens=5, logprobs=1)
-    assert made.choices[0].logprobs is not None
-    assert len(made.choices[0].logprobs.tokens or []) == made.usage.completion_tokens if made.usage else False
-    assert [model.id async for model in client.models.list()] == ["tiny"]
-
-
-async def test_openai_reports_a_bad_request_with_our_message(client: AsyncOpenAI) -> None:
-    with pytest.raises(BadRequestError, match="maximum context length is 128 tokens"):
-        await client.completions.create(model="tiny", prompt="a" * 200, max_tokens=1)

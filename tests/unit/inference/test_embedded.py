@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
+from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
 from meshrl.client.machine.memory import MachineMemory
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference import build
@@ -116,56 +116,6 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(start_engine: E
     assert [each.token_ids.tolist() for each in alone] == [each.token_ids.tolist() for each in crowd]
     other = await complete(engine, ask(asked[0], seed=99, max_tokens=32))
     assert other.token_ids[:8].tolist() != alone[0].token_ids.tolist()
-
-
-async def test_requests_without_a_seed_differ(start_engine: EngineFactory) -> None:
-    engine = await start_engine()
-    made = await asyncio.gather(*(complete(engine, ask([1, 2], max_tokens=30)) for _ in range(3)))
-    assert len({tuple(each.token_ids.tolist()) for each in made}) == 3
-
-
-async def test_greedy_matches_argmax_of_full_forwards(model: PreTrainedModel, start_engine: EngineFactory) -> None:
-    engine = await start_engine()
-    made = await complete(engine, ask([5, 6, 7], temperature=0.0, max_tokens=10))
-    sequence = [5, 6, 7]
-    for _ in range(10):
-        with torch.no_grad():
-            sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
-    assert made.token_ids.tolist() == sequence[3:]
-
-
-async def test_stop_tokens_end_a_completion_and_are_part_of_it(start_engine: EngineFactory) -> None:
-    engine = await start_engine(eos_token_ids=(7,))
-    every = tuple(token for token in range(VOCAB) if token != 7)
-    made = await complete(engine, ask([1], stop_token_ids=every, max_tokens=50))
-    assert len(made.token_ids) == 1
-    assert made.finish_reason is FinishReason.STOP
-    assert made.stop_token_id == made.token_ids[-1]
-
-
-async def test_eos_ends_unless_it_is_ignored_and_not_before_min_tokens(start_engine: EngineFactory) -> None:
-    engine = await start_engine(eos_token_ids=tuple(range(0, VOCAB, 2)))
-    ended = await complete(engine, ask([1], max_tokens=50, seed=0))
-    assert ended.finish_reason is FinishReason.STOP
-    assert ended.token_ids[-1] % 2 == 0
-    assert (ended.token_ids[:-1] % 2 == 1).all()
-    ignoring = await complete(engine, ask([1], max_tokens=50, seed=0, ignore_eos=True))
-    assert ignoring.finish_reason is FinishReason.LENGTH
-    late = await complete(engine, ask([1], max_tokens=50, seed=0, min_tokens=20))
-    assert (late.token_ids[:20] % 2 == 1).all()
-    assert 20 < len(late.token_ids) < 50
-
-
-async def test_streaming_yields_every_token_once(start_engine: EngineFactory) -> None:
-    engine = await start_engine()
-    chunks = await collect(engine, ask([1, 2, 3], max_tokens=9, stream=True, top_logprobs=2, seed=4))
-    whole = await complete(engine, ask([1, 2, 3], max_tokens=9, top_logprobs=2, seed=4))
-    assert [chunk.start for chunk in chunks] == list(range(9))
-    assert [chunk.finish_reason for chunk in chunks] == [None] * 8 + [FinishReason.LENGTH]
-    assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == whole.token_ids.tolist()
-    assert whole.top_ids is not None
-    assert whole.top_ids.shape == (9, 2)
-    assert [chunk.version_spans[0].start for chunk in chunks] == list(range(9))
 
 
 async def test_more_requests_than_slots_wait_and_a_full_queue_refuses(start_engine: EngineFactory) -> None:
