@@ -126,7 +126,9 @@ class World:
         mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
         self.journal = make_journal(self.config, trainer, run, self.writer)
-        self.plan = make_plan(self.config, mesh, Recipes(self.config))
+        self.plan = make_plan(
+            self.config, mesh, Recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
+        )
         self.in_flight: list[tuple[GroupTicket, RolloutGroup]] = []
         start = self.journal.starting_point
         self.recorded, self.told = start.recorded, start.unlogged_from - 1

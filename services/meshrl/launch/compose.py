@@ -108,7 +108,7 @@ def compose(
     )
     given_key = None if config.inference is None else config.inference.api_key
     engine_key = key_environ(given_key, rollout.client.api_key_var)
-    scores = any(config.orchestrator.algo_of(env).type in ("opsd", "custom") for env in config.orchestrator.train.env)
+    scores = any(algo.type in ("opsd", "custom") for algo in config.orchestrator.algos.values())
     parts = [
         Part(
             name="weights",

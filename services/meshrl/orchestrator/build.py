@@ -39,7 +39,7 @@ def make_journal(
         trainer,
         run,
         session=config.session,
-        least_rollouts={env.resolved_name: config.algo_of(env).least_rollouts for env in config.train.env},
+        least_rollouts={name: algo.least_rollouts for name, algo in config.algos.items()},
         checkpoints=config.checkpoint_interval is not None,
         saves_last=config.checkpoint_at_end,
         writer=writer,
@@ -93,7 +93,7 @@ def build_loop(
     tracer: Tracer,
 ) -> RunLoop:
     """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
-    clock, recipes = Clock(), Recipes(config)
+    clock, recipes = Clock(), Recipes(config.algos, config.advantage, seq_len=config.seq_len)
     run = Run(
         mesh.run,
         plan=make_plan(config, mesh, recipes),
@@ -102,7 +102,7 @@ def build_loop(
         recipes=recipes,
         scorer=build_scorer(
             recipes.by_environment,
-            {env.resolved_name: config.teacher_of(env) for env in config.train.env},
+            config.teachers,
             services.weights,
             engine_pool=config.engine_pool,
         ),

@@ -235,7 +235,12 @@ async def test_scores_without_aiohttp_say_what_to_install(monkeypatch: pytest.Mo
     config = OrchestratorConfig(train=TrainEnvsConfig(env=[taught]), teacher=teacher)
     async with WeightSyncClient("127.0.0.1:9") as hub:
         with pytest.raises(RunError, match=r"need aiohttp: pip install 'meshrl\[rollout\]'"):
-            build_scorer(Recipes(config).by_environment, {"taught": teacher}, hub, engine_pool="")
+            build_scorer(
+                Recipes(config.algos, config.advantage, seq_len=config.seq_len).by_environment,
+                config.teachers,
+                hub,
+                engine_pool="",
+            )
 
 
 def _at(url: str):

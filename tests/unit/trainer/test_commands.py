@@ -190,3 +190,24 @@ def test_a_rank_refuses_a_command_for_a_run_that_it_does_not_hold() -> None:
     with pytest.raises(MeshError, match="sent a command for run 'other', and this rank holds 'main'") as refused:
         RankWorker(learner, [RankRun(state=run, checkpointer=checkpointer)], publish_dtype=torch.bfloat16).run()
     assert refused.value.reason is Reason.UNKNOWN_RUN
+
+
+def test_a_rank_carries_out_each_command_for_the_run_that_it_names() -> None:
+    line = Line()
+    commands = CommandSender(line)
+    for run_id, weights_only in (("main", False), ("second", True), ("main", True)):
+        commands.send(SaveCommand(run_id=run_id, weights_only=weights_only))
+    commands.send(StopCommand())
+    done: list[tuple[str, object]] = []
+
+    def run(run_id: str) -> RankRun:
+        state: Any = SimpleNamespace(run_id=run_id)
+        checkpointer: Any = SimpleNamespace(
+            save=lambda *, weights_only: done.append((run_id, weights_only)),
+            wait_for_save=lambda: done.append((run_id, "waited")),
+        )
+        return RankRun(state=state, checkpointer=checkpointer)
+
+    learner: Any = SimpleNamespace(parallel=line)
+    RankWorker(learner, [run("main"), run("second")], publish_dtype=torch.bfloat16).run()
+    assert done == [("main", False), ("second", True), ("main", True), ("main", "waited"), ("second", "waited")]

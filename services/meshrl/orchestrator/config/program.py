@@ -352,9 +352,19 @@ class OrchestratorConfig(BaseConfig):
         return (algo.teacher or self.teacher) if algo.type in (*TAUGHT, "custom") else None
 
     @property
+    def algos(self) -> dict[str, AlgoConfig]:
+        """The algorithm of each training environment."""
+        return {env.resolved_name: self.algo_of(env) for env in self.train.env}
+
+    @property
+    def teachers(self) -> dict[str, TeacherConfig | None]:
+        """The teacher of each training environment; None for one whose algorithm has none."""
+        return {env.resolved_name: self.teacher_of(env) for env in self.train.env}
+
+    @property
     def taught_environments(self) -> frozenset[str]:
         """Environments whose training rollouts the teacher plays."""
-        return frozenset(env.resolved_name for env in self.train.env if self.algo_of(env).type == "sft")
+        return frozenset(name for name, algo in self.algos.items() if algo.type == "sft")
 
     @property
     def log_extras(self) -> LogExtrasConfig | None:

@@ -27,7 +27,7 @@ from meshrl.algorithms.recipes.opd import OnPolicyDistillation
 from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
 from meshrl.algorithms.recipes.sft import Imitation
-from meshrl.orchestrator.config import AdvantageConfig, AlgoConfig, OrchestratorConfig
+from meshrl.orchestrator.config import AdvantageConfig, AlgoConfig
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout
 
@@ -40,14 +40,11 @@ AlgorithmState = Mapping[str, Mapping[str, float]]
 class Recipes:
     """The algorithms of a run, one for each training environment."""
 
-    def __init__(self, config: OrchestratorConfig) -> None:
-        """Raises RunError for a custom algorithm that cannot be made."""
-        self.by_environment: dict[str, Recipe] = {
-            env.resolved_name: _build_recipe(config.algo_of(env), config.advantage, config.seq_len)
-            for env in config.train.env
-        }
+    def __init__(self, algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> None:
+        """From the configured algorithm of each environment. Raises RunError for a custom one that cannot be made."""
+        self.by_environment = {name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()}
         for name, recipe in self.by_environment.items():
-            if recipe.sampler is Actor.TEACHER and name not in config.taught_environments:
+            if recipe.sampler is Actor.TEACHER and algos[name].type != "sft":
                 raise RunError(
                     f"the custom algorithm of environment {name!r} wants a teacher to play its rollouts, which only the"
                     " algorithm sft has"
