@@ -4,8 +4,8 @@
 
 MODEL is a warmed-up model of the reverse-text example, such as `outputs/demo/sft/weights/final`. The run is
 configs/reverse_text/rl.toml at `max_async_level = 0`, with the embedded engine on the CPU and one request at a time:
-a sum over other rows than before rounds differently. A run that OUTPUT_DIR holds already is not made again. Exits with
-1 when the runs differ.
+a sum over other rows than before rounds differently. A checkout without a `.venv` runs in this one's. A run that
+OUTPUT_DIR holds already is not made again. Exits with 1 when the runs differ.
 """
 
 import argparse
@@ -25,6 +25,7 @@ COMPARED = ("loss/", "optim/", "reward/", "entropy/", "mismatch_kl/", "advantage
 
 def run(checkout: Path, model: Path, output_dir: Path, steps: int) -> None:
     """Trains `steps` steps with the code of a checkout. Raises CalledProcessError or TimeoutExpired."""
+    python = checkout / ".venv/bin/python"
     code = [str(checkout / "services"), str(checkout / "clients/python")]
     flags = {
         "model.name": model,
@@ -37,7 +38,8 @@ def run(checkout: Path, model: Path, output_dir: Path, steps: int) -> None:
         "orchestrator.max-inflight-rollouts": 8,
         "orchestrator.rollout-samples.random": 1_000,
     }
-    command = [sys.executable, "-m", "meshrl.launch.main", "@", str(checkout / "configs/reverse_text/rl.toml")]
+    interpreter = str(python) if python.exists() else sys.executable
+    command = [interpreter, "-m", "meshrl.launch.main", "@", str(checkout / "configs/reverse_text/rl.toml")]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     subprocess.run(
         [*command, "--no-orchestrator.eval"],

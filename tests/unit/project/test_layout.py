@@ -63,7 +63,6 @@ OTHER_MEANINGS = {
     "WorkerSlot": "one place for a worker",
     "slot": "of a worker",
     "worker": "a rank of the trainer",
-    "slot_use": "of rollout services",
     "sessions": "the agents' runs",
 }
 """Names that have such a word in another meaning; each goes with its next rename, and none comes."""
