@@ -102,14 +102,16 @@ def test_options_of_an_environment_are_checked_and_its_data_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_functions.py").write_text("print('hello')\ndef advantage(rewards_G):\n    return rewards_G\n")
+    file = tmp_path / "rl.toml"
+    file.write_text("[[orchestrator.eval.env]]\nid = 'reverse_text'\nname = 'third'\nargs = { splt = 'held_out' }\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     custom = ("--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path")
     environments = (
         *("--orchestrator.train.env.0.args.nonsense", "1", "--orchestrator.train.env.1.id", "no_such_taskset"),
         *("--orchestrator.train.env.1.name", "second"),
     )
-    findings = found(plugins.check_plugins, plan(*custom, "my_functions.advantage", *environments))
-    assert len(findings) == 3, findings
+    findings = found(plugins.check_plugins, plan("@", str(file), *custom, "my_functions.advantage", *environments))
+    assert len(findings) == 4, findings
     assert "orchestrator.advantage.import_path 'my_functions.advantage': it cannot be called as" in findings[0]
     assert findings[1].startswith("error: environment 'reverse_text': its args do not fit 'reverse_text': ")
     option, flag = "orchestrator.train.env.0.args.nonsense", "--orchestrator.train.env.0.args.nonsense"
@@ -117,14 +119,8 @@ def test_options_of_an_environment_are_checked_and_its_data_is_not_loaded(
     assert findings[1].endswith(f" ({option} from {flag})")
     assert findings[2].startswith("error: environment 'second': 'no_such_taskset' cannot be loaded: ")
     assert findings[2].endswith(" (orchestrator.train.env.1.id from --orchestrator.train.env.1.id)")
-
-
-def test_a_misspelt_option_of_an_environment_names_its_file_and_line(tmp_path: Path) -> None:
-    file = tmp_path / "rl.toml"
-    file.write_text("[[orchestrator.eval.env]]\nid = 'reverse_text'\nname = 'second'\nargs = { splt = 'held_out' }\n")
-    (finding,) = found(plugins.check_plugins, plan("@", str(file)))
-    assert finding == (
-        "error: environment 'second': its args do not fit 'reverse_text': args.splt: there is no such option, did you"
+    assert findings[3] == (
+        "error: environment 'third': its args do not fit 'reverse_text': args.splt: there is no such option, did you"
         f" mean split? (orchestrator.eval.env.0.args.splt from {file}:4)"
     )
 
