@@ -68,15 +68,14 @@ contracts: $(BUF)
 	$(BUF) lint
 	scripts/check_contracts.sh
 
-drift: setup $(BUF)
+drift: setup
 	UV=$(UV) scripts/check_stubs.sh
 
 wheels: setup ## Build the distributions, install them in an empty environment and make a short run there (two minutes)
 	UV=$(UV) scripts/check_wheels.sh
 
-proto: setup $(BUF) ## Regenerate clients/python/meshrl/v1 and clients/typescript/src/gen from proto/
+proto: setup ## Regenerate clients/python/meshrl/v1 from proto/
 	UV=$(UV) scripts/generate_stubs.sh
-	scripts/generate_typescript.sh
 
 # Those that need neither a GPU, nor TRL, nor root, nor an hour.
 BENCHMARKS := deltas engine hub ledger rollouts tokens ui weight_sync workers

@@ -1,39 +1,50 @@
-"""clients/typescript, built: its packages come from npm, once, and it runs from .tools."""
+"""clients/typescript with its example, built: its packages come from npm, once, and it runs from .tools."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "clients" / "typescript"
-HOME = ROOT / ".tools" / "typescript"
+HOME = (ROOT / ".tools" / "typescript").resolve()  # npm refuses a folder that a link leads to
 INSTALL_S = 240.0
 BUILD_S = 120.0
 
 
 def built() -> Path:
-    """The package's folder with its packages and what tsc made of it. Raises CalledProcessError with what npm says."""
+    """The package's folder, built as its script `build` does. Raises CalledProcessError with what npm says."""
     HOME.mkdir(parents=True, exist_ok=True)
     lock, mark = (SOURCE / "package-lock.json").read_text(), HOME / "installed.txt"
     for name in ("package.json", "package-lock.json", "tsconfig.json"):
         shutil.copy(SOURCE / name, HOME)
-    shutil.rmtree(HOME / "src", ignore_errors=True)
-    shutil.copytree(SOURCE / "src", HOME / "src")
+    for name in ("src", "examples"):
+        shutil.rmtree(HOME / name, ignore_errors=True)
+        shutil.copytree(SOURCE / name, HOME / name, ignore=shutil.ignore_patterns("gen"))
     if not mark.exists() or mark.read_text() != lock:
         mark.unlink(missing_ok=True)
         command = ["npm", "ci", "--silent", "--no-audit", "--no-fund", "--prefix", str(HOME)]
         subprocess.run(command, check=True, timeout=INSTALL_S, stdin=subprocess.DEVNULL)
         mark.write_text(lock)
-    tsc = [str(HOME / "node_modules" / ".bin" / "tsc"), "--project", str(HOME), "--incremental"]
-    subprocess.run(tsc, check=True, timeout=BUILD_S, stdin=subprocess.DEVNULL)
+    tools = HOME / "node_modules" / ".bin"
+    for command, folder in (
+        (["buf", "generate", "--output", str(HOME)], SOURCE),
+        (["tsc", "--incremental"], HOME),
+        (["tsc", "--incremental", "--project", "examples"], HOME),
+    ):
+        subprocess.run(
+            [tools / command[0], *command[1:]],
+            check=True, timeout=BUILD_S, stdin=subprocess.DEVNULL, cwd=folder,
+            env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
+        )  # fmt: skip
     return HOME
 
 
 def command(*, port: int, hub: str) -> list[str]:
     """What starts its rollout service, which hosts reverse_text_ts."""
-    return ["node", str(built() / "dist" / "bin" / "serve.js"), "--port", str(port), "--hub", hub]
+    return ["node", str(built() / "dist" / "examples" / "reverse_text" / "serve.js"), "--port", str(port), "--hub", hub]
 
 
 def watch(trainer: str, *, count: int) -> list[str]:

@@ -1,11 +1,8 @@
-/** Clients of a mesh and a server for environments; the messages are in `messages`, by service. */
+/** Clients of a mesh; `rollout`, `trainer` and `weights` have the messages. */
 
 export * from "./clients.js";
 export * from "./errors.js";
 export * from "./tensors.js";
-export * from "./serving/environment.js";
-export { serve, type RunningServer, type ServeOptions } from "./serving/server.js";
-export { reverseText } from "./environments/reverseText.js";
 export * as rollout from "./gen/meshrl/v1/rollout_pb.js";
 export * as trainer from "./gen/meshrl/v1/trainer_pb.js";
 export * as weights from "./gen/meshrl/v1/weights_pb.js";

@@ -1,9 +1,9 @@
 /** The engines that a weight hub lists, which version each serves, and one chat call with the tokens that training needs. */
 
 import type { Client } from "@connectrpc/connect";
-import { weightsClient } from "../clients.js";
-import { refusal } from "../errors.js";
-import type { WeightSync } from "../gen/meshrl/v1/weights_pb.js";
+import { weightsClient } from "meshrl-client";
+import type { WeightSync } from "meshrl-client/gen/meshrl/v1/weights_pb.js";
+import { refusal } from "./refusals.js";
 import type { ChatMessage } from "./environment.js";
 
 const LOOK_MS = 2_000;

@@ -1,9 +1,8 @@
-#!/usr/bin/env node
-/** meshrl-reverse-text --hub HOST:PORT [--port N] [--host H] [--slots N]: hosts the example environment of this package. */
+/** node serve.js --hub HOST:PORT [--port N] [--host H] [--slots N]: hosts reverse_text_ts. */
 
 import { parseArgs } from "node:util";
-import { reverseText } from "../environments/reverseText.js";
-import { serve } from "../serving/server.js";
+import { reverseText } from "./reverseText.js";
+import { serve } from "./serving/server.js";
 
 const { values } = parseArgs({
   options: {

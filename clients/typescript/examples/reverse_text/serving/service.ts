@@ -1,15 +1,15 @@
 /** RolloutService for environments in TypeScript, as proto/meshrl/v1/rollout.proto and docs/contract.md describe it. */
 
 import type { ServiceImpl } from "@connectrpc/connect";
-import { CONTRACT_VERSION } from "../clients.js";
-import { refusal } from "../errors.js";
+import { CONTRACT_VERSION } from "meshrl-client";
 import type {
   CancelRolloutsRequest,
   ListEnvironmentsRequest,
   RolloutService,
   RunRolloutsRequest,
   RunRolloutsResponse,
-} from "../gen/meshrl/v1/rollout_pb.js";
+} from "meshrl-client/gen/meshrl/v1/rollout_pb.js";
+import { refusal } from "./refusals.js";
 import type { Engines } from "./engines.js";
 import type { TextEnvironment } from "./environment.js";
 import { Group, wishOf } from "./group.js";

@@ -3,18 +3,18 @@
 import { randomUUID } from "node:crypto";
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
 import { ConnectError } from "@connectrpc/connect";
-import { reasonOf, refusal } from "../errors.js";
+import { encodeTensor, reasonOf } from "meshrl-client";
 import {
   RolloutSchema,
   RunRolloutsResponseSchema,
   type Rollout,
   type RunRolloutsRequest,
   type RunRolloutsResponse,
-} from "../gen/meshrl/v1/rollout_pb.js";
-import { DataType } from "../gen/meshrl/v1/tensor_pb.js";
-import { encodeTensor } from "../tensors.js";
+} from "meshrl-client/gen/meshrl/v1/rollout_pb.js";
+import { DataType } from "meshrl-client/gen/meshrl/v1/tensor_pb.js";
 import { chat, type Completion, type Engines, type VersionWish } from "./engines.js";
 import type { TextEnvironment } from "./environment.js";
+import { refusal } from "./refusals.js";
 import { engineSampling } from "./requests.js";
 
 /** Why the rollouts that are left end: their deadline has passed, or somebody cancelled them. */

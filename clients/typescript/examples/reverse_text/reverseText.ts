@@ -1,6 +1,6 @@
 /** Text to be written backwards: the example environment of this package. */
 
-import type { TextEnvironment } from "../serving/environment.js";
+import type { TextEnvironment } from "./serving/environment.js";
 
 const NAMES = ["Ann", "Tom", "Eva", "Max", "Ida", "Leo", "Mia", "Ben"];
 const VERBS = ["saw", "met", "led", "fed", "hid", "won", "lost", "kept"];

@@ -1,7 +1,7 @@
 /** Looks at the requests of RunRollouts: every field that is at fault is named at once. */
 
-import { refusal, type Violation } from "../errors.js";
-import type { RunRolloutsRequest, Sampling } from "../gen/meshrl/v1/rollout_pb.js";
+import type { RunRolloutsRequest, Sampling } from "meshrl-client/gen/meshrl/v1/rollout_pb.js";
+import { refusal, type Violation } from "./refusals.js";
 
 const MAX_ID_CHARS = 256;
 
