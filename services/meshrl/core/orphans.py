@@ -296,7 +296,6 @@ def _unmarked() -> dict[str, str]:
 
 
 def _signal(groups: set[int], signum: int) -> set[int]:
-    """Signals process groups; returns those that still exist."""
     alive = set()
     for group in groups:
         try:
@@ -324,7 +323,6 @@ def end_marked(name: str, mark: str) -> None:
 
 
 def _end(groups: set[int], grace_s: float) -> None:
-    """Asks the groups to end, waits for up to `grace_s`, kills what is left."""
     alive = _signal(groups, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while alive and time.monotonic() < deadline:

@@ -122,7 +122,6 @@ async def _until_stopped(engine: Engine, follower: HubFollower, address: str, st
 
 
 async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
-    """Returns 0 once `stop` is set, 1 when the engine is lost before."""
     while not stop.is_set():
         if engine.lost is not None:
             logger.error("the engine is lost: {}", engine.lost)

@@ -96,7 +96,6 @@ def credentials_for(
 
 
 def _write_tokens(folder: Path) -> dict[Role, dict[str, str]]:
-    """Writes a token for each role; returns each role's variables."""
     trust = TrustFile(folder / TRUST_FILE)
     trust.create()
     variables = {}

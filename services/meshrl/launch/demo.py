@@ -252,12 +252,10 @@ def looks(run: Path, *, last_step: int) -> str:
 
 
 def _script(name: str) -> str:
-    """A console script of this environment."""
     return str(Path(sysconfig.get_path("scripts")) / name)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a command that still runs, gently first."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -215,7 +215,6 @@ def _supervise(
     *,
     used: bool,
 ) -> int:
-    """Starts the programs and watches over them; returns the exit code."""
     layout = Layout(config.output_dir)
     setup_logging(_NAME, config.log.level, log_place(layout, f"{_NAME}.log"), json_logging=config.log.json_logging)
     if used:

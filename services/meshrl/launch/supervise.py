@@ -244,7 +244,6 @@ class Supervisor:
             missed = missed + 1 if await asyncio.to_thread(self._folder_is_lost) else 0
 
     async def _watch(self, stop: asyncio.Event, leading: asyncio.Future[int] | None, losing: asyncio.Task[None]) -> int:
-        """Waits for the end of the run, whatever it is, and ends the programs."""
         ends = [] if leading is None else [leading]
         while True:
             exits = [child.exited for child in self._children.values() if child.exited is not None]
@@ -355,7 +354,6 @@ class Supervisor:
         return killed
 
     def _kill_rest(self, child: _Child) -> None:
-        """Kills what is left of a program: itself if it still runs, and the processes it has started."""
         with contextlib.suppress(ProcessLookupError):  # as it should be: nothing was left
             os.killpg(child.process.pid, signal.SIGKILL)
         if self._children.pop(child.program.name, None) is not None:

@@ -144,7 +144,6 @@ def _plain(path: Path) -> Path:
 
 
 def _known(kind: Kind, path: Path) -> Kind | None:
-    """What a key accepts, by its exact name; None for an unknown one."""
     for part in path:
         step = kind.step("0" if part == "*" else part)
         if step is None or (kind.section and step[0] != part):  # an alias

@@ -219,7 +219,6 @@ def _show_extreme(kept: Sequence[JsonObject], extreme: Callable[..., JsonObject]
 
 
 def _print_rollout(line: JsonObject) -> None:
-    """Prints a kept rollout as a conversation."""
     if "samples" not in line:
         click.echo(f"failed: {line['reason']}: {line['message']}")
         return

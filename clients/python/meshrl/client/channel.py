@@ -213,7 +213,6 @@ class ServiceClient:
     async def _unary(
         self, call: Callable[..., Awaitable[_T]], method: str, request: object, deadline_s: float | None = None
     ) -> _T:
-        """Makes one call with one message each way."""
         timeout_s = self.options.unary_deadline_s if deadline_s is None else deadline_s
         with self._span(method) as (span, metadata):
             pending = call(request, timeout=timeout_s, metadata=metadata)

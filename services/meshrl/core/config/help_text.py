@@ -77,7 +77,6 @@ def _entry(path: Path, kind: Kind, field: FieldInfo, value: object) -> str:
 
 
 def _plain(value: object) -> str:
-    """A default as a user would write it."""
     if isinstance(value, BaseModel):
         return "on"
     return "None" if value is None else json.dumps(value, default=str, ensure_ascii=False)

@@ -110,7 +110,6 @@ def submit(job: BatchJob, slurm: SlurmConfig, *, dry_run: bool) -> str:
 
 
 def _sbatch(script: Path, environ: Mapping[str, str]) -> str:
-    """Submits; returns the job's number."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)],

@@ -82,7 +82,6 @@ def own_log(layout: Layout, name: str) -> Path:
 
 
 def _new_file(first: Path) -> Path:
-    """Makes the first of `NAME.log`, `NAME.2.log` and so on that is not there yet."""
     for number in itertools.count(1):
         path = first if number == 1 else first.with_suffix(f".{number}{first.suffix}")
         with suppress(FileExistsError):

@@ -210,7 +210,6 @@ class SlotRunner(ModelRunner):
         self._keep_routes(keep_routes)
 
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
-        """(R, V) logits of the decoding rows."""
         rows = table.decoding
         token_ids, positions = table.decode_inputs()
         slots = np.arange(rows)

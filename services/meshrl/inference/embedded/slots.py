@@ -132,7 +132,6 @@ class SlotTable:
             self.slots["cached"][piece.row.slot] += len(piece.tokens)
 
     def _start(self, row: RequestRow) -> None:
-        """Gives a waiting request the next free slot."""
         slot = self.occupied
         params = row.request.sampling
         self.slots[slot] = (

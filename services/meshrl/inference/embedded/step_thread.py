@@ -216,7 +216,6 @@ class StepThread:
             row.fail(MeshError(Reason.ENGINE_FAILED, message))
 
     def _refuse_inbox(self, error: MeshError) -> None:
-        """Answers what came in after the last step."""
         while True:
             try:
                 item = self._inbox.get_nowait()

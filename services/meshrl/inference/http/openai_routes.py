@@ -295,7 +295,6 @@ def _stop_reason(body: ChatBody | CompletionBody, piece: _Piece) -> int | str | 
 
 
 def _added_text(choice: _Choice, chunk: TokenChunk) -> str:
-    """The text that a chunk adds. A stop token ends the completion and is not part of its text."""
     token_ids = chunk.token_ids.tolist()
     if chunk.stop_token_id is not None:
         token_ids = token_ids[:-1]

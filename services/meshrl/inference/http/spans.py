@@ -78,7 +78,6 @@ class CompletionSpans:
             span.set_attribute("meshrl.decode_s", round(last.times.decode_s, 4))
 
     def _note_version(self) -> None:
-        """Remembers which commit the live weights came by."""
         version, root = self._engine.version, self._engine.root
         if version is None or not root:  # loaded by hand: no hub brought it
             return

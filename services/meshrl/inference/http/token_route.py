@@ -123,7 +123,6 @@ class TokenRoute:
         return f'{json.dumps(fields)[:-1]},"choices":[{",".join(choices)}]}}'
 
     async def _events(self, body: GenerateBody, requests: list[GenerateRequest]) -> AsyncGenerator[str, None]:
-        """One event a step and choice."""
         head = json.dumps({"request_id": requests[0].request_id, "model": self._serving.model_name})[:-1]
         async with aclosing(interleave(self._serving.spans, requests)) as chunks:
             async for index, chunk in chunks:
@@ -131,7 +130,6 @@ class TokenRoute:
 
 
 def _choice(index: int, completion: Completion, sampling: TokenSampling) -> str:
-    """One choice as JSON text."""
     spans = completion.version_spans
     fields: dict[str, object] = {
         "index": index,

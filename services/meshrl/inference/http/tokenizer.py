@@ -127,7 +127,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool
 
 
 def _text_bytes(value: object) -> int:
-    """Bytes of all texts in a JSON value, keys included."""
     if isinstance(value, str):
         return len(value.encode(errors="surrogatepass"))
     if isinstance(value, Mapping):

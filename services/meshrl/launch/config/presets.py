@@ -104,7 +104,6 @@ def _preset(name: object) -> Preset | None:
 
 
 def _longest_reply(values: ReadTable) -> object:
-    """The most tokens that are sampled, or that a rollout may have."""
     for path in (("orchestrator", "sampling", "max_tokens"), ("rollout", "seq_len"), ("orchestrator", "seq_len")):
         found: object = values
         for key in path:

@@ -321,11 +321,9 @@ class RLConfig(BaseConfig):
         return []
 
     def _started(self) -> set[str]:
-        """Names of the components that rl starts."""
         return {name for name in COMPONENTS if getattr(self, name) is not None} - self.orchestrator.services.replaced()
 
     def _differences(self) -> list[str]:
-        """Values that must be the same for all programs but are not."""
         started = self._started()
         parts = {name: getattr(self, name) for name in COMPONENTS if name in started}
         problems = [
@@ -389,7 +387,6 @@ class RLConfig(BaseConfig):
         return []
 
     def _processes(self) -> list[str]:
-        """Counts of GPUs, engines and training processes that contradict each other."""
         problems = []
         wanted, gpus = self.trainer.deployment.num_train_gpus, self.trainer_gpu_ids
         if gpus is not None and wanted > len(gpus):
@@ -426,7 +423,6 @@ class RLConfig(BaseConfig):
         ]
 
     def _lengths(self) -> list[str]:
-        """Lengths and counts of one program that another cannot take."""
         problems = []
         started = self._started()
         if "trainer" in started and self.orchestrator.seq_len > self.trainer.seq_len:

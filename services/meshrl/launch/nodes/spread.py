@@ -100,7 +100,6 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
 
 
 def _at(node: JobNode, server: ServerConfig, given: RunDeploymentConfig) -> ServerConfig:
-    """The server of a program on this node, where the others reach it."""
     return _with(server, host=node.address, insecure=given.insecure or server.insecure)
 
 

@@ -88,7 +88,6 @@ class Mixture:
         return np.random.default_rng([self._seed & 0xFFFFFFFF, epoch, part, lap]).permutation(self.sizes[part])
 
     def _turns(self, epoch: int) -> Iterator[int]:
-        """Which part the next row is of."""
         count = len(self.sizes)
         if self._probabilities is None:
             while True:

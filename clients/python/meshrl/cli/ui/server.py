@@ -210,7 +210,6 @@ class Page:
         return run, found
 
     async def _swaps(self, request: web.Request) -> web.Response:
-        """Which engine took which version."""
         run = self._run(request)
         await run.read(run.traces.read_on)
         return _json(await run.read(run.traces.swaps))

@@ -163,7 +163,6 @@ class BatchReader:
 
 
 def _has_weights(micro_batch: MicroBatch) -> bool:
-    """Whether a token belongs to the ce or the ref_kl term."""
     return any(
         weights is not None and bool(weights.any()) for weights in (micro_batch.ce_weights, micro_batch.ref_kl_weights)
     )
