@@ -63,19 +63,15 @@ class InsecureCredentials:
     encrypted = False
 
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
-        """As in `Credentials`."""
         return grpc.aio.insecure_channel(address, options=arguments)
 
     def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
-        """As in `Credentials`."""
         return grpc.insecure_channel(address, options=arguments)
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """As in `Credentials`."""
         return int(server.add_insecure_port(address))
 
     def metadata(self) -> Metadata:
-        """As in `Credentials`."""
         return ()
 
 
@@ -90,7 +86,6 @@ class TokenCredentials(InsecureCredentials):
         self._metadata = bearer(token)
 
     def metadata(self) -> Metadata:
-        """As in `Credentials`."""
         return self._metadata
 
 
@@ -205,7 +200,6 @@ class FileCredentials:
         return self.files.cert is not None and self.files.ca is not None
 
     def metadata(self) -> Metadata:
-        """As in `Credentials`."""
         if self.files.token is None:
             return ()
         return bearer(self._token.read()[0].decode("ascii").strip())
@@ -225,7 +219,6 @@ class FileCredentials:
         return ReloadingChannel(connect, reread.changed, distrusted=lambda: self._name_of(server) != name)
 
     def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
-        """As in `Credentials`."""
         if self.files.ca is None:
             return grpc.insecure_channel(address, options=arguments)
         made = grpc.ssl_channel_credentials(*(path.read_bytes() for path in self._shown()))

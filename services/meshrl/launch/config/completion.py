@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import ModelConfig
-from meshrl.launch.config.presets import fit_preset
+from meshrl.launch.config.presets import fit_preset, section_of
 from meshrl.orchestrator.config import OrchestratorConfig
 
 HOSTED_KEYS = (
@@ -20,17 +20,18 @@ def complete(values: ReadTable) -> Table:
 
     Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
     """
-    completed = fit_preset(values)
+    completed = dict(values)
+    fit_preset(completed)
     starts_engine = completed.get("inference") is not None
     ports = ["trainer", "rollout", *(["weights", "inference"] if starts_engine else [])]
     for name in ports:
-        server = _section(completed.setdefault(name, {}), "server")
+        server = section_of(completed.setdefault(name, {}), "server")
         if server is not None:
             server.setdefault("port", 0)
-    client = _section(completed["rollout"], "client")
+    client = section_of(completed["rollout"], "client")
     if starts_engine and client is not None:
         client.setdefault("base_url", [])  # those that are started are known to the hub
-    gpus, deployment = completed.get("trainer_gpu_ids"), _section(completed["trainer"], "deployment")
+    gpus, deployment = completed.get("trainer_gpu_ids"), section_of(completed["trainer"], "deployment")
     if isinstance(gpus, list) and gpus and deployment is not None:
         deployment.setdefault("num_train_gpus", len(gpus))  # one process for each GPU
     _follow(completed, "rollout", "seq_len", "orchestrator")
@@ -42,12 +43,6 @@ def complete(values: ReadTable) -> Table:
     if isinstance(rollout, dict) and "env" not in rollout:
         rollout["env"] = _hosted_environments(completed.get("orchestrator"))
     return completed
-
-
-def _section(values: object, name: str) -> Table | None:
-    """A section, made where it is missing; None where something else stands, which validation reports."""
-    section = values.setdefault(name, {}) if isinstance(values, dict) else None
-    return section if isinstance(section, dict) else None
 
 
 def _follow(values: Table, name: str, key: str, other: str) -> None:

@@ -77,25 +77,22 @@ def apply_preset(layer: Layer) -> None:
         layer.offer(advantage, {(key,): Given(value, origin) for key, value in keys.items()})
 
 
-def fit_preset(values: ReadTable) -> Table:
-    """Merged values in which the preset fits what the layers above it chose.
+def fit_preset(values: Table) -> None:
+    """Fits the preset, in merged values, to what the layers above it chose.
 
     Where those chose another loss, the preset's keys go; and a loss that is divided by a fixed length gets that length:
     the most tokens that are sampled, or that a rollout may have.
     """
-    fitted = dict(values)
     preset = _preset(values.get("algorithm"))
-    trainer = _section(fitted, "trainer")
-    loss = None if trainer is None else _section(trainer, "loss")
+    loss = None if preset is None else section_of(section_of(values, "trainer"), "loss")
     if preset is None or loss is None:
-        return fitted
+        return
     if loss.get("type", preset.loss) != preset.loss:
         for name, value in {"normaliser": preset.normaliser, **preset.constants}.items():
             if loss.get(name) == value:
                 del loss[name]
     elif loss.get("normaliser") == "fixed" and loss.get("fixed_length") is None:
-        loss["fixed_length"] = _longest_reply(fitted)
-    return fitted
+        loss["fixed_length"] = _longest_reply(values)
 
 
 def _preset(name: object) -> Preset | None:
@@ -113,10 +110,7 @@ def _longest_reply(values: ReadTable) -> object:
     return OrchestratorConfig.model_fields["seq_len"].default
 
 
-def _section(values: Table, name: str) -> Table | None:
-    """A section of `values`, copied in place so that it may be changed; None for one that is no section."""
-    found = values.get(name, {})
-    if not isinstance(found, Mapping):
-        return None
-    section = values[name] = dict(found)
-    return section
+def section_of(values: object, name: str) -> Table | None:
+    """A section, made where it is missing; None where something else stands, which validation reports."""
+    section = values.setdefault(name, {}) if isinstance(values, dict) else None
+    return section if isinstance(section, dict) else None
