@@ -191,6 +191,11 @@ class SFTConfig(BaseConfig):
     """Weights & Biases; None means off."""
 
     @property
+    def validated(self) -> DataConfig | None:
+        """The validation data."""
+        return None if self.val is None else self.val.data
+
+    @property
     def text(self) -> TextSettings:
         """How conversations of all data become tokens."""
         return TextSettings(

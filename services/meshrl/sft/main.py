@@ -82,7 +82,11 @@ def _dry_run(config: SFTConfig) -> None:
     from meshrl.sft.data.conversations import DataError
 
     try:
-        checks = check_data(config) if config.bench is None else []  # a benchmark makes its rows
+        checks = (
+            check_data(config.text, config.data, show=config.show_rows, validated=config.validated)
+            if config.bench is None
+            else []  # it makes its rows
+        )
     except (DataError, ModelError) as error:
         raise ConfigError(str(error)) from error
     sys.stdout.writelines(f"note: {note}\n" for note in config.notes)

@@ -82,7 +82,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     tokenizer = load_sft_tokenizer(config.text)
     checks: list[DataCheck] = []
     if parallel.plan.leads:
-        checks = check_data(config)
+        checks = check_data(config.text, config.data, show=config.show_rows, validated=config.validated)
         for line in (line for check in checks for line in check.lines()):
             logger.info("{}", line)
     learner, run = _build(config, parallel)
@@ -105,7 +105,7 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
         config.data,
         parallel,
         vocab_size=int(learner.model.config.get_text_config().vocab_size),
-        validated=None if config.val is None else config.val.data,
+        validated=config.validated,
         unused=unused,
     )
     monitor = Monitor([])

@@ -71,7 +71,8 @@ def test_a_token_beyond_the_embedding_is_named_with_its_row(folder: Path) -> Non
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(folder / "model")
-    check_data(config(folder))  # a token that no row has does no harm
+    given = config(folder)
+    check_data(given.text, given.data)  # a token that no row has does no harm
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<more>"}]}
     with (folder / "chat.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.sft.config import SFTConfig, TextSettings
+from meshrl.sft.config import TextSettings
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.loader import TokenizedRows
 from meshrl.sft.data.mixture import Cursor, Draw
@@ -36,14 +36,16 @@ class DataCheck:
         ]
 
 
-def check_data(config: SFTConfig) -> list[DataCheck]:
-    """Tokenizes the first rows of each part of the training and validation data.
+def check_data(
+    text: TextSettings, data: DataConfig, *, show: int = 0, validated: DataConfig | None = None
+) -> list[DataCheck]:
+    """Tokenizes the first rows of each part of the training and validation data; shows so many of the former.
 
     Raises DataError for data that is missing or malformed, and ModelError for a tokenizer, template or renderer that
     cannot be loaded.
     """
-    found = _checked(config.text, config.data, show=config.show_rows)
-    return found + (_checked(config.text, config.val.data, show=0) if config.val is not None else [])
+    found = _checked(text, data, show=show)
+    return found + (_checked(text, validated, show=0) if validated is not None else [])
 
 
 def _checked(text: TextSettings, data: DataConfig, *, show: int) -> list[DataCheck]:
