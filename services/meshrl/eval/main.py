@@ -14,7 +14,7 @@ from meshrl.eval.report import CURVE, METRICS, SUMMARY, TABLE
 from meshrl.eval.submission import submit_eval
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trials.program import run_trials
-from meshrl.trials.results import TrialResults, settings_of
+from meshrl.trials.results import TrialResults
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     folder = None if config.weights_dir is None else str(config.weights_dir.resolve())
     results = TrialResults(
         config.output_dir,
-        settings_of(config, weights_dir=folder),
+        config.result_settings(weights_dir=folder),
         clean=config.clean_output_dir,
         derived=(SUMMARY, TABLE, CURVE, METRICS),
     )

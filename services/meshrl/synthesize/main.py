@@ -7,15 +7,14 @@ from meshrl.prime_rl import PrimeRLKeys
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.program import SUMMARY, Synthesis
 from meshrl.trials.program import run_trials
-from meshrl.trials.results import TrialResults, settings_of
+from meshrl.trials.results import TrialResults
 
 
 def main() -> None:
     """Console script `synthesize`."""
     config = load_config(SynthesisConfig, prog="synthesize", spellings=PrimeRLKeys(SynthesisConfig))
     derived = (SUMMARY, "dataset.jsonl", "dataset.parquet") if config.dataset is None else (SUMMARY,)
-    settings = settings_of(
-        config,
+    settings = config.result_settings(
         min_reward=config.min_reward,
         keep_truncated=config.keep_truncated,
         reasoning_field=config.reasoning_field,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +21,7 @@ from meshrl.core.config.shared import (
 from meshrl.core.private_folders import ReadableBy
 from meshrl.inference.config import InferenceConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
+from meshrl.wire.values import JsonObject
 
 DEFAULT_SEQ_LEN = 2048
 
@@ -139,6 +141,27 @@ class TrialsConfig(BaseConfig):
 
     def num_examples_of(self, env: TrialEnvConfig) -> int:
         return self.num_examples if env.num_examples is None else env.num_examples
+
+    def result_settings(self, **more: object) -> JsonObject:
+        """What makes results comparable, as JSON has it."""
+        environments = {
+            env.resolved_name: {
+                "id": env.id,
+                "args": env.args,
+                "group_size": self.group_size_of(env),
+                "sampling": env.sampling.model_dump(exclude_none=True),
+            }
+            for env in self.environments
+        }
+        settings = {
+            "model": self.model.name,
+            "seed": self.seed,
+            "sampling": self.sampling.model_dump(exclude_none=True),
+            "max_turns": self.max_turns,
+            "env": environments,
+            **more,
+        }
+        return dict(json.loads(json.dumps(settings, default=str)))
 
     @property
     def engine_urls(self) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from loguru import logger
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
-from meshrl.trials.config import TrialsConfig
 from meshrl.trials.plan import Trial
 from meshrl.wire.types import Sampling
 
@@ -27,19 +26,22 @@ OnEnd = Callable[[Trial, RolloutGroup], None]
 
 
 class TrialPlayer:
-    """Plays trials with one sampler. `slots` is the number of rollouts that the service runs at once; None is
-    unknown."""
+    """Plays trials with one sampler, each environment with its `sampling`. `limit` is how many run at once."""
 
     def __init__(
-        self, config: TrialsConfig, sampler: GroupSampler, *, slots: Callable[[], int | None], conversations: bool
+        self,
+        sampling: Mapping[str, Sampling],
+        sampler: GroupSampler,
+        *,
+        attempts: int,
+        limit: Callable[[], int],
+        conversations: bool,
     ) -> None:
-        self._config = config
+        self._sampling = sampling
         self._sampler = sampler
-        self._slots = slots
+        self._attempts = attempts
+        self._limit = limit
         self._conversations = conversations
-        self._sampling: Mapping[str, Sampling] = {
-            env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in config.environments
-        }
 
     async def play(self, trials: Sequence[Trial], *, version: int | None, on_end: OnEnd) -> None:
         """Returns once every trial has ended; `on_end` gets each with what came of it, from this event loop.
@@ -52,8 +54,7 @@ class TrialPlayer:
         failed_in_a_row = 0
         try:
             while True:
-                given = self._config.max_concurrent
-                limit = given if isinstance(given, int) else self._slots() or UNKNOWN_LIMIT
+                limit = self._limit()
                 while len(running) < limit and (trial := next(waiting, None)) is not None:
                     running[asyncio.create_task(self._sample(trial, version))] = trial
                 if not running:
@@ -83,7 +84,7 @@ class TrialPlayer:
         group = await self._sampler.sample_whole(
             ticket,
             sampling=self._sampling[trial.environment],
-            attempts=self._config.attempts,
+            attempts=self._attempts,
             conversations=self._conversations,
         )
         if version is not None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from loguru import logger
@@ -33,7 +34,7 @@ from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
 from meshrl.trials.config import TrialsConfig
 from meshrl.trials.engines import PolicyEndpoints, ServerFacts
 from meshrl.trials.plan import TaskSpan, Trial, plan_trials
-from meshrl.trials.play import OnEnd, TrialPlayer
+from meshrl.trials.play import UNKNOWN_LIMIT, OnEnd, TrialPlayer
 from meshrl.trials.progress import TrialProgress
 from meshrl.trials.results import FAILURES, TrialResults
 from meshrl.trials.service import UNREACHABLE_S, rollout_service, task_spans
@@ -115,7 +116,9 @@ async def serve_trials(
         )
         how = "failed"
         try:
-            code = await (lead if engine is None else Supervisor([_program(config, engine)]).run(stop, lead))
+            if engine is not None:
+                lead = Supervisor([_program(engine.python, Layout(config.output_dir))]).run(stop, lead)
+            code = await lead
             if code == 0:
                 return code
         except RunError as error:
@@ -156,8 +159,18 @@ async def _prepare_and_work(
             ),
             clock=Clock(),
         )
-        player = TrialPlayer(config, sampler, slots=lambda: pool.slots, conversations=conversations)
-        spans = task_spans(config, dict(pool.environments()))
+        given = config.max_concurrent
+        player = TrialPlayer(
+            {env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in config.environments},
+            sampler,
+            attempts=config.attempts,
+            limit=lambda: given if isinstance(given, int) else pool.slots or UNKNOWN_LIMIT,
+            conversations=conversations,
+        )
+        wanted = {
+            env.resolved_name: (config.num_examples_of(env), config.group_size_of(env)) for env in config.environments
+        }
+        spans = task_spans(wanted, dict(pool.environments()))
         return await work(
             TrialRun(
                 config=config, endpoints=endpoints, facts=facts, spans=spans, player=player, results=results
@@ -183,11 +196,9 @@ def _configure_engine(config: TrialsConfig, given: InferenceConfig, ports: FreeP
     return engine
 
 
-def _program(config: TrialsConfig, engine: InferenceConfig) -> Program:
-    layout = Layout(config.output_dir)
-    python = str(engine.python or sys.executable)
+def _program(python: Path | None, layout: Layout) -> Program:
     return Program(
         name="inference",
-        command=[python, "-m", "meshrl.inference.main", "@", str(layout.config("inference"))],
+        command=[str(python or sys.executable), "-m", "meshrl.inference.main", "@", str(layout.config("inference"))],
         log=own_log(layout, "inference"),
     )

@@ -11,7 +11,6 @@ from typing import Self
 from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
 from meshrl.sampling.groups import RolloutGroup
-from meshrl.trials.config import TrialsConfig
 from meshrl.trials.plan import Trial, TrialKey, differing_settings
 from meshrl.trials.play import why_failed
 from meshrl.trials.rows import ROLLOUTS_OF_EPISODE, RowFile, key_of, whole_episodes
@@ -94,28 +93,6 @@ class TrialResults:
             )
         environments = {**kept.get("env", {}), **self._settings.get("env", {})}
         write_file(path, json.dumps({**self._settings, "env": environments}, indent=2) + "\n")
-
-
-def settings_of(config: TrialsConfig, **more: object) -> JsonObject:
-    """What makes results comparable, as JSON has it."""
-    environments = {
-        env.resolved_name: {
-            "id": env.id,
-            "args": env.args,
-            "group_size": config.group_size_of(env),
-            "sampling": env.sampling.model_dump(exclude_none=True),
-        }
-        for env in config.environments
-    }
-    settings = {
-        "model": config.model.name,
-        "seed": config.seed,
-        "sampling": config.sampling.model_dump(exclude_none=True),
-        "max_turns": config.max_turns,
-        "env": environments,
-        **more,
-    }
-    return dict(json.loads(json.dumps(settings, default=str)))
 
 
 def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: int) -> JsonObject:

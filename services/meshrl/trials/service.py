@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from opentelemetry.trace import Tracer
@@ -16,7 +16,6 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.main import serve
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
-from meshrl.trials.config import TrialsConfig
 from meshrl.trials.plan import TaskSpan
 from meshrl.wire.types import EnvironmentInfo
 
@@ -54,14 +53,14 @@ async def rollout_service(
             worker.kill()
 
 
-def task_spans(config: TrialsConfig, infos: dict[str, EnvironmentInfo]) -> list[TaskSpan]:
-    """How much is to be played of each environment. Raises RunError for one without end."""
+def task_spans(wanted_of: Mapping[str, tuple[int, int]], infos: Mapping[str, EnvironmentInfo]) -> list[TaskSpan]:
+    """How much is to be played of each environment, of which so many tasks (-1 for all) with so many rollouts each are
+    wanted. Raises RunError for one without end."""
     spans: list[TaskSpan] = []
-    for env in config.environments:
-        name, wanted = env.resolved_name, config.num_examples_of(env)
+    for name, (wanted, group_size) in wanted_of.items():
         there = infos[name].num_tasks
         if there is None and wanted < 0:
             raise RunError(f"{name} never runs out of tasks; say how many to play (--num-examples 100)")
         tasks = wanted if there is None else there if wanted < 0 else min(wanted, there)
-        spans.append(TaskSpan(environment=name, tasks=tasks, group_size=config.group_size_of(env)))
+        spans.append(TaskSpan(environment=name, tasks=tasks, group_size=group_size))
     return spans

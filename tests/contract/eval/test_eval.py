@@ -22,7 +22,7 @@ from meshrl.eval.config import EvaluationConfig
 from meshrl.eval.program import Evaluation
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.trials.plan import Trial
-from meshrl.trials.results import TrialResults, settings_of
+from meshrl.trials.results import TrialResults
 
 pytestmark = pytest.mark.timeout(900)  # imports, on a machine that may be busy
 
@@ -48,7 +48,7 @@ class Stopping(TrialResults):
     """Asks for the end once so many trials have ended."""
 
     def __init__(self, config: EvaluationConfig, after: int | None = None) -> None:
-        super().__init__(config.output_dir, settings_of(config), clean=config.clean_output_dir)
+        super().__init__(config.output_dir, config.result_settings(), clean=config.clean_output_dir)
         self.stop = asyncio.Event()
         self.played: list[tuple[str, int, int]] = []
         self._after = after

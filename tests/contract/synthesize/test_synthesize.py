@@ -21,7 +21,7 @@ from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.program import Synthesis
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import serve_trials
-from meshrl.trials.results import TrialResults, settings_of
+from meshrl.trials.results import TrialResults
 
 TASKS, SIZE = 5, 2
 TRAILS = trails("train")[:TASKS]
@@ -70,7 +70,7 @@ class Stopping(TrialResults):
     """Asks for the end once so many trials have ended."""
 
     def __init__(self, config: SynthesisConfig, after: int | None = None) -> None:
-        super().__init__(config.output_dir, settings_of(config))
+        super().__init__(config.output_dir, config.result_settings())
         self.stop = asyncio.Event()
         self.played: list[tuple[int, int]] = []
         self._after = after
