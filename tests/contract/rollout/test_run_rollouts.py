@@ -155,13 +155,6 @@ async def test_unknown_names_and_bad_fields_are_refused_with_their_reason(start_
     assert {violation.field for violation in error.violations} == {"group_size", "deadline_s", "sampling.top_p"}
 
 
-async def test_the_same_request_twice_is_refused(start_mesh, engine, make_group):
-    mesh = await start_mesh([engine])
-    request = make_group()
-    await collect(mesh, request)
-    assert (await refused(mesh, request)).reason is Reason.DUPLICATE_REQUEST
-
-
 async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, make_group):
     engine.delay_s = 60.0
     mesh = await start_mesh([engine], max_concurrent=1)

@@ -88,17 +88,6 @@ def test_samples_and_distributions_of_a_step_are_logged(folder: Path, tmp_path: 
         assert completion.removesuffix("<|im_end|>")[::-1] in prompt
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path / "whole"), (), RankGroup())
-    first = config(folder, tmp_path / "parts", max_steps=4, ckpt=CheckpointConfig())
-    train(first, (), RankGroup())
-    train(config(folder, tmp_path / "parts", ckpt=CheckpointConfig(resume_step=-1)), (), RankGroup())
-    whole, parts = (
-        (tmp_path / name / "weights" / "step_6" / "model.safetensors").read_bytes() for name in ("whole", "parts")
-    )
-    assert whole == parts
-
-
 def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path), ("SIGTERM",), RankGroup())
     assert (tmp_path / "weights" / "step_0" / "model.safetensors").is_file()

@@ -83,7 +83,9 @@ def test_another_batch_for_a_known_step_is_a_conflict() -> None:
 
 def test_steps_come_in_order_without_gaps() -> None:
     steps = book(start_step=5)
-    assert reason_of(steps, 7) is Reason.STEP_OUT_OF_ORDER
+    with pytest.raises(MeshError, match="the next step of run 'main' is 6") as ahead:
+        steps.accept(batch(7), "a")
+    assert ahead.value.reason is Reason.STEP_OUT_OF_ORDER
     assert reason_of(steps, 5) is Reason.STEP_OUT_OF_ORDER
     submit(steps, 6)
 
