@@ -33,7 +33,8 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ValueError(f"a message needs a role, got {dict(message)!r:.80}")
     if calls := normal.pop("tool_calls", None):
-        normal["tool_calls"] = _calls(calls)
+        listed = _parsed(calls)
+        normal["tool_calls"] = [_call(call) for call in listed] if isinstance(listed, list | tuple) else listed
     if "content" not in normal and not calls:
         raise ValueError(f"a message of role {role!r} needs content; send an empty string for an empty message")
     normal["content"] = _text(normal.get("content"), role)
@@ -98,11 +99,6 @@ def _part(part: object, role: str) -> str:
         raise ValueError(f"a part of type {kind!r} in a message of role {role!r} needs its text as a string")
     text: str = part["text"]
     return text
-
-
-def _calls(calls: object) -> object:
-    calls = _parsed(calls)
-    return [_call(call) for call in calls] if isinstance(calls, list | tuple) else calls
 
 
 def _call(call: object) -> object:

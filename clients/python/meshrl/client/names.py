@@ -18,8 +18,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
 
 def server_name(role: str, revoked: int = 0) -> str:
     """The DNS name of the servers of a role, whatever their hosts are called: ROLE.meshrl.
@@ -94,7 +92,8 @@ def granted_hosts(bound: Iterable[str], asked: Sequence[str]) -> list[str]:
     networks = [ipaddress.ip_network(host) for host in bound if "/" in host]
     granted = list(dict.fromkeys(map(canonical_host, asked)))
     for host in granted:
-        if host not in bound and not any(_is_in(host, network) for network in networks):
+        address = _address(host)
+        if host not in bound and (address is None or not any(address in network for network in networks)):
             raise ValueError(
                 f"the host {host!r} is not bound to this token, but {', '.join(bound) or 'none'}; make a token for it"
                 f" with `meshrl token create --host {host}`"
@@ -123,8 +122,3 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
             return None
         return address.ipv4_mapped or address
     return address
-
-
-def _is_in(host: str, network: Network) -> bool:
-    address = _address(host)
-    return address is not None and address in network

@@ -7,11 +7,11 @@ back into the same `MeshError`. On the wire a reason is its name, in `ErrorInfo`
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
-from google.protobuf import any_pb2, message
+from google.protobuf import message
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "meshrl"
@@ -180,7 +180,10 @@ def to_rpc_status(error: MeshError) -> status_pb2.Status:
     details: list[message.Message] = [info]
     if error.violations:
         bad_request = error_details_pb2.BadRequest()
-        for violation in _cut_violations(error.violations):
+        shown = list(error.violations[:_MAX_VIOLATIONS])
+        if left := len(error.violations) - len(shown):
+            shown.append(FieldViolation("", f"and {left} more"))
+        for violation in shown:
             bad_request.field_violations.add(
                 field=_cut(violation.field, _MAX_FIELD_BYTES),
                 description=_cut(violation.description, _MAX_DESCRIPTION_BYTES),
@@ -191,7 +194,8 @@ def to_rpc_status(error: MeshError) -> status_pb2.Status:
         retry.retry_delay.FromNanoseconds(round(max(error.retry_after_s, 0.0) * 1e9))
         details.append(retry)
     status = status_pb2.Status(code=error.reason.code.value[0], message=_cut(error.message, _MAX_MESSAGE_BYTES))
-    status.details.extend(_pack(detail) for detail in details)
+    for detail in details:
+        status.details.add().Pack(detail)
     return status
 
 
@@ -255,20 +259,8 @@ def _said_by_grpc(error: grpc.aio.AioRpcError, call: str, deadline_s: float | No
     return details or f"{call} ended with {error.code().name}"
 
 
-def _pack(detail: message.Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
-
-
 def _cut(text: str, most_bytes: int) -> str:
     encoded = text.encode(errors="replace")
     if len(encoded) <= most_bytes:
         return encoded.decode()
     return encoded[: most_bytes - 3].decode(errors="ignore") + "..."
-
-
-def _cut_violations(violations: Sequence[FieldViolation]) -> Iterable[FieldViolation]:
-    yield from violations[:_MAX_VIOLATIONS]
-    if len(violations) > _MAX_VIOLATIONS:
-        yield FieldViolation("", f"and {len(violations) - _MAX_VIOLATIONS} more")

@@ -34,18 +34,15 @@ class TokenPieces:
 def _read(folder: RunFolder) -> dict[int, str]:
     for program in _PROGRAMS:
         name = folder.config(program).get("model", {}).get("name")
-        for path in _candidates(str(name)) if name else ():
+        if not name:
+            continue
+        cached = sorted((_HUB / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/tokenizer.json"))
+        for path in (Path(name) / "tokenizer.json", *cached):
             try:
                 return _vocabulary(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, LookupError, TypeError, AttributeError):  # of a kind that is not known here
                 continue
     return {}
-
-
-def _candidates(name: str) -> list[Path]:
-    """Where the tokenizer of a model may be: in its folder, or in the Hugging Face cache."""
-    cached = sorted((_HUB / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/tokenizer.json"))
-    return [Path(name) / "tokenizer.json", *cached]
 
 
 def _vocabulary(tokenizer: JsonObject) -> dict[int, str]:
