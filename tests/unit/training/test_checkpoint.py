@@ -145,18 +145,17 @@ def test_going_back_sets_later_checkpoints_aside(model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_interval", "left"),
+    ("keep_last", "keep_interval", "in_background", "left"),
     [
-        (None, None, EVERY),
-        (2, None, [5, 6]),
-        (1, 2, [2, 4, 6]),
-        (2, 3, [3, 5, 6]),
-        (9, 2, EVERY),
+        (None, None, False, EVERY),
+        (2, None, False, [5, 6]),
+        (1, 2, False, [2, 4, 6]),
+        (2, 3, True, [3, 5, 6]),
+        (9, 2, False, EVERY),
     ],
 )
-@pytest.mark.parametrize("in_background", [False, True])
 def test_old_checkpoints_go(
-    model: str, tmp_path: Path, keep_last: int | None, keep_interval: int | None, left: list[int], in_background: bool
+    model: str, tmp_path: Path, keep_last: int | None, keep_interval: int | None, in_background: bool, left: list[int]
 ) -> None:
     trained = kit.build(model)
     checkpointer = Checkpointer(*trained, tmp_path, tokenizer=None)

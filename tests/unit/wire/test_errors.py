@@ -23,18 +23,6 @@ def _rpc_error(code, details="", trailing=()):
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 
 
-@pytest.mark.parametrize("reason", list(Reason), ids=lambda reason: reason.name)
-def test_every_reason_survives_the_trip(reason):
-    error = MeshError(reason, "what happened", retry_after_s=0.25, metadata={"step": "3"})
-    status = to_rpc_status(error)
-    trailing = [(STATUS_DETAILS_KEY, status.SerializeToString())]
-    back = from_rpc_error(_rpc_error(reason.code, "what happened", trailing))
-    assert back.reason is reason
-    assert back.message == "what happened"
-    assert back.retry_after_s == 0.25
-    assert back.metadata == {"step": "3"}
-
-
 def test_every_reason_has_a_meaning_of_its_own():
     assert len({reason.meaning for reason in Reason}) == len(Reason.__members__)
 
