@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,7 +184,8 @@ def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
 
 def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: int) -> MicroBatch:
     prefixes = [prefix for bundle in row for prefix in bundle.prefixes]
-    roots = [root for place, bundle in zip(_places(row), row, strict=True) for root in [place] * len(bundle.members)]
+    starts = accumulate((len(bundle.members) for bundle in row), initial=0)
+    roots = [start for start, bundle in zip(starts, row, strict=False) for _ in bundle.members]
     members = [kept[index] for bundle in row for index in bundle.members]
     samples = [_after(sample, prefix) for sample, prefix in zip(members, prefixes, strict=True)]
     lengths = [len(sample.token_ids) for sample in samples]
@@ -220,11 +222,6 @@ def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
         return sample.loss_mask
     known: NDArray[np.bool_] = sample.loss_mask | (sample.ref_kl_weights != 0)
     return known
-
-
-def _places(row: Sequence[Bundle]) -> list[int]:
-    """Which sample of the row each bundle's root is."""
-    return [sum(len(bundle.members) for bundle in row[:place]) for place in range(len(row))]
 
 
 def _after(sample: TrainSample, prefix: int) -> TrainSample:

@@ -75,17 +75,14 @@ class AdvantageConfig(BaseConfig):
         return self
 
 
-def _as_list(value: object) -> object:
-    """One URL as a list of one."""
-    return [value] if isinstance(value, str) else value
-
-
 class TeacherClientConfig(BaseConfig):
     """How a teacher is reached."""
 
-    base_url: Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)] = Field(
-        default=["http://127.0.0.1:8001"]
-    )
+    base_url: Annotated[
+        list[str],
+        Field(min_length=1),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    ] = Field(default=["http://127.0.0.1:8001"])
     """Base URLs of servers of the teacher, with or without a trailing /v1."""
 
     api_key_var: str = "MESHRL_API_KEY"
