@@ -23,8 +23,8 @@ from meshrl.core.sqlite_files import prepare, seal
 from meshrl.weights.coordinator.states import Save
 from meshrl.wire.values import JsonObject
 
-LAYOUT = 2
-"""The `user_version` of the file. Layout 1 was `decisions.log`, a file of entries."""
+LAYOUT = 3
+"""The `user_version` of the file. Layout 1 was `decisions.log`, a file of entries; layout 2 had other answers."""
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE run (one INTEGER PRIMARY KEY, writes INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL);

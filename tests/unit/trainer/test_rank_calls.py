@@ -49,31 +49,24 @@ def test_every_rank_carries_out_every_call_in_order() -> None:
     store = open_store("127.0.0.1", deadline_s=5.0)
     shares = [Share(rank) for rank in range(3)]
     calls = RankCalls(shares[0], store, num_ranks=3)
-    members = [
+    for rank in (1, 2):
         RankCallThread(shares[rank], reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=rank)
-        for rank in (1, 2)
-    ]
     for number in range(5):
         answers = calls.call(Work(version=number), stall_s=5.0)
         assert answers == [answer(0), answer(1), answer(2)]
     assert [share.done for share in shares] == [[0, 1, 2, 3, 4]] * 3
-    calls.shut_down()
-    for member in members:
-        member.join(60.0)
 
 
 def test_failure_of_a_rank_is_rank_0s_to_hear_and_the_next_call_works() -> None:
     store = open_store("127.0.0.1", deadline_s=5.0)
     other = Share(1, MeshError(Reason.GROUP_BROKEN, "gone"))
     calls = RankCalls(Share(0), store, num_ranks=2)
-    member = RankCallThread(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
+    RankCallThread(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
     with pytest.raises(MeshError, match="rank 1: gone") as caught:
         calls.call(Work(version=0), stall_s=5.0)
     assert caught.value.reason is Reason.GROUP_BROKEN
     other.failure = None
     assert calls.call(Work(version=1), stall_s=5.0) == [answer(0), answer(1)]
-    calls.shut_down()
-    member.join(60.0)
 
 
 def test_a_rank_that_moves_may_take_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +74,10 @@ def test_a_rank_that_moves_may_take_as_long_as_it_must(monkeypatch: pytest.Monke
     store = open_store("127.0.0.1", deadline_s=5.0)
     own, other = Share(0), Share(1)
     calls = RankCalls(own, store, num_ranks=2)
-    member = RankCallThread(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
+    RankCallThread(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
     began_s, other.slow_s = own.progress.moved_s, 0.4
     assert calls.call(Work(version=0), stall_s=2.0) == [answer(0), answer(1)]
     assert own.progress.moved_s > began_s + 2.0
-    calls.shut_down()
-    member.join(60.0)
 
 
 def test_rank_that_does_not_answer_costs_the_deadline_and_no_more() -> None:

@@ -188,15 +188,15 @@ async def test_log_has_one_owner_at_a_time(tmp_path: Path) -> None:
 
 async def test_folder_of_an_older_version_is_refused_with_its_layout(tmp_path: Path) -> None:
     (tmp_path / "decisions.log").write_bytes(b"MESHLOG1")
-    with pytest.raises(LogError, match=r"decisions.log has layout 1, but this version of meshrl reads layout 2 alone"):
+    with pytest.raises(LogError, match=r"decisions.log has layout 1, but this version of meshrl reads layout 3 alone"):
         await read(tmp_path / "decisions.sqlite")
 
 
 async def test_file_of_a_newer_version_is_refused_with_its_layout(tmp_path: Path) -> None:
     path = await write(tmp_path / "log")
     with closing(sqlite3.connect(path)) as file:
-        file.execute("pragma user_version = 3")
-    with pytest.raises(LogError, match="has layout 3, but this version of meshrl reads layout 2 alone"):
+        file.execute("pragma user_version = 4")
+    with pytest.raises(LogError, match="has layout 4, but this version of meshrl reads layout 3 alone"):
         await read(path)
 
 

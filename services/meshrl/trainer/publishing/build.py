@@ -251,4 +251,5 @@ def _transport(
     place = MeetingPoint(
         store=store, address=settings.store_address, backend=settings.backend, deadline_s=settings.deadline_s
     )
-    return BroadcastTransport(line, calls, share, snapshotter.plan, client, place)
+    plan = snapshotter.plan
+    return BroadcastTransport(line, calls, share, plan.tensors, plan.collective, client, place)

@@ -49,7 +49,10 @@ class RankCalls:
 
         A rank may take as long as its share moves, and stand still for `stall_s`.
         """
-        self._send(call)
+        self._sent += 1
+        if self._store is not None and self._num_ranks > 1:
+            self._store.delete_key(f"call/{self._sent - 2}")  # everybody has read it: the one after it was answered
+            self._store.set(f"call/{self._sent}", json.dumps([type(call).__name__, asdict(call)]))
         failure: MeshError | OSError | None = None
         answers: list[Answer] = []
         try:
@@ -65,17 +68,6 @@ class RankCalls:
         if failure is not None:
             raise failure
         return answers
-
-    def shut_down(self) -> None:
-        """Has every other rank shut its publishing thread down."""
-        self._send(None)
-
-    def _send(self, call: PublishCall | None) -> None:
-        self._sent += 1
-        if self._store is not None and self._num_ranks > 1:
-            self._store.delete_key(f"call/{self._sent - 2}")  # everybody has read it: the one after it was answered
-            name, fields = ("", {}) if call is None else (type(call).__name__, asdict(call))
-            self._store.set(f"call/{self._sent}", json.dumps([name, fields]))
 
     def _receive(self, rank: int, stall_s: float) -> Answer | MeshError:
         """A rank's answer to the last call, or what it failed with there. Raises MeshError where none comes."""
@@ -107,12 +99,7 @@ class RankCallThread:
     def __init__(self, share: RankShare, store: Store, *, rank: int) -> None:
         self._share, self._store, self._rank = share, store, rank
         self._working = ThreadPoolExecutor(1, thread_name_prefix="publishing-share")  # the GPU belongs to a thread
-        self._thread = threading.Thread(target=self._run, name="publishing", daemon=True)
-        self._thread.start()
-
-    def join(self, deadline_s: float) -> None:
-        """Waits until rank 0 has shut it down."""
-        self._thread.join(deadline_s)
+        threading.Thread(target=self._run, name="publishing", daemon=True).start()
 
     def _run(self) -> None:
         number = 1
@@ -142,13 +129,13 @@ class RankCallThread:
         return working.result()
 
     def _receive(self, number: int) -> PublishCall | None:
-        """Rank 0's next call, whenever it comes; None once it shuts this thread down, or is gone."""
+        """Rank 0's next call, whenever it comes; None once the store is gone."""
         while True:
             try:
                 self._store.wait([f"call/{number}"], timedelta(seconds=IDLE_S))
                 name, fields = json.loads(self._store.get(f"call/{number}"))
                 kinds = {kind.__name__: kind for kind in self._share.calls}
-                return kinds[name](**fields) if name else None
+                return kinds[name](**fields)
             except RuntimeError as error:
                 if "timeout" not in str(error).lower():
                     return None

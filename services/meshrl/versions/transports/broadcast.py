@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from loguru import logger
@@ -30,6 +30,7 @@ from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, Snapshot
 from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionLine
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import layout_signature
 from meshrl.wire.types import AgentState, CollectivePlan, EngineInfo, OpenedGroup, TensorEntry, Transport
 
 
@@ -147,19 +148,6 @@ class MeetingPoint:
     deadline_s: float
 
 
-class SenderPlan(Protocol):
-    """The tensors of every version, without digests, how the senders share them, and their layout signature."""
-
-    @property
-    def tensors(self) -> tuple[TensorEntry, ...]: ...
-
-    @property
-    def collective(self) -> CollectivePlan: ...
-
-    @property
-    def layout(self) -> bytes: ...
-
-
 @dataclass
 class _Pause:
     """When an engine may be sent a version on its own again."""
@@ -176,16 +164,18 @@ class BroadcastTransport:
         line: VersionLine,
         ranks: AllRanks,
         share: BroadcastShare,
-        plan: SenderPlan,
+        tensors: tuple[TensorEntry, ...],
+        plan: CollectivePlan,
         client: WeightSyncClient,
         place: MeetingPoint,
         *,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`share` is rank 0's own."""
+        """`share` is rank 0's own; `tensors` need no digests; `plan` is how the senders share them."""
         self.progress = share.progress
         self._line, self._ranks, self._share, self._client, self._place = line, ranks, share, client, place
-        self._tensors, self._plan, self._layout = plan.tensors, plan.collective, plan.layout
+        self._tensors, self._plan = tensors, plan
+        self._layout = layout_signature((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
         self._meet_s = min(MEET_S, place.deadline_s)
         self._watch_s = watch_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread

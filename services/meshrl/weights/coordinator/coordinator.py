@@ -466,14 +466,13 @@ class Coordinator:
         actions: list[Action] = []
         outstanding = not record.min_ready and bool(record.commit_set)
         if len(record.reports) >= max(1, record.min_ready) and not outstanding:
+            self.records.move(record, VersionState.COMMITTED)
             record.answer = Activation(
                 version=record.info(),
                 engines=tuple(EngineReport(engine_id=e, applied=a) for e, a in sorted(record.reports.items())),
                 commit_s=now_s - record.decided_s,
                 lag_s=now_s - record.sealed_s,
             )
-            self.records.move(record, VersionState.COMMITTED)
-            record.answer = rows.with_state(record.answer, VersionState.COMMITTED)
             notify = self._bump(record)
             actions += [self._save(record, committed=record.answer), notify]
             actions.append(Answer(key=record.key, result=record.answer))

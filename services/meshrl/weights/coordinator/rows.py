@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.coordinator.engine_groups import EngineGroup
 from meshrl.weights.coordinator.states import VersionRecord
-from meshrl.wire.types import (
-    Activation,
-    ActivationPolicy,
-    ApplyReport,
-    EngineReport,
-    GroupMember,
-    Transport,
-    VersionState,
-)
+from meshrl.wire import convert
+from meshrl.wire.types import Activation, ActivationPolicy, GroupMember, Transport, VersionState
 from meshrl.wire.values import JsonObject
 
 
@@ -44,16 +40,8 @@ def version(record: VersionRecord, revision: int, wall_minus_monotonic_s: float)
         "sealed_wall_s": record.sealed_s + wall_minus_monotonic_s,
         "policy": record.policy.value,
         "min_ready": record.min_ready,
-        "answer": None if record.answer is None else _answer_row(record.answer),
+        "answer": None if record.answer is None else MessageToDict(convert.to_proto(record.answer)),
     }
-
-
-def _answer_row(answer: Activation) -> JsonObject:
-    engines = [
-        {"engine_id": engine.engine_id, **vars(engine.applied), "root": engine.applied.root.hex()}
-        for engine in answer.engines
-    ]
-    return {"engines": engines, "commit_s": answer.commit_s, "lag_s": answer.lag_s}
 
 
 def version_of(row: JsonObject, monotonic_minus_wall_s: float) -> VersionRecord:
@@ -75,30 +63,8 @@ def version_of(row: JsonObject, monotonic_minus_wall_s: float) -> VersionRecord:
         min_ready=row["min_ready"],
     )
     if row["answer"] is not None:
-        record.answer = with_state(_answer(record, row["answer"]), VersionState.COMMITTED)
+        record.answer = convert.from_proto(Activation, ParseDict(row["answer"], pb.ActivateVersionResponse()))
     return record
-
-
-def _answer(record: VersionRecord, row: JsonObject) -> Activation:
-    engines = tuple(
-        EngineReport(
-            engine_id=item["engine_id"],
-            applied=ApplyReport(
-                version=item["version"],
-                root=bytes.fromhex(item["root"]),
-                pause_s=item["pause_s"],
-                prepare_s=item["prepare_s"],
-                requests_kept=item["requests_kept"],
-            ),
-        )
-        for item in row["engines"]
-    )
-    return Activation(version=record.info(), engines=engines, commit_s=row["commit_s"], lag_s=row["lag_s"])
-
-
-def with_state(answer: Activation, state: VersionState) -> Activation:
-    """Returns the answer with the version in `state`."""
-    return dataclasses.replace(answer, version=dataclasses.replace(answer.version, state=state))
 
 
 def group(opened: EngineGroup, wall_minus_monotonic_s: float) -> JsonObject:
