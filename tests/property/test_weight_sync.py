@@ -44,7 +44,7 @@ class WeightSync(SimulatedMesh):
 
     @invariant()
     def decisions_only_go_forward(self) -> None:
-        decided = [(row["epoch"], row["version"]) for row in self.rows_in(VersionState.COMMITTING)]
+        decided = [tuple(row["key"]) for row in self.rows_in(VersionState.COMMITTING)]
         assert decided == sorted(set(decided))
 
     @invariant()

@@ -133,7 +133,7 @@ class SimulatedHub(RuleBasedStateMachine):
         assert group is not None
         assert engine.group_generation == group.generation
         assert engine.broken_generation < group.generation
-        assert group.epoch == manifest.epoch
+        assert group.request.epoch == manifest.epoch
 
     def perform_one(self) -> None:
         action = self.pending.popleft()

@@ -13,22 +13,16 @@ import re
 import stat
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import get_type_hints
 
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.tensors import DTYPES
-from meshrl.wire.types import (
-    AdapterConfig,
-    ChunkEntry,
-    CollectivePlan,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    Transport,
-    VersionKind,
-)
+from meshrl.wire.types import FileEntry, Manifest, TensorEntry
+from meshrl.wire.values import from_plain, to_plain
 
+_TYPES = get_type_hints(Manifest)
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -67,88 +61,21 @@ def safetensors_header(plans: Sequence[TensorEntry], metadata: Mapping[str, str]
 
 def to_json(manifest: Manifest) -> bytes:
     """Returns the manifest as JSON text, for the file beside a version's bytes."""
-    plan, adapter = manifest.collective, manifest.adapter
-    return json.dumps(
-        {
-            "format": "meshrl.manifest.v1",
-            "artifact_id": artifact_id(manifest),
-            "run_id": manifest.run_id,
-            "epoch": manifest.epoch,
-            "version": manifest.version,
-            "kind": manifest.kind.value,
-            "transport": manifest.transport.value,
-            "base_version": manifest.base_version,
-            "base_root": manifest.base_root.hex(),
-            "result_root": manifest.result_root.hex(),
-            "layout_signature": manifest.layout_signature.hex(),
-            "codec": manifest.codec,
-            "tensors": [
-                [t.name, t.dtype, list(t.shape), t.offset, t.num_bytes, t.digest.hex()] for t in manifest.tensors
-            ],
-            "chunks": [[c.offset, c.length, c.digest.hex()] for c in manifest.chunks],
-            "files": [[f.path, f.offset, f.num_bytes] for f in manifest.files],
-            "digest_algorithm": manifest.digest_algorithm,
-            "collective": plan and [plan.num_senders, plan.bucket_bytes, list(plan.whole_tensors)],
-            "adapter": adapter and [adapter.rank, adapter.lora_alpha, list(adapter.target_modules), adapter.base_model],
-        },
-        separators=(",", ":"),
-    ).encode()
+    table = {field.name: to_plain(getattr(manifest, field.name)) for field in fields(manifest)}
+    described = {"format": "meshrl.manifest.v1", "artifact_id": artifact_id(manifest), **table}
+    return json.dumps(described, separators=(",", ":")).encode()
 
 
 def from_json(text: bytes) -> Manifest:
     """Reads what `to_json` wrote. Raises ValueError when it is not that, or its artifact_id does not match."""
     try:
         table = json.loads(text)
-        manifest = Manifest(
-            run_id=table["run_id"],
-            epoch=table["epoch"],
-            version=table["version"],
-            kind=VersionKind(table["kind"]),
-            transport=Transport(table["transport"]),
-            base_version=table["base_version"],
-            base_root=bytes.fromhex(table["base_root"]),
-            result_root=bytes.fromhex(table["result_root"]),
-            layout_signature=bytes.fromhex(table["layout_signature"]),
-            codec=table["codec"],
-            tensors=tuple(
-                TensorEntry(
-                    name=name,
-                    dtype=dtype,
-                    shape=tuple(shape),
-                    offset=offset,
-                    num_bytes=size,
-                    digest=bytes.fromhex(hexed),
-                )
-                for name, dtype, shape, offset, size, hexed in table["tensors"]
-            ),
-            chunks=tuple(
-                ChunkEntry(offset=offset, length=length, digest=bytes.fromhex(hexed))
-                for offset, length, hexed in table["chunks"]
-            ),
-            files=tuple(FileEntry(path=path, offset=offset, num_bytes=size) for path, offset, size in table["files"]),
-            digest_algorithm=table.get("digest_algorithm", ""),
-            collective=_plan(table.get("collective")),
-            adapter=_adapter(table.get("adapter")),
-        )
+        manifest = Manifest(**{name: from_plain(_TYPES[name], table[name]) for name in _TYPES if name in table})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a manifest: {error!r}") from error
     if artifact_id(manifest) != table.get("artifact_id"):
         raise ValueError("the manifest does not match its artifact_id: it was damaged")
     return manifest
-
-
-def _plan(fields: Sequence[Any] | None) -> CollectivePlan | None:
-    if fields is None:
-        return None
-    num_senders, bucket_bytes, whole = fields
-    return CollectivePlan(num_senders=num_senders, bucket_bytes=bucket_bytes, whole_tensors=tuple(whole))
-
-
-def _adapter(fields: Sequence[Any] | None) -> AdapterConfig | None:
-    if fields is None:
-        return None
-    rank, alpha, targets, base = fields
-    return AdapterConfig(rank=rank, lora_alpha=alpha, target_modules=tuple(targets), base_model=base)
 
 
 def open_regular(path: str | Path) -> int:

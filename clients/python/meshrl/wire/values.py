@@ -1,9 +1,15 @@
-"""Types for JSON that is read without a schema; each reader checks the fields that it uses."""
+"""Types for JSON that is read without a schema, and dataclasses as values that JSON takes.
+
+Readers of a `JsonObject` check the fields that they use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:  # the command line reads JSON, and needs no numpy for it
     from numpy.typing import NDArray
@@ -13,3 +19,47 @@ JsonObject: TypeAlias = Mapping[str, Any]
 
 Array: TypeAlias = "NDArray[Any]"
 """An array whose element type is told by its dtype alone."""
+
+
+def to_plain(value: Any) -> Any:
+    """The value as JSON takes it: the list of a dataclass's fields, bytes in hexadecimal, an enumeration's value.
+
+    For files of our own, which `from_plain` reads.
+    """
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return [to_plain(getattr(value, field.name)) for field in fields(value)]
+    return value
+
+
+def from_plain(annotation: Any, plain: Any) -> Any:
+    """What `to_plain` made of a value of the type in an annotation. Raises ValueError, TypeError."""
+    return _reader(annotation)(plain)
+
+
+@cache
+def _reader(annotation: Any) -> Callable[[Any], Any]:
+    if annotation is bytes:
+        return bytes.fromhex
+    if is_dataclass(annotation):
+        kind: Any = annotation
+        types = get_type_hints(kind)
+        readers = [(field.name, _reader(types[field.name])) for field in fields(kind)]
+        return lambda row: kind(**{name: read(item) for (name, read), item in zip(readers, row, strict=True)})
+    arguments = get_args(annotation)
+    if get_origin(annotation) is tuple and len(arguments) == 2 and arguments[1] is ...:
+        read_item = _reader(arguments[0])
+        return lambda items: tuple(map(read_item, items))
+    if get_origin(annotation) is tuple:
+        return tuple
+    if type(None) in arguments:
+        read_some = _reader(arguments[0])
+        return lambda item: None if item is None else read_some(item)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return annotation
+    return lambda item: item

@@ -36,16 +36,11 @@ class GroupRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup:
-    """A group that engines were asked to join. All must have joined within `deadline_s`, that is, by `until_s`."""
+    """A group that engines were asked to join. All must have joined by `until_s`."""
 
+    request: GroupRequest
     generation: int
-    request_id: str
-    epoch: int
     first_version: int
-    store_address: str
-    backend: str
-    num_senders: int
-    deadline_s: float
     until_s: float
     members: tuple[GroupMember, ...]
 
@@ -99,14 +94,9 @@ class EngineGroups:
         # Engines remember groups of a hub whose log was lost.
         newest = max(self.generation, *(engine.newest_generation for engine in engines))
         group = EngineGroup(
+            request=request,
             generation=newest + 1,
-            request_id=request.request_id,
-            epoch=request.epoch,
             first_version=first_version,
-            store_address=request.store_address,
-            backend=request.backend,
-            num_senders=request.num_senders,
-            deadline_s=request.deadline_s,
             until_s=now_s + request.deadline_s,
             members=tuple(members),
         )
@@ -116,7 +106,7 @@ class EngineGroups:
     def adopt(self, group: EngineGroup) -> None:
         """Makes a group, new or read back from the log, the current one."""
         self.current = group
-        self._by_request[group.request_id] = group
+        self._by_request[group.request.request_id] = group
         while len(self._by_request) > KEPT_ANSWERS:
             self._by_request.popitem(last=False)
 
@@ -127,16 +117,16 @@ class EngineGroups:
             return None
         member = next((m for m in group.members if m.engine_id == engine.engine_id), None)
         support = (engine.registration.collective_ranks, engine.registration.collective_backend)
-        if member is None or support != (member.num_ranks, group.backend):
+        if member is None or support != (member.num_ranks, group.request.backend):
             return None
         return JoinGroup(
             generation=group.generation,
-            store_address=group.store_address,
-            backend=group.backend,
-            num_senders=group.num_senders,
+            store_address=group.request.store_address,
+            backend=group.request.backend,
+            num_senders=group.request.num_senders,
             num_receivers=sum(m.num_ranks for m in group.members),
             first_receiver=member.first_receiver,
-            deadline_s=group.deadline_s,  # not what is left of it, so that a repetition is the same command
+            deadline_s=group.request.deadline_s,  # not what is left of it, so that a repetition is the same command
         )
 
     def joined(self, engine: EngineRecord, generation: int | None, live: Collection[VersionRecord]) -> None:
@@ -174,8 +164,10 @@ class EngineGroups:
             return f"it is not in group {self.generation}"
         if engine.broken_generation == group.generation:
             return f"group {group.generation} broke for it"
-        if group.epoch != record.key[0] or record.version < group.first_version:
-            return f"group {group.generation} is for versions from {group.first_version} of epoch {group.epoch} on"
+        if group.request.epoch != record.key[0] or record.version < group.first_version:
+            return (
+                f"group {group.generation} is for versions from {group.first_version} of epoch {group.request.epoch} on"
+            )
         return None
 
 
