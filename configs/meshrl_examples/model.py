@@ -1,7 +1,7 @@
 """Makes the examples' model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer.
 
 `python -m meshrl.environments.reverse_text.model FOLDER [--seed N] [--head-dim N] [--hidden-size N] [--num-layers N]
-[--tool-calls]` writes it as a Hugging Face folder.
+[--num-experts N] [--tool-calls]` writes it as a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 END_OF_TURN = "<|im_end|>"
@@ -101,15 +101,17 @@ def create_model(
     num_heads: int = 4,
     num_key_value_heads: int = 2,
     head_dim: int | None = None,
+    num_experts: int = 0,
     tool_calls: bool = False,
 ) -> None:
     """Writes config, float32 weights and tokenizer to `folder`; the same seed gives the same weights.
 
-    `head_dim` is that of each attention head; None divides `hidden_size` among the heads. `tool_calls`: the tokenizer
-    has Qwen3's format of tools.
+    `head_dim` is that of each attention head; None divides `hidden_size` among the heads. With `num_experts` each layer
+    has so many, of which a token goes through two. `tool_calls`: the tokenizer has Qwen3's format of tools.
     """
     tokenizer = create_tokenizer(tool_calls=tool_calls)
-    config = Qwen3Config(
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    config = (Qwen3MoeConfig if num_experts else Qwen3Config)(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -122,10 +124,11 @@ def create_model(
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **(experts if num_experts else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -138,6 +141,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, help="of each attention head (default: 40); vLLM on a CPU takes 32")
     parser.add_argument("--hidden-size", type=int, default=160, help="of each layer (default: 160)")
     parser.add_argument("--num-layers", type=int, default=4, help="layers (default: 4)")
+    parser.add_argument("--num-experts", type=int, default=0, help="of each layer (default: 0, a dense model)")
     parser.add_argument("--tool-calls", action="store_true", help="with Qwen3's format of tools and their calls")
     arguments = parser.parse_args()
     disable_progress_bar()  # the file is written in an instant
@@ -147,6 +151,7 @@ def main() -> None:
         hidden_size=arguments.hidden_size,
         num_layers=arguments.num_layers,
         head_dim=arguments.head_dim,
+        num_experts=arguments.num_experts,
         tool_calls=arguments.tool_calls,
     )
 

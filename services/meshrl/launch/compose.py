@@ -282,6 +282,8 @@ class _Composition:
                 "weight_broadcast": {**broadcast.model_dump(), "address": self.hub},
                 "share_gpu": given.share_gpu or self.placement.shared(number),
                 "lora_rank": given.lora_rank or adapter_rank,
+                "enable_return_routed_experts": given.enable_return_routed_experts
+                or config.trainer.enable_router_replay,
                 "api_key": None,  # it comes through the environment: the configuration is written to a file
             }
             if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument(

@@ -46,8 +46,10 @@ class RouterChoice:
 
 
 class Routers:
-    """The routers of one model. A watcher is called after each choice; without one, and without routes, they cost
-    nothing."""
+    """The routers of one model: `experts` of each, and the `layers` of the model that they are in.
+
+    A watcher is called after each choice. Without one, and without routes, they cost nothing.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Puts itself between each router and its `forward`; names of parameters stay."""
@@ -55,6 +57,8 @@ class Routers:
         self._given: torch.Tensor | None = None
         found = _router_modules(model)
         self.experts = [experts for _, experts in found]
+        names = {module: name for name, module in model.named_modules()}
+        self.layers = [int(next(part for part in names[module].split(".") if part.isdigit())) for module, _ in found]
         layers = expert_layers(model, model.config)
         self.shape = (
             RoutedShape(layers=len(found), per_token=layers[0].per_token, experts=max(self.experts)) if found else None

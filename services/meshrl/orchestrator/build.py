@@ -115,7 +115,13 @@ def build_loop(
     limits = SamplerDeadlines(
         group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
     )
-    sampler = GroupSampler(services.rollouts, deadlines=limits, engine_pool=config.engine_pool, clock=clock)
+    sampler = GroupSampler(
+        services.rollouts,
+        deadlines=limits,
+        engine_pool=config.engine_pool,
+        routed_experts=mesh.trainer.router_replay is not None,
+        clock=clock,
+    )
     teacher = None
     if services.teachers is not None:
         teacher = GroupSampler(services.teachers, deadlines=limits, clock=clock)
@@ -128,6 +134,7 @@ def build_loop(
             max_zero_signal_groups=config.filters.max_zero_signal_groups,
             longest_first=config.sampling_seed is None,
             vocab_size=mesh.trainer.vocab_size or None,
+            routed=mesh.trainer.router_replay,
         ),
         lost=LostGroups(
             recipes.least_rollouts,

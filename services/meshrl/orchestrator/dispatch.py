@@ -28,7 +28,7 @@ from meshrl.sampling.retry import AWAY, RunError
 from meshrl.sampling.sampler import GroupSampler, Problems
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
-from meshrl.wire.types import Rollout, RolloutEvent, RolloutSummary, Sampling
+from meshrl.wire.types import Rollout, RolloutEvent, RolloutSummary, RoutedShape, Sampling
 
 _AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
 """What groups fail with while an engine or the rollout service is started again."""
@@ -51,6 +51,8 @@ class DispatchSettings:
     """Off for a run that is to be repeated: lengths are known only of what came back in time."""
     vocab_size: int | None
     """The trainer's; None where not known."""
+    routed: RoutedShape | None = None
+    """Of the routes of experts that the trainer replays; None where it replays none, so that none are asked for."""
 
 
 class GroupDispatcher:
@@ -156,7 +158,12 @@ class GroupDispatcher:
             unsaid = [place for place, sample in enumerate(rollout.samples) if sample.loss_mask.any()]
             if unsaid:
                 return [(f"samples[{unsaid[0]}].version_spans", "must say which version of the policy sampled what")]
-        return rollout_problems(rollout, vocab_size=self._settings.vocab_size, newest_version=self._run.steps.recorded)
+        return rollout_problems(
+            rollout,
+            vocab_size=self._settings.vocab_size,
+            newest_version=self._run.steps.recorded,
+            routed=self._settings.routed,
+        )
 
 
 class LostGroups:

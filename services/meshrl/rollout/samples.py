@@ -11,11 +11,12 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
@@ -26,6 +27,7 @@ from verifiers.v1.types import Message
 from meshrl.rollout.engines.sessions import Call, Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
+from meshrl.wire.types.routes import Routes
 
 _NO_FLOAT = re.compile(r"float\(\) argument must be .* not '(\w+)'|could not convert string to float")
 UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeout"})
@@ -128,7 +130,9 @@ def _rollout(trace: Trace, session: Session, group_id: str, environment: str, ag
         task_key=trace.task.key or "",
         environment=environment,
         agent=agent,
-        samples=samples_of(trace.branches, session.calls, temperature),
+        samples=samples_of(
+            trace.branches, session.calls, temperature, session.routes_of if session.keeps_routes else None
+        ),
         reward=sum(parts.values()),
         reward_parts=parts,
         metrics={name: value for name, value in trace.metrics.items() if value is not None},
@@ -146,10 +150,16 @@ def _rollout(trace: Trace, session: Session, group_id: str, environment: str, ag
     )
 
 
-def samples_of(branches: Sequence[Branch], calls: Sequence[Call], temperature: float) -> tuple[Sample, ...]:
+def samples_of(
+    branches: Sequence[Branch],
+    calls: Sequence[Call],
+    temperature: float,
+    routes_of: Callable[[NDArray[np.int32]], Routes | None] | None = None,
+) -> tuple[Sample, ...]:
     """One sample for each branch of a trace in which the policy sampled a token.
 
-    A token that several branches share is trained in the first of them only. Raises MeshError INTERNAL when a sampled
+    A token that several branches share is trained in the first of them only. `routes_of` gives the routes of a
+    sequence, where they are kept. Raises MeshError INTERNAL when a sampled
     token has no model call that accounts for its version.
     """
     unclaimed = list(calls)
@@ -164,7 +174,8 @@ def samples_of(branches: Sequence[Branch], calls: Sequence[Call], temperature: f
                 spans_of_node[id(node)] = _claim(node, unclaimed)
         fresh = [node for node in branch.nodes if node.sampled and id(node) not in trained and any(node.mask)]
         if fresh:
-            samples.append(_sample(branch, {id(node) for node in fresh}, spans_of_node, temperature))
+            made = _sample(branch, {id(node) for node in fresh}, spans_of_node, temperature)
+            samples.append(made if routes_of is None else replace(made, routed_experts=routes_of(made.token_ids)))
             trained.update(id(node) for node in fresh)
     return tuple(samples)
 

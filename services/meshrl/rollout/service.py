@@ -57,7 +57,11 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         validate.validate_rollout_request(request)
         async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
             async for event in events:
-                yield event if isinstance(event, bytes) else convert.rollout_event_to_proto(event)
+                if isinstance(event, bytes):
+                    yield event
+                    continue
+                for message in convert.rollout_messages(event):
+                    yield message
 
     async def CancelRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.CancelRolloutsRequest, context: grpc.aio.ServicerContext

@@ -43,9 +43,12 @@ class GroupSampler:
         *,
         deadlines: SamplerDeadlines,
         engine_pool: str = "",
+        routed_experts: bool = False,
         clock: Clock,
     ) -> None:
+        """`routed_experts`: rollouts that are trained on are to hold the experts that their tokens went through."""
         self.pool = pool
+        self._routed_experts = routed_experts
         self._deadlines = deadlines
         self._engine_pool = engine_pool
         self._clock = clock
@@ -166,6 +169,7 @@ class GroupSampler:
             traceparent=traceparent,
             scores_only=scores_only,
             conversations=conversations,
+            routed_experts=self._routed_experts and not scores_only,
         )
 
     async def _gather(

@@ -77,7 +77,7 @@ def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> f
     return 0.0 if wanted is True else MIN_SHARED_PREFIX
 
 
-def replayed_shape(wanted: bool | Literal["wan"], policy: PackedPolicy) -> RoutedShape | None:
+def replayed_shape(wanted: bool, policy: PackedPolicy) -> RoutedShape | None:
     """The shape of the routes that batches carry; None: none are replayed. Raises ConfigError for a dense model."""
     if not wanted:
         return None

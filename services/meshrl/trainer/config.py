@@ -72,11 +72,15 @@ class TrainerConfig(BaseConfig):
     auto: on a CPU, if the prompt is long enough to pay. true: always. false: never. Models with sliding windows, capped
     scores or attention of their own cannot share."""
 
-    enable_router_replay: bool | Literal["wan"] = False
+    enable_router_replay: bool = False
     """Mixtures of experts: have each token go through the experts that the engine chose for it (router replay, R3).
     Engines and trainer then differ less, and each token takes layers x experts bytes more on its way: 384 for
     Qwen3-30B-A3B, 12 MB for a rollout of 32k tokens. rl has its engines report them. Refused where rollouts or versions
-    travel over slow links (orchestrator.exchange, weight_broadcast.relays or max_mbps); "wan" allows it there."""
+    travel over slow links (orchestrator.exchange, weight_broadcast.relays or max_mbps), unless
+    router_replay_over_wan is set."""
+
+    router_replay_over_wan: bool = False
+    """Allow enable_router_replay over slow links."""
 
     release_memory: bool = False
     """Release torch's cached GPU memory at the end of each step, before the version is published, so that an engine on

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 
 from engine_mesh import EngineClient, EngineMesh, reference
+from meshrl.models.routers import RouterChoice, Routers
+from meshrl.wire import completion_frame
 from meshrl.wire.types import Transport
+from meshrl.wire.types.routes import Routes
 from plain_checks import check_greedy
 from plain_model import logits_of
 
@@ -16,7 +21,7 @@ PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 
 @pytest.fixture(scope="module", params=["embedded", "vllm"])
 def mixture_mesh(request: pytest.FixtureRequest, start_mesh: Callable[..., EngineMesh]) -> EngineMesh:
-    return start_mesh(request.param, mixture=True)
+    return start_mesh(request.param, mixture=True, enable_return_routed_experts=True)
 
 
 async def check_served(mesh: EngineMesh) -> None:
@@ -32,3 +37,35 @@ async def test_each_version_is_the_plain_mixture_of_its_weights(mixture_mesh: En
     for seed, transport in ((0, Transport.FILESYSTEM), (1, Transport.STREAM), (0, Transport.FILESYSTEM)):
         await mixture_mesh.publish(seed, transport=transport)
         await check_served(mixture_mesh)
+
+
+def plain_routes(mesh: EngineMesh, tokens: list[int]) -> Routes:
+    """(T, L, K) of one forward pass of the plain mixture."""
+    model, seen = reference(mesh), list[RouterChoice]()
+    routers = Routers(model)
+    routers.watchers.append(seen.append)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens]), use_cache=False)
+    return np.stack([choice.chosen.numpy() for choice in seen], axis=1).astype(np.uint8)
+
+
+async def test_routes_are_those_of_the_plain_mixture(mixture_mesh: EngineMesh) -> None:
+    """Whole and from a token of the prompt on, again where the prompt is in the engine's cache, and after a version."""
+    for seed in (2, 3):
+        await mixture_mesh.publish(seed)
+        async with mixture_mesh.session() as session:
+            for prompt in (*PROMPTS, PROMPTS[1]):
+                for start in (0, len(prompt)):
+                    sampling = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1, "seed": seed}
+                    body = {
+                        "token_ids": list(prompt),
+                        "sampling_params": {**sampling, "routed_experts_prompt_start": start},
+                    }
+                    headers = {"Accept": completion_frame.MEDIA_TYPE}
+                    async with session.post("/inference/v1/generate", json=body, headers=headers) as response:
+                        choice = completion_frame.decode(await response.read()).choices[0]
+                    expected = plain_routes(mixture_mesh, [*prompt, *choice.token_ids.tolist()])[start:-1]
+                    assert choice.routed_experts is not None
+                    assert choice.routed_experts.shape == expected.shape
+                    same = np.sort(choice.routed_experts, axis=-1) == np.sort(expected, axis=-1)
+                    assert same.mean() > 0.999  # experts whose scores tie but for rounding

@@ -162,3 +162,26 @@ def test_a_teacher_that_plays_gets_a_rollout_program_of_its_own() -> None:
     running = ["--orchestrator.teacher.rollout", "10.0.0.1:5"]
     assert "teacher" not in parts_of(load("--inference", "--orchestrator.training-mode", "sft", *teacher, *running))
     assert "teacher" not in parts_of(load("--inference", "--orchestrator.training-mode", "opd", *teacher))
+
+
+def test_engines_report_routes_where_the_trainer_replays_them() -> None:
+    assert not parts_of(load("--inference"))["inference"].config.enable_return_routed_experts
+    parts = parts_of(load("--inference", "--trainer.enable-router-replay"))
+    assert parts["inference"].config.enable_return_routed_experts
+    assert parts["inference"].config.vllm_arguments()["enable_return_routed_experts"] is True
+
+
+@pytest.mark.parametrize(
+    ("slow", "key"),
+    [
+        (("--orchestrator.exchange.port", "7"), "orchestrator.exchange"),
+        (("--weight-broadcast.max-mbps", "50"), "trainer.weight_broadcast.max_mbps"),
+    ],
+)
+def test_router_replay_over_slow_links_must_be_asked_for(
+    slow: tuple[str, ...], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load("--inference", "--trainer.enable-router-replay", *slow)
+    assert f"each token, and {key}" in capsys.readouterr().err
+    load("--inference", "--trainer.enable-router-replay", "--trainer.router-replay-over-wan", *slow)

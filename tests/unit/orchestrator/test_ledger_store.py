@@ -156,6 +156,28 @@ def test_a_recorded_batch_is_read_back_to_the_byte(make_group, make_rollout, pat
     store.close()
 
 
+def test_routes_of_experts_are_not_kept_and_the_batch_is_the_same_without(make_group, make_rollout, path: Path) -> None:
+    def routed(name: str) -> Rollout:
+        rollout = make_rollout(name, reward=1.0)
+        samples = [
+            replace(sample, routed_experts=np.zeros((len(sample.token_ids), 2, 2), np.uint8))
+            for sample in rollout.samples
+        ]
+        return replace(rollout, samples=tuple(samples))
+
+    store = fresh(path)
+    batch = write_a_step(store, make_group(size=2), [routed("a"), routed("b")], step=1)
+    assert batch.micro_batches[0].routed_experts is not None
+    store.close()
+    store, past = resumed(path, trainer_step=0)
+    again = store.batch(past.steps[1])
+    assert again is not None
+    assert again.micro_batches[0].routed_experts is None
+    assert convert.batch_digest(again) == convert.batch_digest(batch) == past.steps[1].digest
+    assert store.rollouts(["a"])["a"].samples[0].routed_experts is None
+    store.close()
+
+
 def test_payloads_go_when_their_step_is_durable_or_they_are_dropped(make_group, make_rollout, path: Path) -> None:
     store = fresh(path)
     write_a_step(store, make_group("g1", size=2), [make_rollout("a"), make_rollout("b", reward=1.0)], step=1)

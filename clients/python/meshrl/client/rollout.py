@@ -19,7 +19,6 @@ from meshrl.wire.types import (
     CONTRACT_VERSION,
     EnvironmentInfo,
     RolloutEvent,
-    RolloutFailure,
     RolloutRequest,
     RolloutStatus,
     RolloutSummary,
@@ -57,10 +56,11 @@ class RolloutClient(ServiceClient):
         )
         deadline_s = request.deadline_s + self.options.stream_margin_s
         summary: RolloutSummary | None = None
+        reader = convert.RolloutReader()
         call = self._stub.RunRollouts
         async with aclosing(self._stream(call, "RunRollouts", message, deadline_s, with_span=True)) as stream:
             async for response in stream:
-                event = event_of(response)
+                event = reader.read(response)
                 if isinstance(event, RolloutSummary):
                     summary = event  # given out once the call has ended, so that closing then cancels nothing
                 elif event is not None:
@@ -80,19 +80,3 @@ class RolloutClient(ServiceClient):
         request = pb.GetRolloutStatusRequest()
         response = await self._unary(self._stub.GetRolloutStatus, "GetRolloutStatus", request, deadline_s)
         return convert.from_proto(RolloutStatus, response)
-
-
-def event_of(response: pb.RunRolloutsResponse) -> RolloutEvent | None:
-    """The event of a message; None for one of a newer contract. A rollout that cannot be read counts as failed."""
-    try:
-        return convert.rollout_event_from_proto(response)
-    except MeshError as error:  # of one rollout: the stream goes on
-        rollout = response.rollout
-        return RolloutFailure(
-            rollout_id=rollout.rollout_id,
-            group_id=rollout.group_id,
-            reason=Reason.BAD_ROLLOUT.name,
-            message=str(error),
-            retryable=False,
-            traceparent=rollout.traceparent,
-        )

@@ -17,6 +17,7 @@ from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_
 from meshrl.inference.vllm.installed import VllmError
 from meshrl.models.folder import ModelFolder, WeightReader, renamed_in_layers
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
+from meshrl.models.routers import Routers
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from meshrl.inference.vllm.engine import VllmEngine
+    from meshrl.inference.vllm.requests import RoutedLayers
 
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -39,7 +41,7 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
 
     forks = vllm_config.device_config.device_type == "cpu" and config.torch_threads == 1
     layout, eos_token_ids = await asyncio.to_thread(describe, config, vllm_config.model_config.dtype)
-    lora = vllm_config.lora_config
+    lora, routed = vllm_config.lora_config, await asyncio.to_thread(_routed, config)
     llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
     engine = VllmEngine(
         llm,
@@ -49,6 +51,7 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
         max_queue=config.max_queue,
         adapters=None if lora is None else AdapterStore(lora.max_lora_rank),
         version=0 if config.weight_broadcast is None else None,
+        routed=routed,
     )
     try:
         await engine.start()
@@ -135,6 +138,18 @@ def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
+
+
+def _routed(config: InferenceConfig) -> RoutedLayers | None:
+    """What routes are reported of. Raises VllmError for a model without experts."""
+    from meshrl.inference.vllm.requests import RoutedLayers
+
+    if not config.vllm_argument("enable_return_routed_experts"):
+        return None
+    routers = Routers(empty_model(config.model, dtype=torch.bfloat16))
+    if routers.shape is None:
+        raise VllmError("inference.enable_return_routed_experts is set, but this model has no experts; leave it out")
+    return RoutedLayers(layers=tuple(routers.layers), experts=routers.shape.experts)
 
 
 def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:

@@ -36,7 +36,7 @@ from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_of
-from meshrl.inference.vllm.requests import RequestCodec
+from meshrl.inference.vllm.requests import RequestCodec, RoutedLayers
 from meshrl.inference.vllm.version_clock import VersionClock
 from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.wire.errors import MeshError, Reason
@@ -54,9 +54,12 @@ class VllmEngine:
 
     def __init__(
         self, llm: AsyncLLM, *, layout: Layout, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
-        adapters: AdapterStore | None, version: int | None,
+        adapters: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
     ) -> None:  # fmt: skip
-        """Takes over `llm`. `version` names the weights it comes with; None refuses requests until one is applied."""
+        """Takes over `llm`. `version` names the weights it comes with; None refuses requests until one is applied.
+
+        `routed`: what it reports routes of experts for.
+        """
         config = llm.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
         self.vocab_size = vocab_size
@@ -69,7 +72,9 @@ class VllmEngine:
         self._kv_tokens = kv_tokens_of(config)
         self._max_queue = max_queue
         self._clock = VersionClock(version)
-        self._requests = RequestCodec(self._clock, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids)
+        self._requests = RequestCodec(
+            self._clock, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids, routed=routed
+        )
         self._root: bytes | None = None
         self._staged: int | StagedAdapter | None = None
         self._paused = self._draining = False
@@ -179,7 +184,13 @@ class VllmEngine:
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        check_request(self, request, capacity=self.num_slots + self._max_queue, vocab_size=self.vocab_size)
+        check_request(
+            self,
+            request,
+            capacity=self.num_slots + self._max_queue,
+            vocab_size=self.vocab_size,
+            reports_routes=self._requests.routed is not None,
+        )
         sampling = request.sampling
         changed = sampling.reweighted or sampling.truncated or sampling.temperature not in (0.0, 1.0)
         if sampling.raw_logprobs and changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,9 +15,19 @@ from meshrl.inference.engine import FinishReason, GenerateRequest, RequestTimes,
 from meshrl.inference.vllm.version_clock import CompletionRecord, VersionClock
 from meshrl.inference.vllm.whole_completions import RECORD_KEY, WHOLE_KEY
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types.routes import Routes, narrowed
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedLayers:
+    """Which of a model's layers choose among experts, and among how many."""
+
+    layers: tuple[int, ...]
+    experts: int
+
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -24,10 +35,19 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 class RequestCodec:
     """Turns requests of one engine into vLLM's, and its outputs back."""
 
-    def __init__(self, clock: VersionClock, *, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        clock: VersionClock,
+        *,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """`routed` is what the engine reports routes of, None where it reports none."""
         self._clock = clock
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self.routed = routed
 
     def params(self, request: GenerateRequest) -> VllmSamplingParams:
         sampling = request.sampling
@@ -53,7 +73,15 @@ class RequestCodec:
             skip_clone=True,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             extra_args=None if request.stream else {WHOLE_KEY: True},
+            **self._routes_from(request),
         )
+
+    def _routes_from(self, request: GenerateRequest) -> dict[str, int]:
+        """The token of the prompt from which on vLLM sends routes; releases before 0.32 send all."""
+        if self.routed is None or "routed_experts_prompt_start" not in VllmSamplingParams.__struct_fields__:
+            return {}
+        start = request.sampling.routed_experts_prompt_start
+        return {"routed_experts_prompt_start": len(request.prompt_ids) if start is None else start}
 
     def chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
         """A piece of a streamed completion from token `start` on, or a whole one.
@@ -84,9 +112,18 @@ class RequestCodec:
             prompt_logprobs=prompt_logprobs,
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
-            routed_experts=completion.routed_experts,
+            routed_experts=self._routes(request, completion.routed_experts, start + count),
             times=_times(record),
         )
+
+    def _routes(self, request: GenerateRequest, found: NDArray[np.generic] | None, made: int) -> Routes | None:
+        """(N, L, K) of what the request asks for: vLLM's have a row for each layer, also where it has no experts."""
+        first = request.sampling.routed_experts_prompt_start
+        if self.routed is None or found is None or first is None:
+            return None
+        rows = max(0, len(request.prompt_ids) + made - 1 - first)
+        layers = found[len(found) - rows :, list(self.routed.layers)]
+        return narrowed(layers.astype(np.int64), self.routed.experts)
 
 
 def _times(record: CompletionRecord | None) -> RequestTimes | None:

@@ -281,7 +281,8 @@ class RLConfig(BaseConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         problems = [
-            *self._running(), *self._environments(), *self._differences(), *self._lengths(), *self._processes()
+            *self._running(), *self._environments(), *self._differences(), *self._lengths(), *self._processes(),
+            *self._slow_links(),
         ]  # fmt: skip
         if problems:
             raise ValueError("\n".join(problems))
@@ -306,6 +307,24 @@ class RLConfig(BaseConfig):
                 " give orchestrator.services.weights"
             )
         return problems
+
+    def _slow_links(self) -> list[str]:
+        """Router replay over links that its bytes would fill."""
+        if not self.trainer.enable_router_replay or self.trainer.router_replay_over_wan:
+            return []
+        broadcasts = {"trainer": self.trainer.weight_broadcast}
+        if self.inference is not None and self.inference.weight_broadcast is not None:
+            broadcasts["inference"] = self.inference.weight_broadcast
+        slow = ["orchestrator.exchange"] if self.orchestrator.exchange is not None else []
+        for program, broadcast in broadcasts.items():
+            slow += [f"{program}.weight_broadcast.{key}" for key in ("relays", "max_mbps") if getattr(broadcast, key)]
+        if not slow:
+            return []
+        verb = "is" if len(slow) == 1 else "are"
+        return [
+            f"trainer.enable_router_replay sends hundreds of bytes with each token, and {', '.join(slow)} {verb} for"
+            " slow links; set trainer.router_replay_over_wan to send them all the same, or leave replay out"
+        ]
 
     def _environments(self) -> list[str]:
         """Entries that the rollout program cannot tell apart."""

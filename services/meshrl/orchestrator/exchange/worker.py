@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from loguru import logger
 
-from meshrl.client.rollout import event_of
 from meshrl.orchestrator.exchange.calls import CallBook, OpenCall, SkippedEventError
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.v1 import exchange_pb2 as pb
@@ -232,6 +231,7 @@ class DialedInWorker:
         self._requests[call.call_id], self._news[call.call_id] = request, asyncio.Event()
         self._start(call)
         summary: RolloutSummary | None = None
+        reader = convert.RolloutReader()
         try:
             end_s = self._now() + request.deadline_s + MARGIN_S
             while True:
@@ -242,7 +242,7 @@ class DialedInWorker:
                     self._acknowledge(call)
                     self._book.end(call.call_id)
                     break
-                parsed = event_of(event.result)
+                parsed = reader.read(event.result)
                 if isinstance(parsed, RolloutSummary):
                     summary = parsed
                 elif parsed is not None:

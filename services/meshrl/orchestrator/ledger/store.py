@@ -145,7 +145,7 @@ class LedgerStore:
         """The payload of a rollout; it is serialised on the writer's thread. Call it before the state is recorded."""
 
         def change(db: sqlite3.Connection) -> None:
-            data = convert.to_proto(rollout).SerializeToString()
+            data = convert.to_proto(rollout.without_routes()).SerializeToString()
             row = (rollout.rollout_id, data, seal(data, rollout.rollout_id))
             db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", row)
 
@@ -178,7 +178,10 @@ class LedgerStore:
         self._put(lambda db: db.execute(sql, row))
 
     def batched(self, record: StepRecord, batch: Batch) -> None:
-        """What a step took and the messages of its batch, in place of what was known of the step."""
+        """What a step took and the messages of its batch, in place of what was known of the step.
+
+        Routes of experts, most of its bytes, are left out: the batch of the same digest then trains without replay.
+        """
 
         run, step, text = self._run, record.step, record.to_json()
 
@@ -186,7 +189,7 @@ class LedgerStore:
             row = (run, step, record.digest, text, seal(text.encode(), run, step))
             db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", row)
             db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (run, step))
-            for part, message in enumerate(convert.batch_to_messages(batch)):
+            for part, message in enumerate(convert.batch_to_messages(batch.without_routes())):
                 data = message.SerializeToString()
                 sealed = seal(data, run, step, part)
                 db.execute("INSERT INTO parts VALUES (?, ?, ?, ?, ?)", (run, step, part, data, sealed))

@@ -7,6 +7,7 @@ T tokens of a completion.
 from __future__ import annotations
 
 import base64
+import io
 import json
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.wire import completion_frame
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types.routes import MAX_NARROW_EXPERTS, Routes, narrowed
 from meshrl.wire.values import JsonObject
 
 ACCEPT = f"{completion_frame.MEDIA_TYPE}, application/json"
@@ -48,6 +50,8 @@ class SampledCompletion:
     finish_reason: str | None
     prompt_version: int | None = None
     """Oldest version that computed the prompt, where that is another than the one that sampled the first token."""
+    routes: Routes | None = None
+    """(N, L, K) experts of the last N tokens of prompt and completion but the very last, where asked for."""
 
 
 def read(answer: EngineAnswer) -> SampledCompletion:
@@ -72,6 +76,7 @@ def _of_frame(answer: EngineAnswer) -> SampledCompletion:
         spans=spans or _assumed_spans(answer, len(choice.token_ids)),
         finish_reason=choice.finish_reason,
         prompt_version=choice.version_spans[0].prompt_version if choice.version_spans else None,
+        routes=choice.routed_experts,
     )
 
 
@@ -94,7 +99,17 @@ def _of_json(answer: EngineAnswer) -> SampledCompletion:
         spans=spans or _assumed_spans(answer, len(token_ids)),
         finish_reason=choice.get("finish_reason"),
         prompt_version=int(prompt_version) if spans and prompt_version not in (None, spans[0][2]) else None,
+        routes=_routes_of(choice),
     )
+
+
+def _routes_of(choice: JsonObject) -> Routes | None:
+    """Those of a choice in vLLM's spelling, base64 of a .npy file of uint8 (up to 256 experts) or uint16."""
+    if (packed := choice.get("routed_experts")) is None:
+        return None
+    chosen = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
+    widest = MAX_NARROW_EXPERTS + (chosen.dtype != np.uint8 or int(chosen.max(initial=0)) >= MAX_NARROW_EXPERTS)
+    return narrowed(chosen.astype(np.int64), widest)
 
 
 def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:

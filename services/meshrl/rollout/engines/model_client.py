@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 from opentelemetry.trace import SpanKind, Tracer
 from pydantic import JsonValue
 from verifiers.v1.clients import Client, TrainClientConfig
@@ -156,6 +157,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         params["stop_token_ids"] = [*self._renderer.stop_token_ids, *session.stop_token_ids]
         params["logprobs"] = 1
         params.setdefault("skip_special_tokens", False)
+        if session.keeps_routes:
+            params["routed_experts_prompt_start"] = session.routes_from(prompt_ids)
         request = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
@@ -186,8 +189,15 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             raise ProviderError(error.message, status_code=502) from error
         finally:
             session.doing = ""
+        kept = session.keeps_routes and sampled.routes is not None
         session.calls.append(
-            Call(completion_ids=sampled.token_ids, spans=sampled.spans, prompt_version=sampled.prompt_version)
+            Call(
+                completion_ids=sampled.token_ids,
+                spans=sampled.spans,
+                prompt_version=sampled.prompt_version,
+                routes=sampled.routes if kept else None,
+                tokens=np.array([*prompt_ids, *sampled.token_ids], dtype=np.int32) if kept else None,
+            )
         )
         return sampled
 

@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import VersionSpan
+from meshrl.wire.types.routes import Routes, joined
 
 if TYPE_CHECKING:
     from meshrl.rollout.engines.turns import DirectTurns
@@ -27,12 +31,15 @@ AGENT_STRIDE = 0x517CC1B727220A95
 class Call:
     """One model call. (start, end, version) spans cover the tokens that it sampled.
 
-    `prompt_version` is the oldest version that computed the prompt, where the first span has another one.
+    `prompt_version` is the oldest version that computed the prompt, where the first span has another one. `routes` are
+    the experts (N, L, K) of the last N of its `tokens`, prompt and completion, but the very last; None where none came.
     """
 
     completion_ids: Sequence[int]
     spans: tuple[tuple[int, int, int], ...]
     prompt_version: int | None = None
+    routes: Routes | None = None
+    tokens: NDArray[np.int32] | None = None  # (T,) with routes
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
@@ -51,7 +58,8 @@ class Session:
     `turns` takes its turns in this process; None while it has none, or where they go over HTTP. `reachable`: set-up has
     come to its tool servers. `doing` is what it waits for afterwards, as far as its harness or its model call reported.
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
-    `seq_len` is the environment's longest sequence, where it has one of its own. `syncs` are the trace contexts of the
+    `keeps_routes`: engines are asked for the experts that tokens went through. `seq_len` is the environment's longest
+    sequence, where it has one of its own. `syncs` are the trace contexts of the
     commits that brought the versions it was sampled from. `scores_only`: nothing trains on its tokens, so the logprobs
     of any engine will do.
     """
@@ -70,11 +78,46 @@ class Session:
     seq_len: int | None = None
     turns: DirectTurns | None = None
     syncs: set[str] = field(default_factory=set)
+    keeps_routes: bool = False
 
     def next_seed(self, seed: int) -> int:
         """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""
         number, self.started = self.started, self.started + 1
         return (seed + number * CALL_STRIDE + self.stream * AGENT_STRIDE) % 2**63
+
+    def routes_from(self, prompt_ids: Sequence[int]) -> int:
+        """The first token of a prompt whose routes no call has brought yet."""
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        known = [
+            min(_common(prompt, call.tokens), len(call.tokens) - 1) for call in self.calls if call.tokens is not None
+        ]
+        return max(known, default=0)
+
+    def routes_of(self, token_ids: NDArray[np.int32]) -> Routes | None:
+        """(T, L, K) of a sequence, from each call that began with the same tokens; None where no call brought any.
+
+        Of several calls the first counts: it is the one that sampled. What none brought is unknown.
+        """
+        parts: list[tuple[int, Routes | None]] = []
+        end = 0
+        for call in self.calls:
+            if call.routes is None or call.tokens is None:
+                continue
+            known = min(_common(token_ids, call.tokens), len(call.tokens) - 1)
+            start = len(call.tokens) - 1 - len(call.routes)
+            if known <= max(start, end):
+                continue
+            parts.append((max(start - end, 0), None))
+            parts.append((known - max(start, end), call.routes[max(start, end) - start : known - start]))
+            end = known
+        return joined([*parts, (len(token_ids) - end, None)])
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 class SessionBook:

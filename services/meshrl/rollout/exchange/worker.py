@@ -299,12 +299,12 @@ class ExchangeWorker:
             validate.validate_rollout_request(request)
             async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
                 async for event in events:
-                    result = (
-                        rollout_pb2.RunRolloutsResponse.FromString(event)
+                    for result in (
+                        [rollout_pb2.RunRolloutsResponse.FromString(event)]
                         if isinstance(event, bytes)
-                        else convert.rollout_event_to_proto(event)
-                    )
-                    self._put(call_id, result=result)
+                        else convert.rollout_messages(event)
+                    ):
+                        self._put(call_id, result=result)
         except MeshError as refusal:  # told to whoever asked for the group
             error = refusal
         except Exception as defect:  # noqa: BLE001  # the boundary, as at a server: one group must not end the worker

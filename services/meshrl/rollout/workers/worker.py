@@ -208,7 +208,7 @@ class _Worker:
             self._send(FrameKind.FAILED, group, index, failure.SerializeToString())
             return
         assert not isinstance(played, SerializedRollouts)  # this is where they are made
-        messages = [convert.rollout_event_to_proto(rollout).SerializeToString() for rollout in played]
+        messages = [part.SerializeToString() for rollout in played for part in convert.rollout_messages(rollout)]
         sizes = EpisodeSizes.of(played)
         self._send(FrameKind.FINISHED, group, index, pack_rollouts(SerializedRollouts(messages, sizes)))
 

@@ -8,7 +8,12 @@ know (None then), and those in bulk.
 from meshrl.wire.convert.batches import BatchReader, batch_digest, batch_to_messages, step_event_from_proto
 from meshrl.wire.convert.by_annotation import from_proto, message_of, to_proto
 from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
-from meshrl.wire.convert.rollouts import rollout_event_from_proto, rollout_event_to_proto
+from meshrl.wire.convert.rollouts import (
+    RolloutReader,
+    rollout_event_from_proto,
+    rollout_event_to_proto,
+    rollout_messages,
+)
 from meshrl.wire.convert.weights import (
     activation_policy_from_proto,
     activation_policy_to_proto,
@@ -20,6 +25,7 @@ from meshrl.wire.convert.weights import (
 
 __all__ = [
     "BatchReader",
+    "RolloutReader",
     "activation_policy_from_proto",
     "activation_policy_to_proto",
     "agent_command_from_proto",
@@ -32,6 +38,7 @@ __all__ = [
     "micro_batch_to_proto",
     "rollout_event_from_proto",
     "rollout_event_to_proto",
+    "rollout_messages",
     "step_event_from_proto",
     "to_proto",
     "version_event_from_proto",
