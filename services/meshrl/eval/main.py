@@ -45,7 +45,14 @@ def main() -> None:
                 settings=config.model_dump(mode="json"),
             )
         )
-    run_trials("eval", config, results, Evaluation(config, weights, Monitor(sinks)).run)
+    evaluation = Evaluation(
+        weights,
+        Monitor(sinks),
+        loads=config.weights_dir is not None,
+        pass_threshold=config.pass_threshold,
+        resamplings=config.bootstrap_samples,
+    )
+    run_trials("eval", config, results, evaluation.run)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 from loguru import logger
 
@@ -12,7 +13,6 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.eval.checkpoints import EvaluatedWeights
-from meshrl.eval.config import EvaluationConfig
 from meshrl.eval.report import EvaluationPoint, record, table, write_report
 from meshrl.eval.scores import score
 from meshrl.sampling.groups import RolloutGroup
@@ -23,35 +23,49 @@ from meshrl.wire.values import JsonObject
 
 
 class Evaluation:
-    """Evaluates `weights`, one set after the other."""
+    """Evaluates `weights`, one set after the other.
 
-    def __init__(self, config: EvaluationConfig, weights: list[EvaluatedWeights], monitor: Monitor) -> None:
-        self._config = config
+    `loads` means that the engines load each of them; else what they serve is evaluated. A rollout passes from a reward
+    of `pass_threshold` on; intervals are taken from so many `resamplings` of the tasks.
+    """
+
+    def __init__(
+        self,
+        weights: list[EvaluatedWeights],
+        monitor: Monitor,
+        *,
+        loads: bool,
+        pass_threshold: float,
+        resamplings: int,
+    ) -> None:
         self._weights = weights
         self._monitor = monitor
+        self._loads = loads
+        self._pass_threshold = pass_threshold
+        self._resamplings = resamplings
         self._points: list[EvaluationPoint] = []
 
     async def run(self, run: TrialRun) -> int:
         """Returns the exit code: 0 even if rollouts failed; the table lists them. Raises RunError."""
-        if self._config.weights_dir is not None and run.facts.api != "generate":
+        if self._loads and run.facts.api != "generate":
             raise RunError(
                 f"the server at {run.facts.urls[0]} does not load checkpoints; start an engine of ours with the base"
-                f" model (`inference --model.name {self._config.model.name}`), or add --inference to have one started"
+                " model (`inference --model.name MODEL`), or add --inference to have one started"
             )
         for weights in self._weights:
             await self._one(run, weights)
             point = self._point(run, weights)
             self._points.append(point)
-            await asyncio.to_thread(self._log, point)
+            await asyncio.to_thread(self._log, point, run.results.folder)
         sys.stdout.write(f"\n{table(self._points)}\n\n")
-        logger.info("results are in {}", self._config.output_dir)
+        logger.info("results are in {}", run.results.folder)
         return 0
 
     async def _one(self, run: TrialRun, weights: EvaluatedWeights) -> None:
         if not run.left(weights.name):
             logger.info("{}: every rollout is there", weights.name)
             return
-        if self._config.weights_dir is not None:
+        if self._loads:
             what = "the base model" if weights.folder is None else str(weights.folder)
             await run.endpoints.load(weights.folder, weights.step, what=what)
 
@@ -71,15 +85,15 @@ class Evaluation:
                 [row for row in rows[span.environment] if row["task"] < span.tasks],
                 asked=span.rollouts,
                 group_size=span.group_size,
-                pass_threshold=self._config.pass_threshold,
-                resamplings=self._config.bootstrap_samples,
+                pass_threshold=self._pass_threshold,
+                resamplings=self._resamplings,
             )
             for span in run.spans
         ]
         return EvaluationPoint(weights=weights, scores=scores)
 
-    def _log(self, point: EvaluationPoint) -> None:
+    def _log(self, point: EvaluationPoint, folder: Path) -> None:
         values = record(point)
         step = int(values.pop("step"))
         self._monitor.log(step, CATALOGUE.record(Source.EVAL, values))
-        write_report(self._config.output_dir, self._points)
+        write_report(folder, self._points)

@@ -46,6 +46,7 @@ class ConversationDataset:
         """Rollouts of this command that are not kept, by reason."""
         self.kept = 0
         """Rollouts of this command that are kept."""
+        self.path = path
         self._file = RowFile(path)
         self._model = model
         self._keep = keep
@@ -86,7 +87,7 @@ class ConversationDataset:
         except ImportError:
             logger.info("no parquet file is written without pyarrow, which comes with the datasets package")
             return None
-        path = self._file.path.with_suffix(".parquet")
+        path = self.path.with_suffix(".parquet")
         rows = list(self._file)
         if not rows:
             return None
@@ -96,7 +97,7 @@ class ConversationDataset:
         try:
             table = pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows])
         except pa.ArrowException as error:  # such as contents that are text here and a list of parts there
-            logger.warning("no parquet file: the rows differ in their types ({}); {} has them", error, self._file.path)
+            logger.warning("no parquet file: the rows differ in their types ({}); {} has them", error, self.path)
             return None
         pq.write_table(table, unfinished)
         unfinished.replace(path)

@@ -9,8 +9,7 @@ from loguru import logger
 
 from meshrl.core.durable import write_file
 from meshrl.sampling.groups import RolloutGroup
-from meshrl.synthesize.config import SynthesisConfig
-from meshrl.synthesize.dataset import ConversationDataset, RowFilter
+from meshrl.synthesize.dataset import ConversationDataset
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import TrialRun
 
@@ -20,17 +19,14 @@ SUMMARY = "summary.json"
 
 
 class Synthesis:
-    """Makes one dataset."""
+    """Makes one dataset, which it opens and closes."""
 
-    def __init__(self, config: SynthesisConfig) -> None:
-        self._config = config
+    def __init__(self, dataset: ConversationDataset) -> None:
+        self._dataset = dataset
 
     async def run(self, run: TrialRun) -> int:
         """Returns the exit code: 0 even if rollouts failed; the summary lists them. Raises RunError."""
-        config = self._config
-        keep = RowFilter(min_reward=config.min_reward, keep_truncated=config.keep_truncated)
-        path, field = config.dataset_path, config.reasoning_field
-        with ConversationDataset(path, model=config.model.name, keep=keep, reasoning_field=field) as dataset:
+        with self._dataset as dataset:
             await asyncio.to_thread(dataset.take, run.results.stored())  # where an earlier process was cut off
 
             def on_end(trial: Trial, group: RolloutGroup) -> None:
@@ -38,25 +34,26 @@ class Synthesis:
 
             await run.play(SERVED, None, on_end)
             parquet = await asyncio.to_thread(dataset.write_parquet)
-            await asyncio.to_thread(self._report, run, dataset)
-        logger.info("the dataset is {}{}", path, f" and {parquet}" if parquet else "")
+            await asyncio.to_thread(_report, run, dataset)
+        logger.info("the dataset is {}{}", dataset.path, f" and {parquet}" if parquet else "")
         return 0
 
-    def _report(self, run: TrialRun, dataset: ConversationDataset) -> None:
-        """Says what became of every rollout that was asked for, and writes it to summary.json."""
-        asked = sum(span.rollouts for span in run.spans)
-        played = {(environment, task) for _, environment, task, _ in run.results.done}
-        groups = sum(span.tasks for span in run.spans)
-        failed_groups = sum((span.environment, task) not in played for span in run.spans for task in range(span.tasks))
-        failed = run.left(SERVED)
-        dropped = dict(sorted(dataset.dropped.items()))
-        summary = {
-            "asked": asked, "kept": dataset.kept, "dropped": dropped, "failed": failed,
-            "groups": groups, "failed_groups": failed_groups,
-        }  # fmt: skip
-        write_file(self._config.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        reasons = ", ".join(f"{count} for {why}" for why, count in dropped.items()) or "none"
-        logger.info(
-            "{} rollouts kept of {} asked for; dropped: {}; {} failed; {} of {} groups failed whole and are dropped",
-            dataset.kept, asked, reasons, failed, failed_groups, groups,
-        )  # fmt: skip
+
+def _report(run: TrialRun, dataset: ConversationDataset) -> None:
+    """Says what became of every rollout that was asked for, and writes it to summary.json."""
+    asked = sum(span.rollouts for span in run.spans)
+    played = {(environment, task) for _, environment, task, _ in run.results.done}
+    groups = sum(span.tasks for span in run.spans)
+    failed_groups = sum((span.environment, task) not in played for span in run.spans for task in range(span.tasks))
+    failed = run.left(SERVED)
+    dropped = dict(sorted(dataset.dropped.items()))
+    summary = {
+        "asked": asked, "kept": dataset.kept, "dropped": dropped, "failed": failed,
+        "groups": groups, "failed_groups": failed_groups,
+    }  # fmt: skip
+    write_file(run.results.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    reasons = ", ".join(f"{count} for {why}" for why, count in dropped.items()) or "none"
+    logger.info(
+        "{} rollouts kept of {} asked for; dropped: {}; {} failed; {} of {} groups failed whole and are dropped",
+        dataset.kept, asked, reasons, failed, failed_groups, groups,
+    )  # fmt: skip

@@ -17,8 +17,9 @@ from loguru import logger
 from meshrl.core.credentials.secret import read_secret
 from meshrl.core.rpc.blocking_http import error_text
 from meshrl.core.rpc.engine_http import NO_ANSWER, ask, engine_session
+from meshrl.rollout.config import ClientConfig
 from meshrl.sampling.retry import RunError
-from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialsConfig
+from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialDeadlinesConfig
 
 Api = Literal["generate", "chat_completions"]
 
@@ -42,12 +43,25 @@ class ServerFacts:
 class PolicyEndpoints:
     """The servers of one command. Use as an async context manager.
 
-    `urls` are without a trailing /v1; `started` means that they are started by this command, and with the base model.
+    `urls` are without a trailing /v1. `started` means that they are started by this command, and with the base
+    `model`. `seq_len` is the longest sequence in tokens; None takes the engines' limit.
     """
 
-    def __init__(self, config: TrialsConfig, urls: Sequence[str], *, started: bool) -> None:
-        self._config = config
+    def __init__(
+        self,
+        urls: Sequence[str],
+        client: ClientConfig,
+        deadlines: TrialDeadlinesConfig,
+        *,
+        model: str,
+        seq_len: int | None,
+        started: bool,
+    ) -> None:
         self._urls = tuple(urls)
+        self._client = client
+        self._deadlines = deadlines
+        self._model = model
+        self._seq_len = seq_len
         self._started = started
         self._http: aiohttp.ClientSession | None = None
         self._serves_base = started
@@ -56,10 +70,8 @@ class PolicyEndpoints:
 
     async def __aenter__(self) -> PolicyEndpoints:
         """Raises ConfigError for a key that no header carries."""
-        client = self._config.client
-        key = read_secret(
-            "client.api_key", None, file=client.api_key_file, variable=client.api_key_var, environ=os.environ
-        )
+        file, variable = self._client.api_key_file, self._client.api_key_var
+        key = read_secret("client.api_key", None, file=file, variable=variable, environ=os.environ)
         self._http = engine_session(key)
         return self
 
@@ -69,9 +81,8 @@ class PolicyEndpoints:
 
     async def wait_until_ready(self) -> ServerFacts:
         """Waits until every server answers; returns what they are. Raises RunError for one that does not answer."""
-        deadlines = self._config.deadlines
+        deadlines, client = self._deadlines, self._client
         until_s = time.monotonic() + (deadlines.engine_startup_s if self._started else deadlines.startup_s)
-        client = self._config.client
         said = [await self._version_of(url, until_s) for url in self._urls]
         given = "api" in client.model_fields_set
         ours = all(OURS in answer for answer in said)
@@ -81,11 +92,11 @@ class PolicyEndpoints:
             logger.info("sampling from {} at {}", kind, ", ".join(self._urls))
         if api == "chat_completions":
             urls = self._urls if self._started else tuple(client.base_url)
-            return ServerFacts(urls=urls, api=api, seq_len=self._config.seq_len or DEFAULT_SEQ_LEN)
+            return ServerFacts(urls=urls, api=api, seq_len=self._seq_len or DEFAULT_SEQ_LEN)
         lengths = [await self._max_model_len(url) for url in self._urls]
         known = [length for length in lengths if length is not None]
         held = min(known, default=DEFAULT_SEQ_LEN)
-        return ServerFacts(urls=self._urls, api=api, seq_len=min(held, self._config.seq_len or held))
+        return ServerFacts(urls=self._urls, api=api, seq_len=min(held, self._seq_len or held))
 
     async def load(self, folder: Path | None, version: int, *, what: str) -> None:
         """Has every engine serve the weights in `folder`, an absolute path, as `version`; None is the base model.
@@ -122,7 +133,7 @@ class PolicyEndpoints:
                 if time.monotonic() >= until_s:
                     raise RunError(
                         f"no server answers at {url} ({error}): start one with `inference --model.name"
-                        f" {self._config.model.name}`, name another with --client.base-url, or add --inference to have"
+                        f" {self._model}`, name another with --client.base-url, or add --inference to have"
                         " one started"
                     ) from error
                 await asyncio.sleep(LOOK_S)
@@ -136,7 +147,7 @@ class PolicyEndpoints:
             return None
 
     async def _post(self, url: str, body: object, what: str) -> tuple[int, object]:
-        deadline_s = self._config.deadlines.load_s
+        deadline_s = self._deadlines.load_s
         try:
             return await ask(self._session, "POST", url, body=body, deadline_s=deadline_s)
         except TimeoutError as error:

@@ -46,7 +46,7 @@ TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
 class TrialRun:
     """What the work of a command plays with: servers, environments, player and results."""
 
-    config: TrialsConfig
+    seed: int
     endpoints: PolicyEndpoints
     facts: ServerFacts
     spans: Sequence[TaskSpan]
@@ -55,7 +55,7 @@ class TrialRun:
 
     async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
         """Plays the trials of one checkpoint that are not done; calls `on_end` for each. Raises RunError."""
-        trials = plan_trials(self.spans, seed=self.config.seed, checkpoint=checkpoint, done=self.results.done)
+        trials = plan_trials(self.spans, seed=self.seed, checkpoint=checkpoint, done=self.results.done)
         left = Counter(trial.environment for trial in trials)
         before = {span.environment: span.rollouts - left[span.environment] for span in self.spans}
         if any(before.values()):
@@ -73,7 +73,7 @@ class TrialRun:
         if failed := self.left(checkpoint):
             logger.warning(
                 "{}: {} rollouts failed, {} says why; the same command plays them again",
-                checkpoint, failed, self.config.output_dir / FAILURES,
+                checkpoint, failed, self.results.folder / FAILURES,
             )  # fmt: skip
 
     def left(self, checkpoint: str) -> int:
@@ -143,7 +143,10 @@ async def _prepare_and_work(
 ) -> int:
     """Waits for the servers and the environments, then does the work. Raises ConfigError and RunError."""
     async with AsyncExitStack() as stack:
-        endpoints = PolicyEndpoints(config, urls, started=config.inference is not None)
+        endpoints = PolicyEndpoints(
+            urls, config.client, config.deadlines,
+            model=config.model.name, seq_len=config.seq_len, started=config.inference is not None,
+        )  # fmt: skip
         await stack.enter_async_context(endpoints)
         facts = await endpoints.wait_until_ready()
         names = [env.resolved_name for env in config.environments]
@@ -173,7 +176,7 @@ async def _prepare_and_work(
         spans = task_spans(wanted, dict(pool.environments()))
         return await work(
             TrialRun(
-                config=config, endpoints=endpoints, facts=facts, spans=spans, player=player, results=results
+                seed=config.seed, endpoints=endpoints, facts=facts, spans=spans, player=player, results=results
             )
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ class TrialResults:
         self.rows: list[JsonObject] = []
         """Every rollout so far, without its long fields, in the order in which they ended."""
         self.done: set[TrialKey] = set()
-        self._folder = folder
+        self.folder = folder
         self._settings = settings
         self._clean = clean
         self._derived = derived
@@ -48,9 +48,9 @@ class TrialResults:
             opening.enter_context(self._failures)
             if self._clean:
                 for name in (RESULTS, FAILURES):
-                    (self._folder / name).write_bytes(b"")  # the locked file itself
+                    (self.folder / name).write_bytes(b"")  # the locked file itself
                 for name in (SETTINGS, *self._derived):
-                    (self._folder / name).unlink(missing_ok=True)
+                    (self.folder / name).unlink(missing_ok=True)
             self._check_settings()
             rows = [_short(row) for row in self._results]
             self.done = whole_episodes(rows)
@@ -78,7 +78,7 @@ class TrialResults:
         return self._results
 
     def _check_settings(self) -> None:
-        path = self._folder / SETTINGS
+        path = self.folder / SETTINGS
         try:
             kept = json.loads(path.read_text()) if path.exists() else None
         except ValueError:  # half written, before the first result
@@ -88,7 +88,7 @@ class TrialResults:
             return
         if problems := differing_settings(kept, self._settings):
             raise ConfigError(
-                f"output_dir: {self._folder} holds results of other settings ({'; '.join(problems)}); choose another"
+                f"output_dir: {self.folder} holds results of other settings ({'; '.join(problems)}); choose another"
                 " output_dir, or have them deleted (--clean-output-dir)"
             )
         environments = {**kept.get("env", {}), **self._settings.get("env", {})}

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
+from meshrl.synthesize.dataset import ConversationDataset, RowFilter
 from meshrl.synthesize.program import Synthesis
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import serve_trials
@@ -84,7 +85,13 @@ class Stopping(TrialResults):
 
 async def run(config: SynthesisConfig, results: Stopping) -> int:
     tracer = TracerProvider().get_tracer("test")
-    return await serve_trials(config, results, Synthesis(config).run, results.stop, tracer, conversations=True)
+    dataset = ConversationDataset(
+        config.dataset_path,
+        model=config.model.name,
+        keep=RowFilter(min_reward=config.min_reward, keep_truncated=config.keep_truncated),
+        reasoning_field=config.reasoning_field,
+    )
+    return await serve_trials(config, results, Synthesis(dataset).run, results.stop, tracer, conversations=True)
 
 
 @pytest.mark.timeout(900)  # imports and a tool server, on a machine that may be busy
