@@ -322,15 +322,6 @@ def end_marked(name: str, mark: str) -> None:
             continue
 
 
-def _end(groups: set[int], grace_s: float) -> None:
-    alive = _signal(groups, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while alive and time.monotonic() < deadline:
-        time.sleep(END_POLL_S)
-        alive = _signal(alive, 0)
-    _signal(alive, signal.SIGKILL)
-
-
 def is_locked(path: str) -> bool:
     """True while another process has the file locked."""
     try:
@@ -354,7 +345,12 @@ def guard() -> None:
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
-    _end(groups, float(grace_s))
+    alive = _signal(groups, signal.SIGTERM)
+    deadline = time.monotonic() + float(grace_s)
+    while alive and time.monotonic() < deadline:
+        time.sleep(END_POLL_S)
+        alive = _signal(alive, 0)
+    _signal(alive, signal.SIGKILL)
     if mark:
         end_marked(RUN_MARK, mark)
     if not (lock_file and is_locked(lock_file)):

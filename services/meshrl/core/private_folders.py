@@ -76,7 +76,17 @@ def _private_name(output_dir: Path, purpose: str) -> str:
 
     It depends on a secret in output_dir/credentials, which the first call makes.
     """
-    secret = _secret(private_folder(Layout(output_dir).credentials) / "folders.secret")
+    file = private_folder(Layout(output_dir).credentials) / "folders.secret"
+    if not file.exists():
+        made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        with open(made, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as unfinished:
+            unfinished.write(secrets.token_bytes(32))
+            unfinished.flush()
+            os.fsync(unfinished.fileno())
+        with suppress(FileExistsError):  # another program was first
+            os.link(made, file)
+        made.unlink()
+    secret = file.read_bytes()
     return f"meshrl-{hashlib.blake2s(f'{output_dir.resolve()} {purpose}'.encode(), key=secret).hexdigest()[:32]}"
 
 
@@ -123,17 +133,3 @@ def _keeps_names(folder: os.stat_result) -> bool:
     if folder.st_uid not in (0, os.geteuid()):
         return False
     return not folder.st_mode & _OTHERS_WRITE or bool(folder.st_mode & stat.S_ISVTX)
-
-
-def _secret(file: Path) -> bytes:
-    """The content of a file of 32 bytes, which is made once, whoever comes first."""
-    if not file.exists():
-        made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-        with open(made, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as unfinished:
-            unfinished.write(secrets.token_bytes(32))
-            unfinished.flush()
-            os.fsync(unfinished.fileno())
-        with suppress(FileExistsError):  # another program was first
-            os.link(made, file)
-        made.unlink()
-    return file.read_bytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 from google.protobuf import message
@@ -150,17 +151,8 @@ class MeshError(Exception):
         return f"{self.reason.name}: {self.message}{fields}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.reason, self.message, self.violations, self.retry_after_s, dict(self.metadata))
-
-
-def _rebuild(
-    reason: Reason,
-    text: str,
-    violations: tuple[FieldViolation, ...],
-    retry_after_s: float | None,
-    metadata: dict[str, str],
-) -> MeshError:
-    return MeshError(reason, text, violations=violations, retry_after_s=retry_after_s, metadata=metadata)
+        more = {"violations": self.violations, "retry_after_s": self.retry_after_s, "metadata": dict(self.metadata)}
+        return partial(MeshError, **more), (self.reason, self.message)
 
 
 def invalid(violations: Sequence[FieldViolation], what: str = "the request") -> MeshError:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from meshrl.core.config.base import BaseConfig
-from meshrl.core.config.schema import Kind, Path, Section, describe, flag_of, kind_of, spellings
+from meshrl.core.config.schema import Path, Section, describe, flag_of, kind_of, spellings
 
 _WIDTH = 110
 _INTRO = """\
@@ -56,7 +56,14 @@ def _entries(section: Section, path: Path, own: object) -> Iterator[tuple[Path, 
         kind, here = kind_of(field.annotation), (*path, name)
         default = getattr(own, name) if isinstance(own, section) else field.get_default(call_default_factory=True)
         if kind.section is None or kind.nullable:
-            yield here, _entry(here, kind, field, default)
+            shown = "required" if default is PydanticUndefined else f"default: {_plain(default)}"
+            others = spellings(name, field)[1:]
+            older = f"; also: {', '.join(other.replace('_', '-') for other in others)}" if others else ""
+            lines = [f"  {flag_of(here)} <{describe(kind)}{_bounds(field)}>  ({shown}{older})"]
+            for paragraph in (field.description or "").split("\n\n"):
+                text, margin = " ".join(paragraph.split()), " " * 6
+                lines += textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
+            yield here, "\n".join(lines)
         holder, place = (kind, here) if kind.item is None else (kind.item, (*here, "N"))
         if holder.section is not None:
             meaning = " ".join((field.description or "").split())
@@ -64,16 +71,6 @@ def _entries(section: Section, path: Path, own: object) -> Iterator[tuple[Path, 
     for title, child, place, default in below:
         yield (), title
         yield from _entries(child, place, default)
-
-
-def _entry(path: Path, kind: Kind, field: FieldInfo, value: object) -> str:
-    default = "required" if value is PydanticUndefined else f"default: {_plain(value)}"
-    others = spellings(path[-1], field)[1:]
-    older = f"; also: {', '.join(other.replace('_', '-') for other in others)}" if others else ""
-    lines = [f"  {flag_of(path)} <{describe(kind)}{_bounds(field)}>  ({default}{older})"]
-    for paragraph in (field.description or "").split("\n\n"):
-        lines += textwrap.wrap(" ".join(paragraph.split()), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
 
 
 def _plain(value: object) -> str:

@@ -201,19 +201,15 @@ class StepThread:
             )
             self.counts.finished += len(left)
             if broken := [row for row, reason in left if reason is None]:
-                self._fail_broken(broken)
+                message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
+                logger.error("{}: {} requests failed", message, len(broken))
+                for slot in range(self.table.occupied, self.table.num_slots):  # a mask does not stop a NaN
+                    self.runner.cache.clear_slot(slot)
+                for row in broken:
+                    row.fail(MeshError(Reason.ENGINE_FAILED, message))
         self.counts.prefilled += sum(len(piece.tokens) for piece in pieces)
         self.counts.steps += 1
         self.counts.busy_s += time.perf_counter() - started
-
-    def _fail_broken(self, rows: list[RequestRow]) -> None:
-        """Rows whose logits are not finite have left; freed slots are zeroed, since a mask does not stop a NaN."""
-        message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
-        logger.error("{}: {} requests failed", message, len(rows))
-        for slot in range(self.table.occupied, self.table.num_slots):
-            self.runner.cache.clear_slot(slot)
-        for row in rows:
-            row.fail(MeshError(Reason.ENGINE_FAILED, message))
 
     def _refuse_inbox(self, error: MeshError) -> None:
         while True:

@@ -86,9 +86,20 @@ class MatchingRenderers:
         self._fitting: list[Renderers] | None = None
 
     def of(self, conversation: Conversation, token_ids: list[int]) -> Renderers | None:
-        """The first one whose tokens of the conversation are `token_ids`; None without one."""
+        """The first one whose tokens of the conversation are `token_ids`; None without one.
+
+        Those of all families are tried whose special tokens the tokenizer has, and first the one made for its model.
+        """
         if self._fitting is None:
-            self._fitting = self._load()
+            from renderers.base import MODEL_RENDERER_MAP
+
+            of_model = MODEL_RENDERER_MAP.get(self._tokenizer.name_or_path)
+            self._fitting = []
+            for name in dict.fromkeys(([of_model] if of_model else []) + sorted(set(MODEL_RENDERER_MAP.values()))):
+                try:
+                    self._fitting.append(Renderers(self._tokenizer, {"name": name}))
+                except Exception:  # noqa: BLE001  # of another family, or one that needs a download
+                    continue
         messages = [dict(message) for message in conversation.messages]
         tools = [dict(tool) for tool in conversation.tools] or None
         for renderers in self._fitting:
@@ -100,17 +111,3 @@ class MatchingRenderers:
             if rendered == token_ids:
                 return renderers
         return None
-
-    def _load(self) -> list[Renderers]:
-        """Those of all families whose special tokens the tokenizer has; first the one that is made for its model."""
-        from renderers.base import MODEL_RENDERER_MAP
-
-        of_model = MODEL_RENDERER_MAP.get(self._tokenizer.name_or_path)
-        names = dict.fromkeys(([of_model] if of_model else []) + sorted(set(MODEL_RENDERER_MAP.values())))
-        fitting = []
-        for name in names:
-            try:
-                fitting.append(Renderers(self._tokenizer, {"name": name}))
-            except Exception:  # noqa: BLE001  # of another family, or one that needs a download
-                continue
-        return fitting

@@ -118,10 +118,11 @@ class TemplateMasks:
                     f"{conversation.row}, messages {first} to {last - 1}: results of tools that stand in one block are"
                     " learned together; give all of them the same mark"
                 )
-            start = self._start(conversation, first, whole)
+            own = messages[first]["role"] == "assistant"  # which has a header, also as the first message
+            start = self._bound(conversation, first, whole, bounds=first, generation=own) if first or own else 0
             end = len(whole) if last == len(messages) else self._bound(conversation, last, whole, bounds=first)
             turn = self._turn(conversation)
-            if messages[first]["role"] == "assistant" and turn.ends_with_header:
+            if own and turn.ends_with_header:
                 if end < len(whole):
                     end += whole[end] in self._special
                 elif self._tokenizer.eos_token_id is not None:
@@ -130,11 +131,6 @@ class TemplateMasks:
             else:
                 mask[start : self._turn_end(whole, start, end, turn.end)] = True
         return whole, mask
-
-    def _start(self, conversation: Conversation, index: int, whole: list[int]) -> int:
-        if conversation.messages[index]["role"] == "assistant":
-            return self._bound(conversation, index, whole, bounds=index, generation=True)
-        return self._bound(conversation, index, whole, bounds=index) if index else 0
 
     def _bound(
         self, conversation: Conversation, count: int, whole: list[int], *, bounds: int, generation: bool = False
