@@ -151,8 +151,10 @@ class MeshError(Exception):
         return f"{self.reason.name}: {self.message}{fields}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        more = {"violations": self.violations, "retry_after_s": self.retry_after_s, "metadata": dict(self.metadata)}
-        return partial(MeshError, **more), (self.reason, self.message)
+        rebuilt = partial(
+            MeshError, violations=self.violations, retry_after_s=self.retry_after_s, metadata=dict(self.metadata)
+        )
+        return rebuilt, (self.reason, self.message)
 
 
 def invalid(violations: Sequence[FieldViolation], what: str = "the request") -> MeshError:

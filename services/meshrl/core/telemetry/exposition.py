@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from wsgiref.simple_server import WSGIRequestHandler
@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.metrics.names import CATALOGUE
-from meshrl.core.telemetry.monitor import SampleRow
+from meshrl.core.telemetry.monitor import Sink
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.telemetry.watchdog import ProgramWatch
 
@@ -52,7 +52,7 @@ class WatchMetrics(Collector):
         return lag, waiting, overdue
 
 
-class RecordMetrics(Collector):
+class RecordMetrics(Collector, Sink):
     """The last value of every metric of a run's records; a sink of its monitor."""
 
     def __init__(self) -> None:
@@ -64,15 +64,6 @@ class RecordMetrics(Collector):
         with self._lock:
             self._step = max(step, self._step)
             self._values.update(metrics)
-
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Prometheus has numbers only."""
-
-    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """A record has their statistics."""
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
     def collect(self) -> Iterable[Family]:
         with self._lock:

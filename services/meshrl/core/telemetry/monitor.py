@@ -55,15 +55,21 @@ class SinkError(Exception):
 
 
 class Sink(Protocol):
-    """One destination. Calls come from one thread at a time, may block, and may raise."""
+    """One destination. Calls come from one thread at a time, may block, and may raise.
+
+    A destination of numbers alone, with nothing to close, inherits all but `write`.
+    """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None: ...
+    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        return
 
-    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None: ...
+    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 class Monitor:
@@ -107,7 +113,7 @@ class Monitor:
                     self._failing.discard(place)
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """One log line a record: the main numbers of a step, or every score of an evaluation."""
 
     def __init__(self, emit: Callable[[str], None] = logger.info) -> None:
@@ -119,17 +125,8 @@ class ConsoleSink:
         if parts:
             self._emit(f"step {step} | " + " | ".join(parts))
 
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Tables do not fit a console."""
 
-    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Nor do histograms."""
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-class JsonlSink:
+class JsonlSink(Sink):
     """One JSON object a record: `{"step": n, name: value, ...}`; numbers that are not finite become null.
 
     Lines that a full disk refuses wait in memory and are written, in order, once it takes them.
@@ -160,12 +157,6 @@ class JsonlSink:
                 f"{self._path} cannot be written ({error.strerror}), {len(self._waiting)} records wait; free some space"
                 " and they follow"
             ) from error
-
-    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Samples go to tables of W&B only; the ledger and the traces name every rollout."""
-
-    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Histograms go to W&B only; a record has the statistics."""
 
     def close(self) -> None:
         try:
