@@ -75,10 +75,6 @@ class _ParsedRequests:
         return self._method.parse(await anext(self._received))
 
 
-def _as_they_are(data: bytes) -> bytes:
-    return data
-
-
 async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
     """Tells the sender of an upload that the answer is ready and takes in what is under way until it stops.
 
@@ -168,7 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         if handler is None:
             return handler
         name = handler_call_details.method.removeprefix("/")
-        deserialize = handler.request_deserializer or _as_they_are
+        deserialize = handler.request_deserializer or bytes
         method = _Method(name, handler.request_streaming, deserialize, name.startswith("meshrl."))
         kind = "_".join(
             "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)

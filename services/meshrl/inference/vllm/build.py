@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from loguru import logger
 
+from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
@@ -40,8 +41,17 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
         from meshrl.inference.vllm.engine import VllmEngine
 
     forks = vllm_config.device_config.device_type == "cpu" and config.torch_threads == 1
-    layout, eos_token_ids = await asyncio.to_thread(describe, config, vllm_config.model_config.dtype)
-    lora, routed = vllm_config.lora_config, await asyncio.to_thread(_routed, config)
+    layout, eos_token_ids = await asyncio.to_thread(
+        describe,
+        config.model,
+        vllm_config.model_config.dtype,
+        versions=config.takes_whole_versions,
+        load_format=config.vllm_argument("load_format"),
+    )
+    lora = vllm_config.lora_config
+    routed = None
+    if config.vllm_argument("enable_return_routed_experts"):
+        routed = await asyncio.to_thread(_routed, config.model)
     llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
     engine = VllmEngine(
         llm,
@@ -140,31 +150,30 @@ def _forget_signals() -> None:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def _routed(config: InferenceConfig) -> RoutedLayers | None:
+def _routed(model: ModelConfig) -> RoutedLayers:
     """What routes are reported of. Raises VllmError for a model without experts."""
     from meshrl.inference.vllm.requests import RoutedLayers
 
-    if not config.vllm_argument("enable_return_routed_experts"):
-        return None
-    routers = Routers(empty_model(config.model, dtype=torch.bfloat16))
+    routers = Routers(empty_model(model, dtype=torch.bfloat16))
     if routers.shape is None:
         raise VllmError("inference.enable_return_routed_experts is set, but this model has no experts; leave it out")
     return RoutedLayers(layers=tuple(routers.layers), experts=routers.shape.experts)
 
 
-def describe(config: InferenceConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
+def describe(
+    model: ModelConfig, dtype: torch.dtype, *, versions: bool, load_format: str | None = None
+) -> tuple[Layout, tuple[int, ...]]:
     """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion.
 
-    Where versions of the whole model come, its folder is held to what the trainers take. Raises VllmError for a model
-    whose versions vLLM would not take, and ModelError.
+    Where `versions` of the whole model come, its folder is held to what the trainers take, unless vLLM has a
+    `load_format` of its own. Raises VllmError for a model whose versions vLLM would not take, and ModelError.
     """
-    skeleton = empty_model(config.model, dtype=dtype)
-    versions = config.takes_whole_versions
-    if versions and config.vllm_argument("load_format") in (None, "auto"):
-        WeightReader(ModelFolder.find(config.model), skeleton)
+    skeleton = empty_model(model, dtype=dtype)
+    if versions and load_format in (None, "auto"):
+        WeightReader(ModelFolder.find(model), skeleton)
     if versions and (renamed := renamed_in_layers(skeleton)) is not None:
         raise VllmError(
-            f"vLLM does not take weight versions of model.name {config.model.name!r} (of type "
+            f"vLLM does not take weight versions of model.name {model.name!r} (of type "
             f"{skeleton.config.model_type!r}): they carry {renamed[0]}, which it knows as {renamed[1]}; set "
             "inference.engine to 'embedded'"
         )
