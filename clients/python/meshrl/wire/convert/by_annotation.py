@@ -25,8 +25,7 @@ from google.protobuf.message import Message
 from meshrl.v1 import rollout_pb2, tensor_pb2, trainer_pb2, weights_pb2
 from meshrl.wire import tensors
 from meshrl.wire import types as wire_types
-from meshrl.wire.convert.checks import CHECKS
-from meshrl.wire.convert.fields import FieldReader
+from meshrl.wire.convert.fields import CHECKS, FieldReader
 from meshrl.wire.types import ActivationPolicy, AgentState
 from meshrl.wire.types.routes import Routes
 
