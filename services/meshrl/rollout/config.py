@@ -112,7 +112,7 @@ class RolloutConfig(BaseConfig):
     256."""
 
     max_queued: int = Field(default=4096, ge=0)
-    """Most rollouts waiting for a slot; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
+    """Most rollouts waiting for a place; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
 
     workers: int | Literal["auto"] = "auto"
     """Worker processes shared by all environments that ask for none of their own. auto: as many as the machine's cores

@@ -68,6 +68,8 @@ class EpisodePlayer:
 class GroupEpisodes:
     """The episodes of one group: one task, `group_size` times."""
 
+    late_s = 0.0
+
     def __init__(
         self,
         hosted: HostedEnvironment,

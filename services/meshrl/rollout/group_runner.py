@@ -1,8 +1,10 @@
-"""Runs admitted groups: starts their rollouts as slots come free, streams the results, ends what is late.
+"""Runs admitted groups: starts their rollouts as places come free, streams the results, ends what is late.
 
 consumes   one request a group, from `service` or `exchange`; `groups` decides which rollouts to start and to stop
 produces   the group's stream: each rollout or failure as it ends, then the summary
-waits for  slots (`max_concurrent`), and for the environment's player (`player`), which plays the rollouts
+waits for  places (`max_concurrent`), and for the environment's player (`player`), which plays the rollouts
+
+A rollout service with worker processes has it twice: in the front, whose players call the workers, and in each worker.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from loguru import logger
 
 from meshrl.core.telemetry.waits import CountedWait
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage
-from meshrl.rollout.deadlines.waiting_report import LOOK_EVERY_S, WaitingReport
+from meshrl.rollout.deadlines.waiting_report import LOOK_EVERY_S, WaitingReport, log_waiting
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
@@ -37,6 +39,9 @@ class _RunningGroup:
     opened: PlayableGroup
     events: asyncio.Queue[RolloutEvent | bytes | None] = field(default_factory=asyncio.Queue)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    has_begun: bool = False
+    """Whether something of it was streamed; until then it may be refused."""
+    refusal: MeshError | None = None
 
     def doing(self, index: int) -> str:
         """What a rollout that has not ended does, for the message of whoever ends it."""
@@ -92,11 +97,13 @@ class GroupRunner:
                 yield late_event
             return
         left_s = max(0.0, arrived + request.deadline_s - self._clock())
-        timer = asyncio.get_running_loop().call_later(left_s, self._end_late, running)
+        timer = asyncio.get_running_loop().call_later(left_s + running.opened.late_s, self._end_late, running)
         try:
             self._start_waiting()
             while (event := await running.events.get()) is not None:
                 yield event
+            if running.refusal is not None:
+                raise running.refusal
             yield running.group.summary
         finally:
             timer.cancel()
@@ -115,9 +122,12 @@ class GroupRunner:
         self._start_waiting()
         return stopped
 
-    async def report_waits(self) -> None:
-        """Logs, until it is cancelled, the longest waits of the rollouts and the number of repeated failures."""
-        report = WaitingReport()
+    async def report_waits(self, say: Callable[[str, str], None] = log_waiting) -> None:
+        """Reports, until it is cancelled, the longest waits of the rollouts, and logs the number of repeated failures.
+
+        `say` gets an environment and a line about it.
+        """
+        report = WaitingReport(say)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             report.look(((environment, stage) for _, environment, stage in self._doing()), time.time())
@@ -215,6 +225,12 @@ class GroupRunner:
     async def _play(self, running: _RunningGroup, index: int) -> None:
         try:
             played = await running.opened.play(index)
+        except MeshError as error:
+            if running.has_begun:
+                self._record(running, index, rollout_failure(running.request, error, str(uuid.uuid4())))
+            elif not running.group.over:
+                running.refusal = error
+                self._cancel(running)
         except asyncio.CancelledError:  # whoever cancelled has counted it, unless the loop itself is ending
             recorded = self._table.record_outcome(running.group, index, Outcome.CANCELLED, self._clock())
             if recorded and running.group.over:
@@ -231,12 +247,18 @@ class GroupRunner:
         if isinstance(played, RolloutFailure):
             recorded = self._table.record_outcome(group, index, Outcome.FAILED, now, reason=played.reason)
         else:
-            sizes = played.sizes if isinstance(played, SerializedRollouts) else EpisodeSizes.of(played)
-            self._limit.shape.take(sizes)
-            tokens = sizes.sampled_tokens
+            if isinstance(played, SerializedRollouts):
+                tokens = played.sampled_tokens
+                if self._limit.follows_engines:  # else they are passed on unread
+                    self._limit.shape.take(EpisodeSizes.of_messages(played.messages))
+            else:
+                sizes = EpisodeSizes.of(played)
+                tokens = sizes.sampled_tokens
+                self._limit.shape.take(sizes)
             recorded = self._table.record_outcome(group, index, Outcome.FINISHED, now, sampled_tokens=tokens)
         if not recorded:
             return
+        running.has_begun = True
         if isinstance(played, RolloutFailure):
             running.events.put_nowait(played)
             self._failures.add(running.request.environment, played, now)

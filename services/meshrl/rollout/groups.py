@@ -54,16 +54,20 @@ class AdmittedGroup:
 
 
 class GroupTable:
-    """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting."""
+    """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting.
 
-    def __init__(self, *, max_concurrent: int, max_queued: int) -> None:
+    `one_call_a_group`: refuse a group_id that runs. False for a worker process, which gets a call for each rollout.
+    """
+
+    def __init__(self, *, max_concurrent: int, max_queued: int, one_call_a_group: bool = True) -> None:
         self.running = 0
         """Rollouts that run now, over all groups."""
         self.queued = 0
-        """Rollouts that wait for a slot, over all groups."""
+        """Rollouts that wait for a place, over all groups."""
         self.max_concurrent = max_concurrent
         """May change; rollouts that run beyond a lower one go on."""
         self._max_queued = max_queued
+        self._one_call_a_group = one_call_a_group
         self._groups: dict[str, AdmittedGroup] = {}
         self._group_ids: set[str] = set()
         self._waiting: dict[str, AdmittedGroup] = {}  # groups with rollouts that wait, oldest first
@@ -87,7 +91,7 @@ class GroupTable:
                 Reason.DUPLICATE_REQUEST,
                 f"request {request_id} was admitted before; use a new request_id for new rollouts",
             )
-        if group_id in self._group_ids:
+        if self._one_call_a_group and group_id in self._group_ids:
             raise MeshError(
                 Reason.DUPLICATE_REQUEST, f"group {group_id} is running; use a new group_id or wait for its end"
             )
@@ -113,7 +117,7 @@ class GroupTable:
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
-        """Moves waiting rollouts into free slots, oldest group first, and returns them.
+        """Moves waiting rollouts into free places, oldest group first, and returns them.
 
         Called after every rollout that ends, so it looks at no group but those that it starts from.
         """
@@ -211,6 +215,9 @@ def rollout_failure(
     )
 
 
+LATE = "not finished within deadline_s = "
+
+
 def late(request: RolloutRequest) -> str:
     """The beginning of every message about a group's deadline."""
-    return f"not finished within deadline_s = {request.deadline_s:g}"
+    return f"{LATE}{request.deadline_s:g}"

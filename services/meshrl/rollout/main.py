@@ -36,7 +36,7 @@ from meshrl.rollout.player import Player
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.rollout.workers.fleet import WorkerFleet
 from meshrl.rollout.workers.outputs import log_environments
-from meshrl.rollout.workers.players import WorkerPlayer
+from meshrl.rollout.workers.pool import PooledPlayer
 
 STOP_GRACE_S = 5.0
 DELIVER_S = 10.0
@@ -123,7 +123,7 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
     table = GroupTable(max_concurrent=limit.rollouts, max_queued=config.max_queued)
     fleet = await stack.enter_async_context(WorkerFleet(config))
-    players: dict[str, Player] = {name: WorkerPlayer(fleet, name) for name in fleet.names}
+    players: dict[str, Player] = {name: PooledPlayer(fleet, name, config.client.failover_s) for name in fleet.names}
     for name in fleet.names:
         tasks = fleet.info(name).num_tasks or "infinitely many"
         logger.bind(env=name).info("environment {}: {} tasks, played by {}", name, tasks, fleet.workers_of(name))

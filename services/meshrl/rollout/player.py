@@ -1,6 +1,6 @@
 """The interface between `group_runner` and what plays rollouts: players, the groups they open, and what comes back.
 
-`episodes` implements it for this process, `workers.players` for worker processes; the runner does not know which.
+`episodes` implements it for this process, `workers.pool` for worker processes; the runner does not know which.
 """
 
 from __future__ import annotations
@@ -10,27 +10,40 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshrl.rollout.deadlines.stages import RolloutStage
-from meshrl.rollout.engines.capacity import EpisodeSizes
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 
 
 @dataclass(frozen=True)
 class SerializedRollouts:
-    """The rollouts of one episode, each as the bytes of a RunRolloutsResponse, which the front passes on unread."""
+    """The rollouts of one episode, each as the bytes of a RunRolloutsResponse, which are passed on unread."""
 
     messages: Sequence[bytes]
-    sizes: EpisodeSizes
+    sampled_tokens: int
 
 
 EpisodeResult = tuple[Rollout, ...] | SerializedRollouts | RolloutFailure
 """What one episode ended in: its rollouts, one for each agent that trains, or why there are none."""
 
 
+def refuse_unknown(environment: str, num_tasks: int | None, index: int) -> None:
+    """Raises MeshError UNKNOWN_TASK where there is no task at `index`; `num_tasks` None has them all."""
+    if num_tasks is not None and index >= num_tasks:
+        raise MeshError(Reason.UNKNOWN_TASK, f"{environment} has {num_tasks} tasks, there is no task {index}")
+
+
 class PlayableGroup(Protocol):
-    """A group whose task is found: its rollouts can be played."""
+    """A group whose rollouts can be played."""
+
+    late_s: float
+    """How long after the group's deadline the runner ends what is left of it: 0, or more where what plays it ends it
+    itself and knows better what it was doing."""
 
     async def play(self, index: int) -> EpisodeResult:
-        """Plays rollout `index` to its end; cancelling the call ends it. Raises nothing but CancelledError."""
+        """Plays rollout `index` to its end; cancelling the call ends it.
+
+        Raises MeshError where the group cannot be played as it is asked for, such as for a task that is unknown.
+        """
 
     def stage(self, index: int) -> RolloutStage | None:
         """What a rollout that is being played does now; None while that is not known."""
@@ -46,7 +59,7 @@ class Player(Protocol):
     def info(self) -> EnvironmentInfo: ...
 
     async def open(self, request: RolloutRequest) -> PlayableGroup:
-        """Finds the group's task; the caller keeps the deadline. Raises MeshError when there is none."""
+        """Makes the group playable; the caller keeps the deadline. Raises MeshError for one that cannot be played."""
 
     def opening(self, request: RolloutRequest) -> str:
-        """What a group waits for whose task is not found yet, for the message of its failures."""
+        """What a group waits for that is not open yet, for the message of its failures."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc
@@ -53,7 +53,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
 
     async def RunRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.RunRolloutsResponse | bytes]:
+    ) -> AsyncGenerator[pb.RunRolloutsResponse | bytes, None]:
         validate.validate_rollout_request(request)
         async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
             async for event in events:

@@ -1,4 +1,4 @@
-"""The tasks of one taskset by index, finite or not; asked once a group.
+"""The tasks of one taskset by index, finite or not; asked for each rollout of a group, or once for all of them.
 
 A finite taskset is held as a list. An infinite one is a generator: verifiers has no other way to a task than to draw
 all before it. So a run that resumes far along draws again up to where it stood, in a thread, once; its duration is
@@ -18,8 +18,11 @@ from pydantic import ValidationError
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
 
+from meshrl.rollout.player import refuse_unknown
 from meshrl.wire.errors import FieldViolation, MeshError, Reason
 
+MADE_TASKS = 256
+"""So many tasks that were made last are kept: the rollouts of a group, which may be asked for one by one, share one."""
 KEPT_TASKS = 4096
 """The first so many tasks of an infinite taskset are kept, because evaluations ask for them, and the latest."""
 CHUNK_S = 0.25
@@ -35,6 +38,7 @@ class TaskSource:
         self._finite: list[Task] | None = None
         self._task_at: Callable[[int], Task] | None = getattr(taskset, "task_at", None)
         self._num_tasks: int | None = getattr(taskset, "num_tasks", None) if self._task_at is not None else None
+        self._made: dict[int, asyncio.Task[Task]] = {}
         self._drawn = _Draws(taskset)
         self._waiting: dict[asyncio.Future[Task], int] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -58,15 +62,21 @@ class TaskSource:
 
         Of an infinite taskset it may take as long as drawing all tasks before it; cancel it to give up.
         """
-        if self.num_tasks is not None and index >= self.num_tasks:
-            raise MeshError(Reason.UNKNOWN_TASK, f"{self._name} has {self.num_tasks} tasks, there is no task {index}")
+        refuse_unknown(self._name, self.num_tasks, index)
         if self._finite is not None:
             return self._finite[index]
         if self._task_at is not None:
-            make = self._task_at
+            made = self._made.get(index)
+            if made is None:
+                make = self._task_at
+                work = asyncio.to_thread(lambda: _finished(self._taskset, make(index), index))
+                made = self._made[index] = asyncio.create_task(work)
+                if len(self._made) > MADE_TASKS:
+                    del self._made[next(iter(self._made))]
             try:
-                return await asyncio.to_thread(lambda: _finished(self._taskset, make(index), index))
+                return await asyncio.shield(made)
             except Exception as error:  # the taskset's own code; the group fails, with the reason
+                self._made.pop(index, None)
                 raise self._broken(index, error) from error
         if (task := self._drawn.kept(index)) is not None:
             return task

@@ -4,11 +4,13 @@ import asyncio
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from loguru import logger
 
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
 
 PATIENCE_S = 120.0
@@ -362,3 +364,42 @@ async def test_a_group_whose_deadline_passes_before_a_worker_has_opened_it_ends_
     assert len({failure.rollout_id for failure in failures}) == 2
     status = mesh.runner.status()
     assert (status.running, status.queued, dict(status.failures)) == (0, 0, {"DEADLINE_PASSED": 2})
+
+
+async def test_a_group_that_a_worker_refuses_is_refused_and_counts_no_failure(start_mesh, engine, make_group):
+    mesh = await start_mesh([engine], workers=1)
+    broken = make_group(task_payload='{"prompt": 7}', group_size=3, deadline_s=PATIENCE_S)
+    with pytest.raises(MeshError) as refusal:
+        await collect(mesh, broken)
+    assert refusal.value.reason is Reason.INVALID_REQUEST
+    assert refusal.value.violations[0].field.startswith("task_payload.")
+    status = mesh.runner.status()
+    assert (status.running, status.queued, dict(status.failures)) == (0, 0, {})
+    assert isinstance((await collect(mesh, make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "doing"),
+    [
+        ("hangs", r"it was in its rewards and metrics, [\d.]+ s into this stage"),
+        ("blocks", r"it was being played \(worker 1, held up by blocks in go_wrong \(mesh_zoo.py:\d+\)\), [\d.]+ s .*"),
+    ],
+)
+async def test_a_group_ends_at_its_deadline_with_what_it_did_also_where_its_worker_is_blocked(
+    start_mesh, engine, make_group, kind, doing
+):
+    mesh = await start_mesh([engine], env=[zoo(kind, deadlines={"blocked_s": 3600.0})], workers=1)
+    await mesh.client.list_environments()
+    began_s = time.monotonic()
+    *failures, summary = await collect(mesh, make_group(environment=kind, group_size=2, deadline_s=5.0))
+    assert time.monotonic() - began_s < 5.0 + 10.0  # as the contract has it
+    assert (summary.failed, {failure.reason for failure in failures}) == (2, {"DEADLINE_PASSED"})
+    words = [failure.message.partition(": ") for failure in failures]
+    assert {first for first, _, _ in words} == {"not finished within deadline_s = 5"}
+    assert any(re.fullmatch(doing, rest) for _, _, rest in words), words
+
+
+async def test_the_rollouts_of_a_group_have_the_seeds_of_their_places_in_it(start_mesh, engine, make_group):
+    mesh = await start_mesh([engine], workers=2, max_concurrent=2)
+    await collect(mesh, make_group(group_size=4, deadline_s=PATIENCE_S, sampling=Sampling(seed=100)))
+    assert sorted(body["sampling_params"]["seed"] for body in engine.requests) == [100, 101, 102, 103]

@@ -58,10 +58,7 @@ OTHER_MEANINGS = {
     "RankWorker": "a rank of the trainer",
     "Session": "one agent's run at a rollout service",
     "SessionBook": "those of all agents",
-    "SlotLimits": "the places for workers",
     "SlotUse": "the places for rollouts, as its metrics name them",
-    "WorkerSlot": "one place for a worker",
-    "slot": "of a worker",
     "worker": "a rank of the trainer",
     "sessions": "the agents' runs",
 }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshrl.rollout.workers.blame import MOST_TRIES, NO_ROLLOUT, NOBODY, Culprit, Fault, Tries
+from meshrl.rollout.workers.blame import MOST_TRIES, NOBODY, Culprit, Fault, Tries
 
 BUSY = ("good", "bad")
 
@@ -11,24 +11,22 @@ BUSY = ("good", "bad")
     ("culprit", "busy", "expected"),
     [
         (
-            Culprit("bad", (1, 0)),
+            Culprit("bad", "one"),
             BUSY,
-            {("bad", 1, 0): Fault.OWN, ("bad", 1, 1): Fault.UNKNOWN, ("good", 2, 0): Fault.OTHERS},
+            {("bad", "one"): Fault.OWN, ("bad", "two"): Fault.UNKNOWN, ("good", "three"): Fault.OTHERS},
         ),
         (
             Culprit("bad"),
             BUSY,
-            {("bad", 1, 0): Fault.OWN, ("bad", *NO_ROLLOUT): Fault.OWN, ("good", 2, 0): Fault.OTHERS},
+            {("bad", "one"): Fault.OWN, ("bad", "two"): Fault.OWN, ("good", "three"): Fault.OTHERS},
         ),
-        (NOBODY, BUSY, {("bad", 1, 0): Fault.UNKNOWN, ("good", 2, 0): Fault.UNKNOWN}),
-        (NOBODY, ("bad",), {("bad", 1, 0): Fault.OWN}),
+        (NOBODY, BUSY, {("bad", "one"): Fault.UNKNOWN, ("good", "three"): Fault.UNKNOWN}),
+        (NOBODY, ("bad",), {("bad", "one"): Fault.OWN}),
     ],
     ids=["a rollout", "an environment", "nobody knows", "there is one environment"],
 )
-def test_whose_fault_a_loss_is(
-    culprit: Culprit, busy: tuple[str, ...], expected: dict[tuple[str, int, int], Fault]
-) -> None:
-    found = {key: culprit.fault_of(key[0], (key[1], key[2]), busy) for key in expected}
+def test_whose_fault_a_loss_is(culprit: Culprit, busy: tuple[str, ...], expected: dict[tuple[str, str], Fault]) -> None:
+    found = {key: culprit.fault_of(*key, busy) for key in expected}
     assert found == expected
 
 

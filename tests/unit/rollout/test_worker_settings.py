@@ -3,7 +3,7 @@
 import math
 
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.workers.frames import WorkerSettings
+from meshrl.rollout.workers.process import WorkerSettings
 
 
 def test_a_configuration_reaches_the_worker_unchanged():

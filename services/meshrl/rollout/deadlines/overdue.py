@@ -1,8 +1,7 @@
 """Ends rollouts that overstep a deadline of their environment, in the process that plays them.
 
-Between the caller for a rollout and `episodes`, which plays it; only where the environment has a deadline. A rollout
-whose code blocks the event loop is ended by the front of the workers instead, which does not play; the time in which
-the loop stood still counts for none of the rollouts on it.
+Between the caller for a rollout and `episodes`, which plays it; only where the environment has a deadline. The time in
+which code blocked the event loop counts for none of the rollouts on it; a worker that is blocked for long is replaced.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ class TimedPlayer:
 
 class TimedGroup:
     """The episodes of one group, each ended when it is overdue. `ending` keeps what still cleans up behind that."""
+
+    late_s = 0.0
 
     def __init__(
         self,

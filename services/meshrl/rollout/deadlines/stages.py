@@ -1,7 +1,7 @@
 """The stages of a rollout, and what makes it overdue. No I/O, no clock: the time comes with each question.
 
-`episodes` holds the stage of a rollout, `overdue` and the workers' front hold it against the deadlines of its
-environment, and the log and the failures name it.
+`episodes` holds the stage of a rollout, `overdue` compares it with the deadlines of its environment, and the log and
+the failures name it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RolloutStage:
     began_s: float
     kind: StageKind = StageKind.OTHER
     worker: str = ""
-    """Which worker plays it, and what holds that up; "" without workers."""
+    """The worker process that plays it, which alone knows more, and what holds that up; "" in the process itself."""
 
     def seconds(self, now_s: float) -> float:
         return max(0.0, now_s - self.began_s)
@@ -54,7 +54,8 @@ class RolloutStage:
 
     def describe(self, now_s: float) -> str:
         """For the message of the one that ends the rollout."""
-        return f"it was {self.what}, {self.seconds(now_s):.1f} s into this stage"
+        place = f" ({self.worker})" if self.worker else ""
+        return f"it was {self.what}{place}, {self.seconds(now_s):.1f} s into this stage"
 
 
 BEGINNING = "beginning its episode"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.types import Rollout
 
 _VLLM_CACHE = "vllm:cache_config_info"
@@ -88,11 +89,25 @@ class EpisodeSizes:
         completion.
         """
         samples = [(len(one.token_ids), int(one.loss_mask.sum())) for rollout in rollouts for one in rollout.samples]
+        return cls._of(samples, [rollout.timings_s for rollout in rollouts])
+
+    @classmethod
+    def of_messages(cls, messages: Sequence[bytes]) -> EpisodeSizes:
+        """The same of RunRolloutsResponses with those rollouts."""
+        rollouts = [pb.RunRolloutsResponse.FromString(message).rollout for message in messages]
+        samples = [
+            (len(one.loss_mask.data), one.loss_mask.data.count(1)) for rollout in rollouts for one in rollout.samples
+        ]
+        return cls._of(samples, [rollout.timings_s for rollout in rollouts])
+
+    @classmethod
+    def _of(cls, samples: Sequence[tuple[int, int]], timings_s: Sequence[Mapping[str, float]]) -> EpisodeSizes:
+        """`samples` are the tokens of each, in all and sampled."""
         return cls(
             sampled_tokens=sum(sampled for _, sampled in samples),
             held_tokens=max((length - sampled / 2 for length, sampled in samples), default=0.0),
-            total_s=max((rollout.timings_s.get("total", 0.0) for rollout in rollouts), default=0.0),
-            calls_s=sum(rollout.timings_s.get("generation", 0.0) for rollout in rollouts),
+            total_s=max((timings.get("total", 0.0) for timings in timings_s), default=0.0),
+            calls_s=sum(timings.get("generation", 0.0) for timings in timings_s),
         )
 
 
@@ -124,13 +139,13 @@ class RolloutLimit:
     def __init__(self, fixed: int | None) -> None:
         self.shape = RolloutShape()
         self.rollouts = UNKNOWN_SLOTS if fixed is None else fixed
+        self.follows_engines = fixed is None
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
-        self._fixed = fixed
 
     def follow(self, engines: Mapping[str, EngineCapacity]) -> bool:
         """Counts the engines that may get calls now, by their URLs; whether the limit has changed. Without any it stays
         as it was."""
-        if self._fixed is not None or not engines:
+        if not self.follows_engines or not engines:
             return False
         shape, before = self.shape, self.rollouts
         held = {url: capacity.sequences(shape.held_tokens) for url, capacity in engines.items()}

@@ -1,6 +1,6 @@
 """Decides whose doing it was that a worker was lost or left, and which of its rollouts are played again. No I/O.
 
-Used by the workers' front. The rollout that did it fails. A rollout beside it that belongs to another environment is
+Used by the pool of workers. The rollout that did it fails. A rollout beside it that belongs to another environment is
 played again as often as it takes, until the deadline of its group. One of the same environment, or of any environment
 where nobody knows who did it, may be the next to do it, so its losses are counted.
 """
@@ -11,11 +11,8 @@ import enum
 from collections.abc import Collection
 from dataclasses import dataclass
 
-RolloutKey = tuple[int, int]
-"""Number of a group in its worker, and index of the rollout in the group."""
-
-NO_ROLLOUT: RolloutKey = (-1, -1)
-"""Code of an environment that belongs to none of its rollouts, such as that of its taskset."""
+NO_ROLLOUT = ""
+"""Code of an environment that belongs to none of its rollouts."""
 
 MOST_TRIES = 3
 
@@ -30,12 +27,12 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Whose code it was: `environment` "" and `rollout` NO_ROLLOUT where that is not known."""
+    """Whose code it was: `environment` "" and `rollout`, the id of its call, NO_ROLLOUT where that is not known."""
 
     environment: str = ""
-    rollout: RolloutKey = NO_ROLLOUT
+    rollout: str = NO_ROLLOUT
 
-    def fault_of(self, environment: str, rollout: RolloutKey, busy: Collection[str]) -> Fault:
+    def fault_of(self, environment: str, rollout: str, busy: Collection[str]) -> Fault:
         """Whose doing it was, for a rollout of `environment`; `busy` are the environments that the worker played.
 
         What is known of one environment alone is its own doing, as with memory, which belongs to no rollout.

@@ -1,11 +1,11 @@
 """All workers of the service: which environment is played where, and what happens when a worker is lost.
 
-The players (`players`) get a worker from it for each group. Environments share the workers of `rollout.workers` unless
+The players (`pool`) get a worker from it for each group. Environments share the workers of `rollout.workers` unless
 they ask for their own. When a shared worker is lost, the environment whose code did it gets workers of its own, so that
 it costs the others nothing from then on; if the cause is unknown, each that played there gets its own, and the next
 loss shows it. Where code blocks a shared worker, the worker is left to its environment for good within about a second,
-and the others go on elsewhere. A standby, which has loaded the shared environments too, takes the place of a lost
-worker at once, and the lost one's slot starts the next standby.
+and the others go on elsewhere. A standby, which has loaded the shared environments too, takes over from a lost
+worker at once, and the lost one's place starts the next standby.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.deadlines.stages import overdue
-from meshrl.rollout.workers.blame import NO_ROLLOUT
+from meshrl.rollout.workers.place import Loss, PlaceLimits, WorkerPlace
 from meshrl.rollout.workers.process import WorkerProcess
-from meshrl.rollout.workers.slot import Loss, SlotLimits, WorkerSlot
 from meshrl.wire.types import EnvironmentInfo
 
 LOOK_EVERY_S = 0.25
@@ -54,18 +52,17 @@ class WorkerFleet:
         self._shared_names = {name for name in self._entries if name not in own}
         self._changed = Pulse()
         self._numbers = itertools.count(1)
-        self._groups = itertools.count(1)
         shared = count_of(config) if self._shared_names else 0
-        self._shared = [self._slot(None) for _ in range(shared)]
-        self._own = {name: [self._slot(name) for _ in range(count)] for name, count in own.items()}
+        self._shared = [self._place(None) for _ in range(shared)]
+        self._own = {name: [self._place(name) for _ in range(count)] for name, count in own.items()}
         self._with_standby = config.standby and shared > 0
-        self._standby: WorkerSlot | None = None
+        self._standby: WorkerPlace | None = None
         self._infos: dict[str, EnvironmentInfo] = {}
         self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> WorkerFleet:
         """Starts all workers. Raises ConfigError when an environment cannot be loaded."""
-        started = await asyncio.gather(*(slot.first() for slot in self._slots()), return_exceptions=True)
+        started = await asyncio.gather(*(place.first() for place in self._places()), return_exceptions=True)
         for worker in started:
             if isinstance(worker, BaseException):
                 await self.__aexit__()
@@ -79,7 +76,7 @@ class WorkerFleet:
         if self._looking is not None:
             self._looking.cancel()
         grace_s = EXPORT_GRACE_S if any(os.environ.get(name) for name in ENDPOINT_VARIABLES) else STOP_GRACE_S
-        await asyncio.gather(*(slot.close(grace_s) for slot in self._slots_and_standby()))
+        await asyncio.gather(*(place.close(grace_s) for place in self._places_and_standby()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,7 +85,7 @@ class WorkerFleet:
 
     def workers_of(self, environment: str) -> str:
         """The workers that play an environment, in words."""
-        numbers = [slot.number for slot in self._slots_of(environment)]
+        numbers = [place.number for place in self._places_of(environment)]
         which = f"worker {numbers[0]}" if len(numbers) == 1 else f"workers {numbers[0]} to {numbers[-1]}"
         return which + (" of its own" if environment in self._own else "")
 
@@ -98,67 +95,60 @@ class WorkerFleet:
     def in_flight(self) -> Mapping[str, int]:
         """Model calls in flight by engine, over all workers."""
         calls: Counter[str] = Counter()
-        for slot in self._slots():
-            if slot.worker is not None:
-                calls.update(slot.worker.in_flight)
+        for place in self._places():
+            if place.worker is not None:
+                calls.update(place.worker.in_flight)
         return calls
 
-    def next_group(self) -> int:
-        """A number for a group, which no other has."""
-        return next(self._groups)
-
-    def plays_here(self, environment: str, worker: WorkerProcess) -> bool:
-        """True while groups of the environment may go on in this worker."""
-        return worker.usable and any(slot.worker is worker for slot in self._slots_of(environment))
-
-    async def worker_for(self, environment: str) -> WorkerProcess:
-        """The worker for the next group: the least loaded one, of those that answer where there are some. Waits for
-        one that is being started."""
+    async def worker_for(self, environment: str, before: WorkerProcess | None) -> WorkerProcess:
+        """The worker for a rollout: the one that played its group `before`, else the least loaded. Waits for one that
+        is being started; one whose event loop is blocked is used where there is no other.
+        """
         while True:
             upcoming = self._changed.upcoming
-            usable = [slot.worker for slot in self._slots_of(environment) if slot.worker and slot.worker.usable]
+            usable = [place.worker for place in self._places_of(environment) if place.worker and place.worker.usable]
+            if before in usable and not before.hold():
+                return before
             if usable:
                 return min(usable, key=lambda worker: (worker.hold() is not None, worker.load))
             await upcoming.wait()
 
     def waits_for(self, environment: str) -> str:
-        """What a group waits for that no worker has opened yet."""
-        now_s, slots = time.monotonic(), self._slots_of(environment)
-        if any(slot.worker is not None and slot.worker.usable for slot in slots):
-            return "waiting for a worker to find the group's task"
-        soonest = min((slot.again_at_s for slot in slots), default=now_s)
+        """What a rollout waits for that no worker plays."""
+        now_s = time.monotonic()
+        soonest = min((place.again_at_s for place in self._places_of(environment)), default=now_s)
         return f"waiting for a worker, the next of which starts in {max(0.0, soonest - now_s):.0f} s"
 
-    def _slots(self) -> list[WorkerSlot]:
+    def _places(self) -> list[WorkerPlace]:
         return [*self._shared, *itertools.chain.from_iterable(self._own.values())]
 
-    def _slots_and_standby(self) -> list[WorkerSlot]:
-        return self._slots() if self._standby is None else [*self._slots(), self._standby]
+    def _places_and_standby(self) -> list[WorkerPlace]:
+        return self._places() if self._standby is None else [*self._places(), self._standby]
 
-    def _slots_of(self, environment: str) -> list[WorkerSlot]:
+    def _places_of(self, environment: str) -> list[WorkerPlace]:
         return self._own.get(environment, self._shared)
 
-    def _slot(self, environment: str | None) -> WorkerSlot:
-        """A slot of one environment, or for those that share."""
+    def _place(self, environment: str | None) -> WorkerPlace:
+        """A place of one environment, or for those that share."""
         if environment is None and len(self._shared_names) == 1:
             (environment,) = self._shared_names
         if environment is None:
-            limits = SlotLimits(self._blocked_s, self._max_memory_mib)
-            hosts: tuple[Callable[[], Collection[str]], SlotLimits] = self._sharing, limits
+            limits = PlaceLimits(self._blocked_s, self._max_memory_mib)
+            hosts: tuple[Callable[[], Collection[str]], PlaceLimits] = self._sharing, limits
         else:
             hosts = self._alone(environment)
-        return WorkerSlot(next(self._numbers), self._config, *hosts, self._on_lost, self._changed.beat)
+        return WorkerPlace(next(self._numbers), self._config, *hosts, self._on_lost, self._changed.beat)
 
-    def _alone(self, environment: str) -> tuple[Callable[[], Collection[str]], SlotLimits]:
-        """What the slot of one environment starts its workers with."""
+    def _alone(self, environment: str) -> tuple[Callable[[], Collection[str]], PlaceLimits]:
+        """What the place of one environment starts its workers with."""
         entry, names = self._entries[environment], (environment,)
-        limits = SlotLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
+        limits = PlaceLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
         return lambda: names, limits
 
     def _start_standby(self) -> None:
         """Has a worker ready where environments share: one that they lose would hold the others up."""
         if self._with_standby and self._standby is None and len(self._shared_names) > 1:
-            self._standby = self._slot(None)
+            self._standby = self._place(None)
             self._standby.keep_starting()
 
     def _sharing(self) -> tuple[str, ...]:
@@ -168,8 +158,8 @@ class WorkerFleet:
         """Finds out whose doing it was, moves that environment where others shared the worker, and answers for what
         the worker had."""
         hosted, number = worker.settings.names, worker.settings.number
-        busy = {assigned.environment for assigned in worker.rollouts.values()}
-        busy |= {environment for environment, _ in worker.groups.values()}
+        played = Counter(call.environment for call in worker.calls.values())
+        busy = set(played)
         suspects = {loss.culprit.environment} if loss.culprit.environment else busy
         known = len(suspects) == 1
         causes = {name: f"environment {name}: its worker {number} {loss.words}" for name in busy}
@@ -180,9 +170,6 @@ class WorkerFleet:
             logger.error("worker {}, which played {}, {}", number, names, loss.words)
         sharing = self._shared_names.intersection(hosted)
         if len(sharing) > 1:
-            played: Counter[str] = Counter()
-            for environment, size in worker.groups.values():
-                played[environment] += size
             for name in sorted(suspects & sharing, key=lambda name: (-played[name], name)):
                 self._move_out(name, known=known)
         self._replace(number)
@@ -194,24 +181,24 @@ class WorkerFleet:
         """Gives an environment a worker of its own from now on."""
         self._shared_names.discard(name)
         if self._standby is not None and not known:  # what played most goes on at once
-            slot, self._standby = self._standby, None
-            slot.host(*self._alone(name))
+            place, self._standby = self._standby, None
+            place.host(*self._alone(name))
         else:
-            slot = self._slot(name)
-            slot.keep_starting()
-        self._own[name] = [slot]
+            place = self._place(name)
+            place.keep_starting()
+        self._own[name] = [place]
         why = "so that others keep their pace" if known else "to find out whose code it was"
         logger.bind(env=name).warning(
             "environment {} gets worker {} of its own, {}; isolated = true does so from the start",
-            name, slot.number, why,
+            name, place.number, why,
         )  # fmt: skip
 
-    def _leave_to_blocker(self, slot: WorkerSlot) -> None:
+    def _leave_to_blocker(self, place: WorkerPlace) -> None:
         """Has the others go on elsewhere while the code of one environment blocks a worker that they share.
 
         Where the standby is ready it takes the worker's place, and the blocker keeps the worker as its own.
         """
-        worker, standby = slot.worker, self._standby
+        worker, standby = place.worker, self._standby
         hold = worker.hold() if worker is not None and worker.usable else None
         if worker is None or hold is None or not hold.culprit.environment or hold.seconds < LEFT_AFTER_S:
             return
@@ -220,14 +207,14 @@ class WorkerFleet:
             standby is not None and standby.worker is not None and standby.worker.usable,
         )
         if standby is not None and ready and name in self._shared_names and len(self._shared_names) > 1:
-            logger.info("worker {} takes the place of worker {}", standby.number, slot.number)
-            self._shared[self._shared.index(slot)], self._standby = standby, None
+            logger.info("worker {} takes the place of worker {}", standby.number, place.number)
+            self._shared[self._shared.index(place)], self._standby = standby, None
             self._shared_names.discard(name)
-            self._own[name] = [slot]
-            slot.host(*self._alone(name))
+            self._own[name] = [place]
+            place.host(*self._alone(name))
             logger.bind(env=name).warning(
                 "environment {} keeps worker {}, which it blocks in {}, to itself, so that others keep their pace;"
-                " isolated = true gives it one from the start", name, slot.number, hold.where,
+                " isolated = true gives it one from the start", name, place.number, hold.where,
             )  # fmt: skip
             self._start_standby()
         elif not any(one.worker and one.worker.usable and not one.worker.hold() for one in self._shared):
@@ -237,7 +224,7 @@ class WorkerFleet:
 
     def _replace(self, number: int) -> None:
         """Puts the standby in the place of the shared worker `number`, which is lost."""
-        lost = next((slot for slot in self._shared if slot.number == number), None)
+        lost = next((place for place in self._shared if place.number == number), None)
         if lost is None:  # it was not shared, or stood by
             return
         if self._standby is not None:
@@ -256,30 +243,13 @@ class WorkerFleet:
             now_s = time.monotonic()
             stood_still_s = now_s - looked_s - LOOK_EVERY_S
             looked_s = now_s
-            for slot in self._slots_and_standby():
+            for place in self._places_and_standby():
                 if stood_still_s > STOOD_STILL_S:
-                    slot.forgive(stood_still_s)
+                    place.forgive(stood_still_s)
                     continue
-                if slot in self._shared:
-                    self._leave_to_blocker(slot)
-                slot.look()
-                if slot.worker is not None and (slot.worker.hold() is not None or now_s - slot.worker.heard_s > 1.0):
-                    self._end_overdue(slot.worker)
-
-    def _end_overdue(self, worker: WorkerProcess) -> None:
-        """Gives rollouts up that are overdue in a worker that cannot do so itself: its event loop stands still.
-
-        One that another holds up is not late by its own doing, and is played again when the worker is replaced.
-        """
-        now_s, hold = time.time(), worker.hold()
-        for (group, index), assigned in list(worker.rollouts.items()):
-            if hold is not None and hold.culprit.rollout not in (NO_ROLLOUT, (group, index)):
-                continue
-            deadlines = self._entries[assigned.environment].deadlines
-            late = overdue(deadlines, assigned.stage, assigned.began_s, now_s)
-            if late and not assigned.answer.done():
-                stage = worker.stage(group, index) or assigned.stage
-                worker.give_up(group, index, f"{late}: {stage.describe(now_s)} ({stage.worker})")
+                if place in self._shared:
+                    self._leave_to_blocker(place)
+                place.look()
 
 
 def _asks_for_own(entry: EnvConfig) -> bool:

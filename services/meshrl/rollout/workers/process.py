@@ -1,7 +1,9 @@
-"""The front's side of one worker process: sends it groups and rollouts, receives their results, and ends it.
+"""The front's side of one worker process: starts it, calls the rollout service that it is, and ends it.
 
-Owned by a slot of the fleet, which starts another process when this one is lost. Every question to a worker ends with
-an answer or with `WorkerLostError`.
+Owned by a place of the fleet, which starts another process when this one is lost. A worker serves RolloutService on a
+Unix socket that its front alone can open, and is called once for each rollout. What the service cannot report comes as
+one JSON object a line over a socket pair: that it is ready or unusable, that its event loop is blocked and by whom, and
+whose code ends it. The pair's end shows each side that the other one leaves.
 """
 
 from __future__ import annotations
@@ -16,30 +18,66 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 
-from google.rpc import status_pb2
+import grpc.aio
 
+from meshrl.client import ChannelOptions, RolloutClient
+from meshrl.client.credentials import INSECURE
 from meshrl.core.config import ConfigError
 from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
-from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
-from meshrl.rollout.player import EpisodeResult
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.deadlines.waiting_report import log_waiting
 from meshrl.rollout.rendering.tokenizer_folders import known_class
-from meshrl.rollout.workers.blame import NO_ROLLOUT, NOBODY, Culprit, Fault
-from meshrl.rollout.workers.frames import Channel, FrameKind, Heartbeat, WorkerSettings, unpack_rollouts
+from meshrl.rollout.workers.blame import NOBODY, Culprit, Fault
 from meshrl.v1 import rollout_pb2 as pb
-from meshrl.wire import convert
-from meshrl.wire.errors import MeshError, Reason, from_rpc_status
-from meshrl.wire.types import EnvironmentInfo, RolloutFailure
+from meshrl.wire.errors import MeshError, Reason, from_rpc_error
+from meshrl.wire.types import EnvironmentInfo
 
 PRELOADED = "meshrl.rollout.workers.preload"
 ANY_TOKENIZER = "meshrl.rollout.workers.preload_tokenizers"
 EXIT_CODE_S = 5.0
 ALARM_IS_FRESH_S = 2.0
+LOOK_EVERY_S = 1.0
+"""How often a worker is asked for its status, which shows that its event loop runs."""
+LOOK_DEADLINE_S = 5.0
+CALL_MARGIN_S = 15.0
+VERDICT_S = 15.0
+"""How long a broken call waits to be told how its worker was lost."""
+
+_GONE = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """Worker `number` hosts the environments `names` of `config`."""
+
+    number: int
+    config: RolloutConfig
+    names: Sequence[str]
+    max_memory_mib: int
+    mark: str = ""
+    """In the environment variables of every process that the worker starts, so that they can be found and ended."""
+    socket: str = ""
+    """Path of the Unix socket that it serves on."""
+
+    def encode(self) -> str:
+        """As JSON. Keys that are not set stay so: they have their defaults in the worker too."""
+        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
+        return json.dumps(fields | {"config": self.config.model_dump(exclude_unset=True)}, default=str)  # paths
+
+    @classmethod
+    def decode(cls, text: str) -> WorkerSettings:
+        # Not by pydantic's own JSON parser: it refuses a default that is a Path, and has no infinity.
+        fields = json.loads(text)
+        return cls(**fields | {"config": RolloutConfig.model_validate(fields["config"])})
 
 
 class WorkerLostError(Exception):
@@ -58,27 +96,47 @@ class Hold:
     where: str
     seconds: float
 
-    @classmethod
-    def decode(cls, payload: bytes) -> Hold:
-        told = json.loads(payload)
-        return cls(Culprit(told["environment"], tuple(told["rollout"])), told["where"], told["seconds"])
-
 
 @dataclass
-class Assigned:
-    """A rollout that a worker plays. `began_s` and the stage are of time.time."""
+class WorkerCall:
+    """A rollout that a worker plays; `limit` ends the call, for the reason in `lost`."""
 
     environment: str
-    answer: asyncio.Future[EpisodeResult]
-    began_s: float
-    stage: RolloutStage
+    limit: asyncio.Timeout
+    lost: WorkerLostError | None = None
+
+    def lose(self, error: WorkerLostError) -> None:
+        if self.lost is None:
+            self.lost = error
+            self.limit.reschedule(0.0)
+
+
+class WorkerClient(RolloutClient):
+    """Calls a worker; what it streams stays bytes."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"unix:{path}", ChannelOptions(credentials=INSECURE, keepalive_s=3600.0))
+        self._play = self._channel.unary_stream(
+            f"/{self.service}/RunRollouts", request_serializer=pb.RunRolloutsRequest.SerializeToString
+        )
+
+    async def play(self, request: pb.RunRolloutsRequest) -> list[bytes]:
+        """The messages of a whole stream. Raises MeshError."""
+        limit_s = request.deadline_s + CALL_MARGIN_S
+        call = self._play(request, timeout=limit_s)
+        try:
+            return [message async for message in call]
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, call=f"RunRollouts of {self.address}", deadline_s=limit_s) from error
+        finally:
+            call.cancel()
 
 
 _ONE_AT_A_TIME = threading.Lock()
 """multiprocessing reads the exit codes of all its children whenever it starts one; only one thread may do that."""
 
 
-def new_process(front: socket.socket, alarm: socket.socket, settings: WorkerSettings) -> BaseProcess:
+def new_process(reports: socket.socket, settings: WorkerSettings) -> BaseProcess:
     """Starts a worker; blocking. The first one waits until a fork server has imported what workers need, which takes
     seconds; those after it take milliseconds. Where there are no fork servers each imports for itself.
     """
@@ -89,7 +147,7 @@ def new_process(front: socket.socket, alarm: socket.socket, settings: WorkerSett
         known = known_class(config.tokenizer or config.model.name) is not None
         multiprocessing.set_forkserver_preload([PRELOADED] if known else [PRELOADED, ANY_TOKENIZER])
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # typeshed has it on each kind of context
-        target=run_worker, args=(front, alarm, settings.encode()), name=f"rollout-worker-{settings.number}"
+        target=run_worker, args=(reports, settings.encode()), name=f"rollout-worker-{settings.number}"
     )
     with _ONE_AT_A_TIME:
         process.start()
@@ -103,22 +161,26 @@ def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
         return process.exitcode
 
 
-def run_worker(front: socket.socket, alarm: socket.socket, order: str) -> None:
+def run_worker(reports: socket.socket, order: str) -> None:
     """What a worker's process does; the front does not import it."""
     from meshrl.rollout.workers import worker
 
-    worker.main(front, alarm, order)
+    worker.main(reports, order)
 
 
 class WorkerProcess:
     """One worker process. Use from one event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.settings = replace(settings, mark=secrets.token_hex(16))
+        mark = secrets.token_hex(16)
+        self.settings = replace(settings, mark=mark, socket=f"{get_temp_dir()}/worker-{mark}")
         self.infos: tuple[EnvironmentInfo, ...] = ()
-        self.in_flight: dict[str, int] = {}
-        self.rollouts: dict[tuple[int, int], Assigned] = {}
-        self.groups: dict[int, tuple[str, int]] = {}  # environment and size
+        self.in_flight: Mapping[str, int] = {}
+        """Its model calls, by engine."""
+        self.calls: dict[str, WorkerCall] = {}
+        """The rollouts that it plays, by request_id."""
+        self.load = 0
+        """Rollouts of the groups that are played here."""
         self.heard_s = time.monotonic()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
@@ -127,46 +189,41 @@ class WorkerProcess:
         """Whose code ends the process, as far as it has reported that."""
         self.ended_by = ""
         """Why the front ended it, "" where it did not."""
-        self._opening: dict[int, asyncio.Future[None]] = {}
         self._held: tuple[Hold, float] | None = None
         self._process: BaseProcess | None = None
-        self._front: Channel | None = None
-        self._alarm: Channel | None = None
+        self._client: WorkerClient | None = None
+        self._reports: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._asked_to_stop = False
         self._loaded_mib = 0
 
     async def start(self) -> None:
         """Starts the process; `ready` returns when its environments are loaded, or why they cannot be (ConfigError)."""
-        front, its_front = socket.socketpair()
-        alarm, its_alarm = socket.socketpair()
+        ours, theirs = socket.socketpair()
 
         def abandon(started: asyncio.Future[BaseProcess]) -> None:
-            for end in (front, its_front, alarm, its_alarm):
-                end.close()
+            ours.close()
+            theirs.close()
             if not started.cancelled() and started.exception() is None:
                 started.result().kill()
 
-        starting = asyncio.get_running_loop().run_in_executor(None, new_process, its_front, its_alarm, self.settings)
+        starting = asyncio.get_running_loop().run_in_executor(None, new_process, theirs, self.settings)
         try:
             self._process = await asyncio.shield(starting)
         except BaseException:  # a thread cannot be stopped: what it starts is ended when it has been started
             starting.add_done_callback(abandon)
             self.gone.set()
             raise
-        its_front.close()
-        its_alarm.close()
-        self._front = await Channel.over(front, self._on_frame, self.gone.set)
-        self._alarm = await Channel.over(alarm, self._on_frame)
+        theirs.close()
+        self._client = WorkerClient(self.settings.socket)
+        reports, self._reports = await asyncio.open_connection(sock=ours)
+        self._reading = asyncio.create_task(self._read(reports))
         self.heard_s = time.monotonic()
 
     @property
-    def load(self) -> int:
-        """Rollouts of the groups that it has."""
-        return sum(size for _, size in self.groups.values())
-
-    @property
     def usable(self) -> bool:
-        """True while it takes groups."""
+        """True while it takes rollouts."""
         return self.ready.done() and not self.gone.is_set() and not self.ended_by and not self._asked_to_stop
 
     def hold(self) -> Hold | None:
@@ -177,95 +234,58 @@ class WorkerProcess:
         since_s = time.monotonic() - said_s
         return replace(hold, seconds=hold.seconds + since_s) if since_s < ALARM_IS_FRESH_S else None
 
-    async def open(self, group: int, environment: str, size: int, payload: bytes) -> None:
-        """Has it find the task of a group. Raises what the environment's player does, and WorkerLostError."""
-        assert self._front is not None  # started
-        self.groups[group] = (environment, size)
-        opening = self._opening[group] = asyncio.get_running_loop().create_future()
-        self._front.send(FrameKind.OPEN, group, payload=payload)
+    async def play(self, environment: str, request: pb.RunRolloutsRequest) -> list[bytes]:
+        """Has it play a group of one rollout; returns what it streams, the summary last.
+
+        Raises MeshError where it refuses, and WorkerLostError where it is lost, or left to another environment.
+        """
+        assert self._client is not None  # started
+        call = self.calls[request.request_id] = WorkerCall(environment, asyncio.timeout(None))
         try:
-            await opening
-        except BaseException:
-            self.close_group(group)
-            raise
+            async with call.limit:
+                try:
+                    return await self._client.play(request)
+                except MeshError as error:
+                    if error.reason not in _GONE:
+                        raise
+                    await asyncio.sleep(VERDICT_S)  # `lose` ends it
+                    words = f"environment {environment}: its worker {self.settings.number} broke the call: {error}"
+                    raise WorkerLostError(words, Fault.UNKNOWN) from error
+        except TimeoutError:
+            if call.lost is None:
+                raise
+            raise call.lost from None
         finally:
-            self._opening.pop(group, None)
+            del self.calls[request.request_id]
 
-    async def play(self, group: int, index: int) -> EpisodeResult:
-        """Has it play a rollout. Raises WorkerLostError, and MeshError for one that is given up."""
-        assert self._front is not None  # started
-        if group not in self.groups:  # lost since it was opened
-            raise WorkerLostError("the worker is gone", Fault.OTHERS)
-        environment, now_s = self.groups[group][0], time.time()
-        answer: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
-        stage = RolloutStage(BEGINNING, now_s, StageKind.SETUP)
-        self.rollouts[group, index] = Assigned(environment, answer, now_s, stage)
-        self._front.send(FrameKind.PLAY, group, index)
-        try:
-            return await answer
-        finally:
-            self.rollouts.pop((group, index), None)
-
-    def cancel(self, group: int, index: int) -> None:
-        """Has it end a rollout, without waiting for that."""
-        if self._front is not None:
-            self._front.send(FrameKind.CANCEL, group, index)
-
-    def give_up(self, group: int, index: int, why: str) -> None:
-        """Fails a rollout as overdue, whatever the worker does."""
-        self.rollouts[group, index].answer.set_exception(MeshError(Reason.DEADLINE_PASSED, why))
-        self.cancel(group, index)
-
-    def close_group(self, group: int) -> None:
-        if self.groups.pop(group, None) is not None and self._front is not None:
-            self._front.send(FrameKind.CLOSE, group)
-
-    def stage(self, group: int, index: int) -> RolloutStage | None:
-        """A rollout's reported stage."""
-        assigned = self.rollouts.get((group, index))
-        if assigned is None:
-            return None
-        worker, hold = f"worker {self.settings.number}", self.hold()
-        if hold is not None:
-            worker += f", held up by {hold.culprit.environment or 'nobody known'} in {hold.where}"
-        return replace(assigned.stage, worker=worker)
-
-    def lose(self, causes: dict[str, str], culprit: Culprit) -> None:
-        """Fails all that waits for it, since it is lost; `causes` are the words for each environment."""
-        waiting = [(assigned.environment, key, assigned.answer) for key, assigned in self.rollouts.items()]
-        for group, opening in self._opening.items():
-            waiting.append((self.groups[group][0], NO_ROLLOUT, opening))  # type: ignore[arg-type]  # only gets an error
-        for environment, key, future in waiting:
-            if not future.done():
-                fault = culprit.fault_of(environment, key, causes)
-                future.set_exception(WorkerLostError(causes[environment], fault))
-        self.groups.clear()
+    def lose(self, causes: Mapping[str, str], culprit: Culprit) -> None:
+        """Fails what it plays, since it is lost; `causes` are the words for each environment."""
+        for request_id, call in self.calls.items():
+            fault = culprit.fault_of(call.environment, request_id, causes)
+            call.lose(WorkerLostError(causes[call.environment], fault))
 
     def leave_to(self, environment: str) -> None:
         """Has everything be played elsewhere that is not of this environment, whose code holds the worker up."""
-        left = WorkerLostError(
-            f"its worker {self.settings.number} is blocked by environment {environment}", Fault.OTHERS
-        )
-        for (group, index), assigned in list(self.rollouts.items()):
-            if assigned.environment != environment and not assigned.answer.done():
-                assigned.answer.set_exception(left)
-                self.cancel(group, index)
-        for group, opening in self._opening.items():
-            if self.groups[group][0] != environment and not opening.done():
-                opening.set_exception(left)
-        for group in [group for group, (name, _) in self.groups.items() if name != environment]:
-            self.close_group(group)
+        words = f"its worker {self.settings.number} is blocked by environment {environment}"
+        for call in self.calls.values():
+            if call.environment != environment:
+                call.lose(WorkerLostError(words, Fault.OTHERS))
 
     def kill(self, why: str) -> None:
         """Ends the process and the programs that it started, at once."""
         self.ended_by = self.ended_by or why
         self._signal_group(alive=True)
 
-    def stop(self) -> None:
-        """Asks it to close its environments and exit."""
+    async def stop(self) -> None:
+        """Ends the connection to it, and asks it to close its environments and exit."""
         self._asked_to_stop = True
-        if self._front is not None:
-            self._front.send(FrameKind.STOP)
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._client is not None:
+            await self._client.close()
+        if self._reports is not None:
+            with suppress(OSError):  # it has ended
+                self._reports.write_eof()
 
     async def wait_gone(self) -> str:
         """Waits for its end; returns the cause. Nothing of it runs on afterwards."""
@@ -278,14 +298,20 @@ class WorkerProcess:
         if code is None:
             code = await asyncio.to_thread(exit_code, process, EXIT_CODE_S)
         await asyncio.to_thread(end_marked, WORKER_MARK, self.settings.mark)  # what it started in a session of its own
-        self.close()
         return how_it_ended(code)
 
-    def close(self) -> None:
-        """Closes the sockets to a process that has been ended."""
-        for channel in (self._front, self._alarm):
-            if channel is not None:
-                channel.close()
+    async def close(self) -> None:
+        """Closes what is open to a process that has been ended, after `lose`."""
+        await asyncio.sleep(0)  # its calls end first, as lost ones: a closed channel would cancel them
+        for task in (self._reading, self._looking):
+            if task is not None:
+                task.cancel()
+        if self._reports is not None:
+            self._reports.close()
+        if self._client is not None:
+            await self._client.close()
+        with suppress(FileNotFoundError):  # it never served, or has removed it itself
+            os.unlink(self.settings.socket)
 
     def grown_mib(self) -> int:
         """Memory that it has taken since its environments were loaded, in MiB; 0 if the system does not report it."""
@@ -312,39 +338,43 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
-    def _on_frame(self, kind: FrameKind, group: int, index: int, payload: bytes) -> None:
-        self.heard_s = time.monotonic()
-        if kind is FrameKind.FINISHED:
-            self._answer(group, index, unpack_rollouts(payload))
-        elif kind is FrameKind.FAILED:
-            self._answer(group, index, convert.from_proto(RolloutFailure, pb.RolloutFailure.FromString(payload)))
-        elif kind is FrameKind.HEARTBEAT:
-            self._held = None
-            beat = Heartbeat.decode(payload)
-            self.in_flight = dict(beat.in_flight)
-            for number, place, stage in beat.stages:
-                if (assigned := self.rollouts.get((number, place))) is not None:
-                    assigned.stage = stage
-        elif kind is FrameKind.OPENED:
-            if (opening := self._opening.get(group)) is not None and not opening.done():
-                opening.set_result(None)
-        elif kind is FrameKind.REFUSED:
-            if (opening := self._opening.get(group)) is not None and not opening.done():
-                opening.set_exception(from_rpc_status(status_pb2.Status.FromString(payload)))
-        elif kind is FrameKind.BLOCKED:
-            self._held = (Hold.decode(payload), time.monotonic())
-        elif kind is FrameKind.LEAVING:
-            told = json.loads(payload)
-            self.exiter = Culprit(told["environment"], tuple(told["rollout"]))
-        elif kind is FrameKind.READY and not self.ready.done():
-            listed = pb.ListEnvironmentsResponse.FromString(payload).environments
-            self.infos = tuple(convert.from_proto(EnvironmentInfo, info) for info in listed)
-            self._loaded_mib = self._rss_mib()
-            self.ready.set_result(None)
-        elif kind is FrameKind.UNUSABLE and not self.ready.done():
-            self.ready.set_exception(ConfigError(payload.decode()))
+    async def _read(self, reports: asyncio.StreamReader) -> None:
+        """Takes in what it reports, until it ends."""
+        try:
+            async for line in reports:
+                self.heard_s = time.monotonic()
+                await self._take(json.loads(line))
+        except (OSError, MeshError, ValueError):  # it ended in the middle of a line, or of its first answer
+            pass
+        finally:
+            self.gone.set()
 
-    def _answer(self, group: int, index: int, played: EpisodeResult) -> None:
-        assigned = self.rollouts.get((group, index))
-        if assigned is not None and not assigned.answer.done():
-            assigned.answer.set_result(played)
+    async def _take(self, said: Mapping[str, object]) -> None:
+        match said:
+            case {"kind": "blocked", "where": str(where), "seconds": float(seconds)}:
+                self._held = Hold(_culprit(said), where, seconds), time.monotonic()
+            case {"kind": "leaving"}:
+                self.exiter = _culprit(said)
+            case {"kind": "waiting", "environment": str(name), "line": str(line)}:
+                log_waiting(name, f"{line} (worker {self.settings.number})")
+            case {"kind": "unusable", "why": str(why)} if not self.ready.done():
+                self.ready.set_exception(ConfigError(why))
+            case {"kind": "ready"} if not self.ready.done():
+                assert self._client is not None  # started
+                self.infos = await self._client.list_environments()
+                self._loaded_mib = self._rss_mib()
+                self.ready.set_result(None)
+                self._looking = asyncio.create_task(self._look_forever(self._client))
+
+    async def _look_forever(self, client: WorkerClient) -> None:
+        """Asks for its status again and again: an answer shows that its event loop runs."""
+        while True:
+            with suppress(MeshError):  # it is blocked, or gone, which the fleet finds out
+                status = await client.get_status(LOOK_DEADLINE_S)
+                self.heard_s, self._held = time.monotonic(), None
+                self.in_flight = {engine.url: engine.in_flight for engine in status.engines}
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _culprit(said: Mapping[str, object]) -> Culprit:
+    return Culprit(str(said["environment"]), str(said["rollout"]))

@@ -1,9 +1,9 @@
 """Finds out, inside a worker, which environment's code holds the event loop up or ends the process.
 
 A thread looks at what the loop runs. The code of an environment runs in a context that names it (`playing`), and the
-loop's own frame at the bottom of the stack holds that context. What the thread finds goes to the front on a socket of
-its own, since the loop's is not to be written from a thread. It is silent while code in C holds the interpreter's lock;
-the front then receives nothing at all.
+loop's own frame at the bottom of the stack holds that context. What the thread finds goes to the front over a socket
+pair, as one JSON object a line, since the rollout service cannot answer meanwhile. It is silent while code in C holds
+the interpreter's lock; the front then receives nothing at all.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from meshrl.rollout.workers.blame import NO_ROLLOUT, RolloutKey
-from meshrl.rollout.workers.frames import FrameKind, encode
+from meshrl.rollout.workers.blame import NO_ROLLOUT
 
 LOOK_EVERY_S = 0.25
 BLOCKED_AFTER_S = 0.75
 
 _NOBODY = ("", NO_ROLLOUT)
-_PLAYING: ContextVar[tuple[str, RolloutKey]] = ContextVar("meshrl_playing", default=_NOBODY)
+_PLAYING: ContextVar[tuple[str, str]] = ContextVar("meshrl_playing", default=_NOBODY)
+
+
+def report(to: socket.socket, kind: str, **fields: object) -> None:
+    """Sends the front one report, from any thread."""
+    with suppress(OSError):  # the front is gone, or has not read the last ones yet
+        to.send(json.dumps({"kind": kind, **fields}).encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 @contextmanager
-def playing(environment: str, rollout: RolloutKey = NO_ROLLOUT) -> Iterator[None]:
+def playing(environment: str, rollout: str) -> Iterator[None]:
     """Code that starts within belongs to this environment, and to this rollout of it, in tasks and threads that asyncio
     starts as well."""
     token = _PLAYING.set((environment, rollout))
@@ -51,8 +56,8 @@ def environment_now() -> str:
 class Watchdog:
     """Watches the event loop of the thread that makes it. `start` it there, once."""
 
-    def __init__(self, alarm: socket.socket) -> None:
-        self._alarm = alarm
+    def __init__(self, reports: socket.socket) -> None:
+        self._reports = reports
         self._thread_id = threading.get_ident()
 
     def start(self) -> None:
@@ -62,7 +67,7 @@ class Watchdog:
         def leave(status: int) -> NoReturn:
             environment, rollout = _PLAYING.get()
             if os.getpid() == worker and environment:  # not in what an environment forks
-                self._say(FrameKind.LEAVING, {"environment": environment, "rollout": rollout})
+                report(self._reports, "leaving", environment=environment, rollout=rollout)
             exit_at_once(status)
 
         os._exit = leave  # the one way out of a process that leaves no trace of who took it
@@ -86,8 +91,8 @@ class Watchdog:
             context: Context = handle._context  # type: ignore[attr-defined]  # public from Python 3.12 on
             environment, rollout = context.get(_PLAYING) or _NOBODY
             where = "" if top is None else f"{top.f_code.co_name} ({Path(top.f_code.co_filename).name}:{top.f_lineno})"
-            held = {"environment": environment, "where": where, "seconds": blocked_s, "rollout": rollout}
-            self._say(FrameKind.BLOCKED, held)
+            held = {"environment": environment, "rollout": rollout, "where": where, "seconds": blocked_s}
+            report(self._reports, "blocked", **held)
 
     def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
         """What the loop runs now, and the innermost frame of it."""
@@ -97,7 +102,3 @@ class Watchdog:
                 return frame.f_locals["self"], top
             frame = frame.f_back
         return None, None
-
-    def _say(self, kind: FrameKind, what: dict[str, object]) -> None:
-        with suppress(OSError):  # the front is gone, or has not read the last ones yet
-            self._alarm.send(encode(kind, payload=json.dumps(what).encode()), socket.MSG_DONTWAIT)

@@ -1,8 +1,8 @@
-"""One worker process: hosts environments and plays the rollouts that the service's front hands it.
+"""One worker process: a rollout service on a Unix socket, for the environments that its front has it host.
 
-The front sends frames with the rollouts to play. The worker plays with `local`, as a service without workers would,
-calls engines itself, and sends back each rollout as the bytes that the service's caller will get. It ends when the
-front ends.
+It is the same service as that of a program without workers: it plays with `local` and calls engines itself. The front
+calls it for each rollout, and passes its answers on as they are. It has no limits of its own, and ends when the front
+ends.
 """
 
 from __future__ import annotations
@@ -14,51 +14,45 @@ import resource
 import signal
 import socket
 import sys
-import uuid
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from google.rpc import status_pb2
+import grpc.aio
 from loguru import logger
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import NoOpTracer, Tracer
 
+from meshrl.client.credentials import INSECURE
 from meshrl.core.config import ConfigError
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.orphans import WORKER_MARK, end_with_parent
 from meshrl.core.paths import Layout
 from meshrl.core.program import raise_open_file_limit
+from meshrl.core.rpc.serve import GrpcServer, UnixSocket
 from meshrl.core.telemetry.exposition import observed, registry_of
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
-from meshrl.rollout.deadlines.stages import RolloutStage
-from meshrl.rollout.engines.capacity import EpisodeSizes
+from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
-from meshrl.rollout.engines.engine_table import PolicyServers
 from meshrl.rollout.engines.sessions import SessionBook
+from meshrl.rollout.group_runner import GroupRunner
+from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.local import open_players
-from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
-from meshrl.rollout.workers.frames import (
-    HEARTBEAT_EVERY_S,
-    Channel,
-    FrameKind,
-    Heartbeat,
-    WorkerSettings,
-    pack_rollouts,
-)
+from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.rollout.workers.outputs import WorkerLogs, take_over_output
-from meshrl.rollout.workers.watchdog import Watchdog, playing
+from meshrl.rollout.workers.process import WorkerSettings
+from meshrl.rollout.workers.watchdog import Watchdog, playing, report
 from meshrl.v1 import rollout_pb2 as pb
-from meshrl.wire import convert
-from meshrl.wire.errors import MeshError, Reason, to_rpc_status
-from meshrl.wire.types import CONTRACT_VERSION, RolloutFailure, RolloutRequest
 
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 5.0
+UNLIMITED = 2**31
+"""Rollouts at once: the front sends those alone that may run."""
 
 
-def main(front: socket.socket, alarm: socket.socket, settings_text: str) -> None:
+def main(reports: socket.socket, settings_text: str) -> None:
     """Runs a whole worker; the target of a process that a fork server starts."""
     settings = WorkerSettings.decode(settings_text)
     os.setsid()  # programs that environments start are ended together with it,
@@ -75,7 +69,7 @@ def main(front: socket.socket, alarm: socket.socket, settings_text: str) -> None
     tracing = setup_tracing(name, layout.traces, config.log.traces_max_mib)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    serving = loop.create_task(_Worker(settings, tracing).serve(front, alarm))
+    serving = loop.create_task(_serve(settings, reports, tracing))
     while True:
         try:
             loop.run_until_complete(serving)
@@ -101,129 +95,54 @@ def _end_with_fork_server() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class _Worker:
-    """The groups and rollouts of this process."""
+class _WorkerServicer(RolloutServicer):
+    """The service, with a name on each call's code: whose it is that blocks the loop, prints or ends the process."""
 
-    def __init__(self, settings: WorkerSettings, tracer: Tracer) -> None:
-        self._settings = settings
-        self._config = settings.config
-        self._tracer = tracer
-        self._stop = asyncio.Event()
-        self._players: dict[str, Player] = {}
-        self._groups: dict[int, tuple[str, PlayableGroup]] = {}
-        self._rollouts: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._opening: dict[int, asyncio.Task[None]] = {}
-        self._told: dict[tuple[int, int], RolloutStage] = {}
-        self._front: Channel | None = None
+    async def RunRollouts(  # noqa: N802  # the name of the RPC
+        self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[pb.RunRolloutsResponse | bytes, None]:
+        with playing(request.environment, request.request_id):
+            async with aclosing(super().RunRollouts(request, context)) as events:
+                async for event in events:
+                    yield event
 
-    def _send(self, kind: FrameKind, group: int = 0, index: int = -1, payload: bytes = b"") -> None:
-        assert self._front is not None  # it is served
-        self._front.send(kind, group, index, payload)
 
-    async def serve(self, front: socket.socket, alarm: socket.socket) -> None:
-        self._front = await Channel.over(front, self._on_frame, self._stop.set)
-        Watchdog(alarm).start()
-        name, log = f"rollout_worker_{self._settings.number}", self._config.log
-        if log.metrics_port:  # the front has it
-            log = log.model_copy(update={"metrics_port": 0})
-        async with AsyncExitStack() as stack:
-            waits, registry = waits_of(self._tracer), registry_of(self._tracer)
-            stack.enter_context(observed(name, waits, registry, log, self._config.output_dir))
-            book = SessionBook()
-            first = self._settings.number - 1
-            try:
-                servers = await connect_servers(self._config, book, stack, self._tracer, first=first)
-                beating = asyncio.create_task(self._beat(servers))
-                stack.callback(beating.cancel)
-                self._players.update(
-                    await open_players(self._config, self._settings.names, servers, book, stack, self._tracer)
-                )
-            except ConfigError as error:
-                self._send(FrameKind.UNUSABLE, payload=str(error).encode())
-                await asyncio.wait_for(self._stop.wait(), CLOSE_S)
-                return
-            freeze_loaded()
-            _limit_memory(self._settings.max_memory_mib)
-            infos = [convert.to_proto(player.info) for player in self._players.values()]
-            listed = pb.ListEnvironmentsResponse(contract_version=CONTRACT_VERSION, environments=infos)
-            self._send(FrameKind.READY, payload=listed.SerializeToString())
-            await self._stop.wait()
-            for task in (*self._opening.values(), *self._rollouts.values()):
-                task.cancel()
-
-    def _on_frame(self, kind: FrameKind, group: int, index: int, payload: bytes) -> None:
-        if kind is FrameKind.PLAY:
-            if group in self._groups:
-                task = asyncio.create_task(self._play(group, index))
-                self._rollouts[group, index] = task
-        elif kind is FrameKind.OPEN:
-            self._opening[group] = asyncio.create_task(self._open(group, payload))
-        elif kind is FrameKind.CANCEL:
-            if (playing_now := self._rollouts.get((group, index))) is not None:
-                playing_now.cancel()
-        elif kind is FrameKind.CLOSE:
-            if (opening := self._opening.pop(group, None)) is not None:
-                opening.cancel()
-            if (opened := self._groups.pop(group, None)) is not None:
-                opened[1].close()
-        elif kind is FrameKind.STOP:
-            self._stop.set()
-
-    async def _open(self, group: int, payload: bytes) -> None:
-        request = convert.from_proto(RolloutRequest, pb.RunRolloutsRequest.FromString(payload))
+async def _serve(settings: WorkerSettings, reports: socket.socket, tracer: Tracer) -> None:
+    """Serves until the front closes its end of `reports`."""
+    front, _ = await asyncio.open_connection(sock=reports)
+    left = asyncio.create_task(front.read())
+    Watchdog(reports).start()
+    config, log = settings.config, settings.config.log
+    if log.metrics_port:  # the front has it
+        log = log.model_copy(update={"metrics_port": 0})
+    async with AsyncExitStack() as stack:
+        waits, registry = waits_of(tracer), registry_of(tracer)
+        name = f"rollout_worker_{settings.number}"
+        stack.enter_context(observed(name, waits, registry, log, config.output_dir))
+        book = SessionBook()
         try:
-            with playing(request.environment):
-                opened = await self._players[request.environment].open(request)
-        except Exception as error:  # noqa: BLE001  # the taskset's own code may raise anything; the group is refused
-            if not isinstance(error, MeshError):
-                logger.exception("a task of {} cannot be made", request.environment)
-                error = MeshError(Reason.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
-            status: status_pb2.Status = to_rpc_status(error)
-            self._send(FrameKind.REFUSED, group, payload=status.SerializeToString())
-        else:
-            self._groups[group] = (request.environment, opened)
-            self._send(FrameKind.OPENED, group)
-        finally:
-            self._opening.pop(group, None)
-
-    async def _play(self, group: int, index: int) -> None:
-        environment, opened = self._groups[group]
-        try:
-            with playing(environment, (group, index)):
-                played = await opened.play(index)
-            self._answer(group, index, played)
-        except Exception as error:  # noqa: BLE001  # the front waits for an answer, whatever it is
-            logger.exception("rollout {} of a group of {} broke", index, environment)
-            failure = pb.RolloutFailure(
-                rollout_id=str(uuid.uuid4()), reason=Reason.INTERNAL.name, message=f"{type(error).__name__}: {error}"
-            )
-            self._send(FrameKind.FAILED, group, index, failure.SerializeToString())
-        finally:
-            self._rollouts.pop((group, index), None)
-            self._told.pop((group, index), None)
-
-    def _answer(self, group: int, index: int, played: EpisodeResult) -> None:
-        if isinstance(played, RolloutFailure):
-            failure = convert.to_proto(played)
-            self._send(FrameKind.FAILED, group, index, failure.SerializeToString())
+            servers = await connect_servers(config, book, stack, tracer, first=settings.number - 1)
+            players = await open_players(config, settings.names, servers, book, stack, tracer)
+        except ConfigError as error:
+            report(reports, "unusable", why=str(error))
+            await asyncio.wait({left}, timeout=CLOSE_S)
             return
-        assert not isinstance(played, SerializedRollouts)  # this is where they are made
-        messages = [part.SerializeToString() for rollout in played for part in convert.rollout_messages(rollout)]
-        sizes = EpisodeSizes.of(played)
-        self._send(FrameKind.FINISHED, group, index, pack_rollouts(SerializedRollouts(messages, sizes)))
-
-    async def _beat(self, servers: PolicyServers) -> None:
-        while True:
-            stages = []
-            for group, index in self._rollouts:
-                opened = self._groups.get(group)
-                stage = None if opened is None else opened[1].stage(index)
-                if stage is not None and self._told.get((group, index)) != stage:
-                    self._told[group, index] = stage
-                    stages.append((group, index, stage))
-            in_flight = {engine.url: engine.in_flight for engine in servers.engines.listed}
-            self._send(FrameKind.HEARTBEAT, payload=Heartbeat(stages, in_flight).encode())
-            await asyncio.sleep(HEARTBEAT_EVERY_S)
+        table = GroupTable(max_concurrent=UNLIMITED, max_queued=0, one_call_a_group=False)
+        runner = GroupRunner(players, table, servers, RolloutLimit(UNLIMITED))
+        server = GrpcServer(UnixSocket(settings.socket), credentials=INSECURE, tracer=NoOpTracer())
+        server.add(SERVICE, add_to_server, _WorkerServicer(runner))
+        await server.start()
+        stack.push_async_callback(server.drain, 0.0)
+        waits.count(runner.waits)
+        waiting = asyncio.create_task(
+            runner.report_waits(lambda name, line: report(reports, "waiting", environment=name, line=line))
+        )
+        stack.callback(waiting.cancel)
+        freeze_loaded()
+        _limit_memory(settings.max_memory_mib)
+        server.set_serving()
+        report(reports, "ready")
+        await left
 
 
 def _limit_memory(max_memory_mib: int) -> None:

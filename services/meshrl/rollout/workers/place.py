@@ -1,6 +1,6 @@
 """One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next.
 
-The fleet owns slots and gets each lost worker with the cause; who is to blame is its business.
+The fleet owns the places and gets each lost worker with the cause; it decides who is to blame.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.blame import NOBODY, Culprit
-from meshrl.rollout.workers.frames import WorkerSettings
-from meshrl.rollout.workers.process import WorkerProcess
+from meshrl.rollout.workers.process import WorkerProcess, WorkerSettings
 
 START_DEADLINE_S = 900.0
 LIVED_WELL_S = 60.0
@@ -38,14 +37,14 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class SlotLimits:
+class PlaceLimits:
     """How long the event loop of its workers may be held up, and how much memory they may use."""
 
     blocked_s: float
     max_memory_mib: int
 
 
-class WorkerSlot:
+class WorkerPlace:
     """Keeps one worker running, for the environments that `names()` returns when it starts."""
 
     def __init__(
@@ -53,7 +52,7 @@ class WorkerSlot:
         number: int,
         config: RolloutConfig,
         names: Callable[[], Collection[str]],
-        limits: SlotLimits,
+        limits: PlaceLimits,
         on_lost: Callable[[WorkerProcess, Loss], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -88,14 +87,15 @@ class WorkerSlot:
         worker = self.worker
         if worker is None:
             return
-        worker.stop()
+        await worker.stop()
         try:
             await asyncio.wait_for(worker.gone.wait(), grace_s)
         except TimeoutError:  # code of an environment that does not end
             worker.kill("the service ends")
         await worker.wait_gone()
+        await worker.close()
 
-    def host(self, names: Callable[[], Collection[str]], limits: SlotLimits) -> None:
+    def host(self, names: Callable[[], Collection[str]], limits: PlaceLimits) -> None:
         """Changes what the next workers are started for, and the limits of this one."""
         self._names, self.limits = names, limits
 
@@ -110,7 +110,7 @@ class WorkerSlot:
             return
         hold, limit_s = worker.hold(), self.limits.blocked_s
         silent_s = time.monotonic() - worker.heard_s
-        if hold is not None and hold.culprit.environment and hold.seconds > limit_s and worker.rollouts:
+        if hold is not None and hold.culprit.environment and hold.seconds > limit_s and worker.calls:
             words = f"was replaced: its event loop was blocked for {hold.seconds:.1f} s in {hold.where}"
             self._kill(worker, Loss(words, hold.culprit))
         elif silent_s > max(SILENT_FACTOR * limit_s, SHORTEST_SILENCE_S):
@@ -157,7 +157,7 @@ class WorkerSlot:
         except BaseException:
             if not worker.gone.is_set():
                 worker.kill("its start was broken off")
-            worker.close()
+            await worker.close()
             self.worker = None
             raise
         finally:
@@ -182,6 +182,7 @@ class WorkerSlot:
             loss = self._killed or Loss(how, worker.exiter)
             self.worker = None
             self._on_lost(worker, loss)
+            await worker.close()
             if self._retired:
                 return
             worker = None
