@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from multiprocessing import forkserver
 
 import pytest
 
@@ -61,6 +62,15 @@ async def test_a_service_without_the_key_of_the_hubs_engines_does_not_start_also
         await start_mesh([], weights=hub.address, **keyed(base_url=[]))
 
 
+@pytest.fixture
+def new_fork_server():
+    """Workers have the variables with which their fork server was started, maybe for an earlier test."""
+    forkserver._forkserver._stop()
+    yield
+    forkserver._forkserver._stop()
+
+
+@pytest.mark.usefixtures("new_fork_server")
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_it_plays_with_the_key_from_a_variable_or_a_file(
     start_mesh, make_group, engine, monkeypatch, tmp_path, workers
