@@ -80,10 +80,7 @@ def read_folder(folder: Path) -> tuple[JsonObject, dict[str, torch.Tensor]]:
 
 
 def check_fit(
-    version: int,
-    adapter: AdapterConfig,
-    tensors: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, Sequence[int]],
+    version: int, adapter: AdapterConfig, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> list[str]:
     """Returns the layers that an adapter changes.
 

@@ -203,8 +203,7 @@ class HeldSnapshot(Generic[S]):
         """The snapshot of a version, once it is there. Raises MeshError VERSION_SUPERSEDED or DEADLINE_PASSED."""
         with self._changed:
             found = self._changed.wait_for(
-                lambda: self._version > version or (self._version == version and self._snapshot is not None),
-                deadline_s,
+                lambda: self._version > version or (self._version == version and self._snapshot is not None), deadline_s
             )
             if self._version == version and self._snapshot is not None:
                 return self._snapshot

@@ -107,9 +107,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         convert.to_proto,
     )
     SleepEngines = _checked(
-        validate.validate_sleep_request,
-        lambda hub, request: hub.sleep_engines(**_fields(request)),
-        convert.to_proto,
+        validate.validate_sleep_request, lambda hub, request: hub.sleep_engines(**_fields(request)), convert.to_proto
     )
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:

@@ -48,14 +48,7 @@ class RelaySettings:
 class VersionRelay:
     """Commits versions of one run on the engines."""
 
-    def __init__(
-        self,
-        client: WeightSyncClient,
-        settings: RelaySettings,
-        *,
-        run_id: str,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, client: WeightSyncClient, settings: RelaySettings, *, run_id: str, clock: Clock) -> None:
         self._client = client
         self._settings = settings
         self._run_id = run_id
@@ -70,9 +63,7 @@ class VersionRelay:
         while True:
             try:
                 engines = await persist(
-                    lambda: self._client.list_engines(self._settings.engine_pool),
-                    patience,
-                    clock=self._clock,
+                    lambda: self._client.list_engines(self._settings.engine_pool), patience, clock=self._clock
                 )
             except MeshError as error:
                 raise failed(_SERVICE, address, "listing engines", error) from error

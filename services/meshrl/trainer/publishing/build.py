@@ -88,11 +88,7 @@ class Publication:
 
 
 async def decide(
-    options: PublishOptions,
-    parts: TrainerParts,
-    client: WeightSyncClient,
-    epoch: int,
-    waits: Waits,
+    options: PublishOptions, parts: TrainerParts, client: WeightSyncClient, epoch: int, waits: Waits
 ) -> PublicationSettings:
     """Decides how versions leave; all of it but the store's address. With type auto it waits for a first engine.
 

@@ -82,11 +82,7 @@ def _cheapest(chain: Sequence[VersionBytes], held: int, *, whole: bool) -> list[
     if len(deltas) > 1:
         try:
             merged = _merged(chain[held].manifest, deltas)
-        except (
-            OSError,
-            DeltaError,
-            MeshError,
-        ) as error:  # a full disk, or bytes that changed at rest
+        except (OSError, DeltaError, MeshError) as error:  # a full disk, or bytes that changed at rest
             logger.warning("deltas to version {} are sent one by one: {!r}", deltas[-1].manifest.version, error)
         else:
             if merged.manifest.payload_bytes < sum(part.manifest.payload_bytes for part in deltas):

@@ -17,14 +17,7 @@ from numpy.typing import NDArray
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.manifest import Adapter, build_manifest
-from meshrl.wire.types import (
-    ChunkEntry,
-    CollectivePlan,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    Transport,
-)
+from meshrl.wire.types import ChunkEntry, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport
 
 Answer = Mapping[str, Mapping[str, str]]
 """What a rank answers to a call: tables by name, such as the digests that it computed."""
