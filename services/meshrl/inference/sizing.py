@@ -22,7 +22,7 @@ TYPICAL_SHARE, TYPICAL_TOKENS = 1 / 4, 1024
 """Of the context that a rollout fills, and at most; the rollout service lets fewer run where they turn out longer."""
 MOST_SHARE = 0.92
 RESERVE_BYTES = 3 * GIB
-"""Beside vLLM's share: buckets of weight transfers, CUDA graphs beyond vLLM's estimate, what allocators lose."""
+"""Beside vLLM's share: buckets of broadcasts, CUDA graphs beyond vLLM's estimate, what allocators lose."""
 ACTIVATION_BYTES = 2 * GIB
 LARGE_GPU_BYTES, BATCHED_TOKENS = 70 * GIB, (2048, 8192)
 """Tokens of one step on a smaller and on a large GPU, as vLLM's own server has them."""

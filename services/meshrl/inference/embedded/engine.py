@@ -149,7 +149,7 @@ class EmbeddedEngine(NeverSleeps):
         self.begin_drain()
         if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
             logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
-        await self._staging.leave()
+        await self._staging.receiver.leave()
         await self._steps.stop()
 
     # --- requests ---------------------------------------------------------------------------
@@ -232,13 +232,13 @@ class EmbeddedEngine(NeverSleeps):
         await self._staging.stage(host)
 
     async def join_group(self, group: JoinGroup) -> None:
-        await self._staging.join(group)
+        await self._staging.receiver.join(group)
 
     async def receive(self, manifest: Manifest) -> None:
         await self._staging.receive(manifest)
 
     async def leave_group(self) -> None:
-        await self._staging.leave()
+        await self._staging.receiver.leave()
 
     async def apply(self, version: int, root: bytes) -> None:
         shadow = self._staging.staged(version)

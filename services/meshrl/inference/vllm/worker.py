@@ -138,7 +138,7 @@ class WeightsExtension:
         self._meshrl_start(work, f"joining group {joined.generation}")
 
     def meshrl_leave(self) -> None:
-        """Ends the group, a transfer under way included."""
+        """Ends the group, a broadcast under way included."""
         receiver, self._meshrl_receiver = self._meshrl_receiver, None
         if receiver is not None:
             receiver.abort()

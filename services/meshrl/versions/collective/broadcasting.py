@@ -82,7 +82,7 @@ Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiveTimes:
-    """Where the time of a transfer went, in seconds: waiting for bytes, in the sink, checking digests."""
+    """Where the time of a broadcast went, in seconds: waiting for bytes, in the sink, checking digests."""
 
     wire_s: float
     load_s: float

@@ -32,7 +32,7 @@ GLOO_OP_S = 300.0  # as above, but gloo knows no way to end an operation before
 EXIT_WAIT_S = 10.0  # for what torch is at, at the end of the program
 KEEP_S = GLOO_OP_S + 30.0  # an operation of gloo's that is under way has ended by then
 # torch's watchdog and its monitor end the whole process a minute after they saw that a peer is gone. Here that is an
-# error of one transfer: what they would do is left undone. torch reads these when a group is made, and nowhere else.
+# error of one broadcast: what they would do is left undone. torch reads these when a group is made, and nowhere else.
 NCCL_SETTINGS: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

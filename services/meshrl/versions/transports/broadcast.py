@@ -58,7 +58,7 @@ class BroadcastShare:
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
     ) -> None:
-        """`deadline_s`: how long a transfer may stand still, and this rank's training may lag behind rank 0's."""
+        """`deadline_s`: how long a broadcast may stand still, and this rank's training may lag behind rank 0's."""
         self.held: HeldSnapshot[Snapshot] = HeldSnapshot()
         self.progress = Progress()
         self._sender, self._device, self._backend = sender, device, backend
@@ -139,7 +139,7 @@ Result = TypeVar("Result")
 class MeetingPoint:
     """Where senders and engines meet: a store that this process hosts and engines reach at `address`.
 
-    `deadline_s`: how long a transfer may stand still.
+    `deadline_s`: how long a broadcast may stand still.
     """
 
     store: Store
