@@ -2,8 +2,9 @@
 
 A version is staged and sealed at the hub as a manifest without bytes; the bytes are broadcast in a group of engines,
 which the hub forms. A group that breaks is replaced by one of the engines that still lack the version; engines that
-appear later get the newest version in a group of their own, while nothing else is published. The training thread puts
-the newest snapshot into `BroadcastShare.held`.
+appear later get the newest version in a group of their own, while nothing else is published. The hub never has the
+bytes: each rank has its rows alone, and a late engine's download of them would take a version's size of rank 0's memory
+and of the hub's disk. The training thread puts the newest snapshot into `BroadcastShare.held`.
 """
 
 from __future__ import annotations
