@@ -101,26 +101,28 @@ def wait_for_step(process: subprocess.Popen[bytes], output_dir: Path, step: int)
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_what_there_is_ends_in_order_and_is_named(
-    folder: Path, tmp_path: Path, signum: signal.Signals
-) -> None:
-    process = start(configure(folder, tmp_path, max_steps=100_000))
-    wait_for_step(process, tmp_path, 1)
-    process.send_signal(signum)
-    assert process.wait(60) == 0, (tmp_path / "console.txt").read_text()
-    assert (tmp_path / "weights" / "final" / "model.safetensors").is_file()
+def assert_saved_and_named(process: subprocess.Popen[bytes], output_dir: Path, signum: signal.Signals) -> None:
+    """A signal has ended the run in order: it saved what there was, and both logs name the signal."""
+    assert process.wait(60) == 0, (output_dir / "console.txt").read_text()
+    assert (output_dir / "weights" / "final" / "model.safetensors").is_file()
     for log in ("console.txt", "logs/sft.log"):
-        text = (tmp_path / log).read_text()
+        text = (output_dir / log).read_text()
         assert f"{signum.name}: rank 0 gets SIGTERM, on which it drains" in text
         assert re.search(r"SIGTERM: training ends after step \d+ of 100000", text)
 
 
-def test_nohup_protects_all_ranks(folder: Path, tmp_path: Path) -> None:
+def test_a_hangup_saves_what_there_is_ends_in_order_and_is_named(folder: Path, tmp_path: Path) -> None:
+    process = start(configure(folder, tmp_path, max_steps=100_000))
+    wait_for_step(process, tmp_path, 1)
+    process.send_signal(signal.SIGHUP)
+    assert_saved_and_named(process, tmp_path, signal.SIGHUP)
+
+
+def test_nohup_protects_all_ranks_and_a_termination_ends_them_as_a_hangup_does(folder: Path, tmp_path: Path) -> None:
     process = start(configure(folder, tmp_path, max_steps=100_000), by=["nohup"])
     wait_for_step(process, tmp_path, 1)
     process.send_signal(signal.SIGHUP)
     wait_for_step(process, tmp_path, len(records(tmp_path)) + 5)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, (tmp_path / "console.txt").read_text()
+    assert_saved_and_named(process, tmp_path, signal.SIGTERM)
     assert "SIGHUP" not in (tmp_path / "logs/sft.log").read_text()
