@@ -4,7 +4,7 @@
 
 FOLDER holds a model of each of FAMILIES. The ranks are forked from this process once everything is imported. The result
 has for each family, case and layout the loss, gradient norm and further numbers of every step, or the sentence with
-which the layout is refused.
+which the layout is refused; what senders would publish; and the step after a checkpoint of another layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,32 +33,51 @@ with loading():
     from loss_curves import stream_batch
     from meshrl.algorithms.losses import grpo_loss, gspo_loss
     from meshrl.algorithms.objective import Objective
+    from meshrl.models.state import gather_state, own_rows
+    from meshrl.trainer.publishing.snapshots import PublishPlan
     from meshrl.training.build import build_learner
+    from meshrl.training.checkpoints.checkpointer import Checkpointer
     from meshrl.training.config import OptimConfig
+    from meshrl.training.learner import StepResult
     from meshrl.training.model_config import TrainerModelConfig
     from meshrl.training.parallel.rank_group import RankGroup
+    from meshrl.versions.snapshot import GatheredWeights, take_snapshot
     from tiny_families import VOCAB, tiny_model
     from trained import Trained
 
 STEPS = 2
+SAVED_AFTER = 1  # steps
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
+ALONE = "one process"
 
 
 class Layout(NamedTuple):
+    """`resumes`: the layouts whose checkpoints it goes on from."""
+
     ranks: int
-    sizes: dict[str, int]
+    sizes: Mapping[str, int]
+    resumes: tuple[str, ...] = ()
 
 
 LAYOUTS = {
-    "cp2": Layout(2, {"cp": 2}),
-    "cp4": Layout(4, {"cp": 4}),
+    "cp2": Layout(2, {"cp": 2}, (ALONE,)),
+    "ep2": Layout(2, {"ep": 2}, (ALONE, "cp2")),
+    "cp2 x ep2": Layout(2, {"cp": 2, "ep": 2}, ("ep2",)),
+    "cp4": Layout(4, {"cp": 4}, ("ep2",)),
     "cp2 x dp2": Layout(4, {"cp": 2}),
-    "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}),
+    "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2")),
+    "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",)),
 }
-CASES: dict[str, dict[str, Any]] = {
+PAIRS = [(earlier, name) for name, layout in LAYOUTS.items() for earlier in layout.resumes]
+PAIRS += [(name, ALONE) for name in LAYOUTS]
+CASES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"loss": partial(gspo_loss, clip_low=3e-2, clip_high=4e-2), "model": {}},
-    "grpo of adapters": {"loss": partial(grpo_loss, clip_low=0.2, clip_high=0.2), "model": {"lora": {"rank": 4}}},
+    "grpo of adapters": {
+        "loss": partial(grpo_loss, clip_low=0.2, clip_high=0.2),
+        "model": {"lora": {"rank": 4}, "ac": {"mode": "selective"}},
+    },
 }
+SAVED = ("qwen3_moe", "gspo")
 
 
 def make_models(folder: Path) -> None:
@@ -68,47 +87,114 @@ def make_models(folder: Path) -> None:
         tiny_model(family, **windows).save_pretrained(folder / family)
 
 
-def config_of(base: Path, case: str, sizes: dict[str, int]) -> TrainerModelConfig:
-    return TrainerModelConfig.model_validate(
-        {"name": str(base), "device": "cpu", "dtype": "float32", "ac": None, "compile": None}
-        | CASES[case]["model"]
-        | sizes
-    )
+class Training:
+    """One model on one layout; every method is collective. Raises ValueError where the layout is refused."""
+
+    def __init__(self, folder: Path, family: str, case: str, name: str, parallel: RankGroup) -> None:
+        self.parallel = parallel
+        self.config = TrainerModelConfig.model_validate(
+            {"name": str(folder / family), "device": "cpu", "dtype": "float32", "ac": None, "compile": None}
+            | CASES[case]["model"]
+            | (LAYOUTS[name].sizes if name in LAYOUTS else {})
+        )
+        learner = build_learner(self.config, parallel=parallel)
+        self.shares_prefixes = learner.policy.prefix_reason is None
+        self.trained = Trained.by(learner, Objective(loss=CASES[case]["loss"]), OptimConfig(lr=1e-3))
+
+    def step(self, step: int) -> tuple[StepResult, dict[str, Any]]:
+        """Makes a step, and what is known of its tokens before."""
+        prefixed = {"prompt": 12, "share": True} if self.shares_prefixes else {}
+        rows = stream_batch(step, dp_size=self.parallel.plan.dp_size, vocab_size=VOCAB, **prefixed)
+        logprobs = np.sort(self.trained.evaluate(rows).logprobs.astype(np.float64)).tolist()
+        result = self.trained.step(rows)
+        return result, {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "zero_grad_ratio": result.zero_grad_ratio,
+            "metrics": dict(result.metrics),
+            "routing": dict(result.routing),
+            "logprobs": logprobs,
+            "row_tokens": sum(len(row.token_ids) for row in rows),
+        }
+
+    def checkpointer(self, folder: Path, name: str) -> Checkpointer:
+        return Checkpointer(*self.trained, folder / "saved" / name, tokenizer=None, base=self.config)
+
+    def published(self) -> dict[str, Any]:
+        """Whether what the senders would send of each tensor is the state as Hugging Face has it, bit for bit."""
+        model, plan = self.trained.model, self.parallel.plan
+        outline = PublishPlan.of(
+            model, torch.bfloat16, num_senders=plan.num_senders, bucket_bytes=4096, row_order=plan.row_order
+        )
+        own = own_rows(model, torch.bfloat16)
+        flat = np.zeros(0, np.uint8)
+        if plan.sends:
+            snapshot = take_snapshot(
+                outline.tensors, outline.collective, own, plan.rank, torch.device("cpu"), with_digests=False
+            )
+            flat = snapshot.flat.numpy()
+        flats = self.parallel.gather(flat)
+        whole = GatheredWeights(gather_state(model, torch.bfloat16, keep=plan.leads))
+        if flats is None:
+            return {}
+        stream = np.zeros(outline.num_bytes, np.uint8)
+        for sender, sent in enumerate(flats[: plan.num_senders]):
+            at = 0
+            for bucket in snapshot.buckets:
+                for piece in bucket.pieces[sender]:
+                    start = outline.tensors[piece.tensor].offset + piece.start
+                    stream[start : start + piece.end - piece.start] = sent[at : at + piece.end - piece.start]
+                    at += piece.end - piece.start
+        return {
+            "equal": all(
+                stream[entry.offset : entry.offset + entry.num_bytes].tobytes() == whole.bytes_of(entry).tobytes()
+                for entry in whole.tensors
+            ),
+            "bytes": outline.num_bytes,
+            "sent": [len(sent) for sent in flats[: plan.num_senders]],
+            "reordered": len(outline.collective.reordered_tensors),
+        }
 
 
-def numbers(base: Path, case: str, layout: Layout, parallel: RankGroup) -> dict[str, Any]:
-    """What the steps of a training give; collective."""
-    config = config_of(base, case, layout.sizes)
+def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup) -> dict[str, Any]:
+    """What the steps of a training give."""
     try:
-        learner = build_learner(config, parallel=parallel)
+        training = Training(folder, family, case, name, parallel)
     except ValueError as error:
         return {"refused": str(error)}
-    trained = Trained.by(learner, Objective(loss=CASES[case]["loss"]), OptimConfig(lr=1e-3))
-    prefixed = {"prompt": 12, "share": True} if learner.policy.prefix_reason is None else {}
-    results, logprobs = [], []
+    steps = []
     for step in range(STEPS):
-        rows = stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=VOCAB, **prefixed)
-        logprobs.append(np.sort(trained.evaluate(rows).logprobs.astype(np.float64)).tolist())
-        results.append(trained.step(rows))
-    return {
-        "loss": [result.loss for result in results],
-        "grad_norm": [result.grad_norm for result in results],
-        "zero_grad_ratio": [result.zero_grad_ratio for result in results],
-        "shares_prefixes": bool(prefixed),
-        "logprobs": logprobs,
-        "metrics": [dict(result.metrics) for result in results],
-        "routing": [dict(result.routing) for result in results],
-    }
+        steps.append(training.step(step)[1])
+        if (family, case) == SAVED and step + 1 == SAVED_AFTER:
+            training.checkpointer(folder, name).save()
+    found = {key: [step[key] for step in steps] for key in steps[0]}
+    return found | {"shares_prefixes": training.shares_prefixes, "published": training.published()}
 
 
-def trainings(folder: Path, layouts: dict[str, Layout]) -> dict[str, Any]:
+def resumed(folder: Path, earlier: str, name: str, parallel: RankGroup) -> dict[str, Any]:
+    """The step after a checkpoint of another layout."""
+    training = Training(folder, *SAVED, name, parallel)
+    training.checkpointer(folder, earlier).restore(SAVED_AFTER)
+    return training.step(SAVED_AFTER)[1]
+
+
+def trainings(folder: Path, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, layout in layouts.items():
-        parallel = RankGroup.start(os.environ, device=torch.device("cpu"), **layout.sizes)
+    for name in names:
+        sizes = LAYOUTS[name].sizes if name in LAYOUTS else {}
+        parallel = RankGroup.start(os.environ, device=torch.device("cpu"), **sizes)
         for family in FAMILIES:
             for case in CASES:
-                found[f"{family} / {case} / {name}"] = numbers(folder / family, case, layout, parallel)
+                found[f"{family} / {case} / {name}"] = numbers(folder, family, case, name, parallel)
+        for earlier in LAYOUTS[name].resumes if name in LAYOUTS else ():
+            found[f"{earlier} -> {name}"] = resumed(folder, earlier, name, parallel)
     return found
+
+
+def back_alone(folder: Path) -> dict[str, Any]:
+    """One process goes on from the checkpoint of every layout."""
+    parallel = RankGroup.start(os.environ, device=torch.device("cpu"))
+    return {f"{name} -> {ALONE}": resumed(folder, name, ALONE, parallel) for name in LAYOUTS}
 
 
 def as_rank(rank: int, ranks: int, store: Path, result: Path, work: Callable[[], dict[str, Any]]) -> None:
@@ -142,7 +228,7 @@ def on_ranks(ranks: int, folder: Path, work: Callable[[], dict[str, Any]]) -> di
         member.start()
     try:
         for member in members:
-            member.join(120)
+            member.join(240)
             if member.exitcode:
                 raise RuntimeError(f"a rank of {ranks} ended with {member.exitcode}")
     finally:
@@ -156,11 +242,11 @@ def main() -> None:
     folder, result = Path(sys.argv[1]), Path(sys.argv[2])
     found: dict[str, Any] = {}
     for ranks in (1, 2, 4):
-        layouts = {name: layout for name, layout in LAYOUTS.items() if layout.ranks == ranks}
-        layouts = {"one process": Layout(1, {})} if ranks == 1 else layouts
+        names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks] or [ALONE]
         started = time.perf_counter()
-        found |= on_ranks(ranks, folder, partial(trainings, folder, layouts))
+        found |= on_ranks(ranks, folder, partial(trainings, folder, names))
         print(f"{ranks} rank(s): {time.perf_counter() - started:.1f} s", flush=True)
+    found |= on_ranks(1, folder, partial(back_alone, folder))
     result.write_text(json.dumps(found))
 
 

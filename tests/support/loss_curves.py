@@ -25,6 +25,7 @@ with loading():
     from meshrl.algorithms.objective import Objective
     from meshrl.algorithms.packing import TrainSample, pack_samples
     from meshrl.models.state import gather_state
+    from meshrl.training.auto_settings import choose_layout
     from meshrl.training.build import build_learner
     from meshrl.training.config import OptimConfig
     from meshrl.training.model_config import TrainerModelConfig
@@ -63,7 +64,7 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
     logits_bytes = settings.pop("max_logits_bytes", None)
     optim = OptimConfig.model_validate({"lr": 1e-3, **settings.pop("optim", {})})
     config = TrainerModelConfig.model_validate({"name": model, "device": "cpu", **settings})
-    parallel = RankGroup.start(os.environ, device=torch.device("cpu"), **config.layout)
+    parallel = RankGroup.start(os.environ, device=torch.device("cpu"), **choose_layout(config, os.environ, seq_len=96))
     trained = Trained.by(
         build_learner(config, parallel=parallel, max_logits_bytes=logits_bytes),
         Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),

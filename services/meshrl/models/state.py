@@ -5,13 +5,15 @@ Read by the checkpointer and by the trainer's publishing; an engine loads the sa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from meshrl.models.lora import adapted_layers, is_adapter
 from meshrl.models.sharded import gather_whole
@@ -85,7 +87,8 @@ def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bo
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTensor:
-    """A tensor of `hf_state`. `in_rows`: each rank of a replica has the rows that torch.chunk gives it, else all of it.
+    """A tensor of `hf_state`. `in_rows`: each rank of a replica has one of the parts that torch.chunk makes of it,
+    else all of it. Parts are in the order of the ranks, or where it is `reordered` in that of ParallelPlan.row_order.
 
     Tensors of one-byte elements always count as whole, so that no rank has half of a 16-bit word.
     """
@@ -94,6 +97,7 @@ class PublishedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_rows: bool
+    reordered: bool
 
 
 def published_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[PublishedTensor, ...]:
@@ -104,6 +108,7 @@ def published_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> tup
             dtype=_wanted(model, name, tensor, dtype),
             shape=tuple(tensor.shape),
             in_rows=_in_rows(tensor) and _wanted(model, name, tensor, dtype).itemsize > 1,
+            reordered=len(_divisions(tensor)) > 1,
         )
         for name, tensor in stored_tensors(model).items()
     )
@@ -126,10 +131,22 @@ def own_rows(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 
 
 def _in_rows(tensor: torch.Tensor) -> bool:
+    """Whether rows are divided over the ranks of a replica, once, or twice: by experts first, and then by FSDP."""
     if not isinstance(tensor, DTensor):
         return False
-    *replicas, shard = tensor.placements
-    return shard == Shard(0) and all(placement == Replicate() for placement in replicas)
+    divisions = _divisions(tensor)
+    if any(placement.dim for placement, _ in divisions):
+        return False
+    evenly = tensor.shape[0] % math.prod(size for _, size in divisions) == 0
+    return len(divisions) < 2 or (len(divisions) == 2 and evenly)
+
+
+def _divisions(tensor: torch.Tensor) -> list[tuple[Any, int]]:
+    """The placements by which a tensor is divided, and over how many ranks each."""
+    if not isinstance(tensor, DTensor):
+        return []
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return [(placement, size) for placement, size in sizes if size > 1 and not placement.is_replicate()]
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from meshrl.sft.data.feed import Feed
 from meshrl.sft.data.rendering import load_sft_tokenizer
 from meshrl.sft.extras import Extras
 from meshrl.sft.loop import SFTLoop
-from meshrl.training.auto_settings import resolve_auto
+from meshrl.training.auto_settings import choose_layout, resolve_auto
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.weights_folder import separate_adapters
@@ -50,7 +50,9 @@ def run_rank(config: SFTConfig, rank: int) -> None:
         device = resolve_device(config.model.device)
         check_has_device(device, os.environ)
         try:
-            parallel = RankGroup.start(os.environ, device=device, **config.model.layout)
+            row_tokens = config.data.seq_len * config.data.micro_batch_size
+            layout = choose_layout(config.model, os.environ, seq_len=row_tokens)
+            parallel = RankGroup.start(os.environ, device=device, **layout)
         except ValueError as error:
             raise ModelError(str(error)) from error
         lifeline = Lifeline.tie(parallel, os.environ)

@@ -21,7 +21,7 @@ from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resol
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
-from meshrl.training.auto_settings import resolve_auto
+from meshrl.training.auto_settings import choose_layout, resolve_auto
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
@@ -96,7 +96,8 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
     try:
         device, compute_dtype = resolve_device(config.model.device), resolve_dtype(config.model)
         check_has_device(device, environment)
-        parallel = RankGroup.start(environment, device=device, **config.model.layout)
+        layout = choose_layout(config.model, environment, seq_len=config.seq_len)
+        parallel = RankGroup.start(environment, device=device, **layout)
         lifeline = Lifeline.tie(parallel, environment)
         check_fits(config.model, config.optim, parallel, publishes=True)
         model, logits_bytes = resolve_auto(

@@ -21,6 +21,7 @@ mean where layers differ. Against measured peaks (Qwen3 0.6B and 4B on an H200, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,9 @@ from meshrl.models.load import empty_model, resolve_dtype
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import MemoryNeed, available_bytes, memory_need
 from meshrl.training.model_config import AcMode, ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
+from meshrl.training.parallel.experts import experts_reason
 from meshrl.training.parallel.fsdp import transformer_blocks
+from meshrl.training.parallel.plan import ParallelPlan
 from meshrl.training.parallel.rank_group import RankGroup
 
 RESERVE = 0.9  # of the free memory may be planned for
@@ -135,6 +138,34 @@ def choose(
         activation_bytes=planned[mode],
         fits=bool(fitting),
     )
+
+
+def choose_layout(config: TrainerModelConfig, environment: Mapping[str, str], *, seq_len: int) -> dict[str, int]:
+    """How the ranks divide the work, as RankGroup.start takes it before they meet; the same on every rank.
+
+    It is what the configuration has, but for an `ep` of "auto". Gathering experts, as FSDP does, runs beside computing
+    and moves a layer's experts about four times a step. Sending tokens to experts does not, and moves a row's about six
+    times. So ep is taken where the latter is less than a quarter of the former, for as many ranks of this machine as
+    divide its ranks and the experts. Raises ModelError when there is no such model, and ValueError where the sizes do
+    not divide the ranks.
+    """
+    layout = {"dp_replicate": config.dp_replicate, "cp": config.cp}
+    if config.ep != "auto":
+        return layout | {"ep": config.ep}
+    plan = ParallelPlan.from_environment(environment, **layout)
+    model = empty_model(config, dtype=torch.bfloat16)
+    layers = expert_layers(model, model.config)
+    ep = 1
+    if layers:
+        gathered = 4 * sum(parameter.numel() for parameter in layers[0].module.parameters())
+        hidden = int(model.config.get_text_config().hidden_size)
+        exchanged = 6 * math.ceil(seq_len / plan.cp) * layers[0].per_token * hidden
+        ranks = math.gcd(plan.shards, plan.local_world_size)
+        fitting = [n for n in range(2, ranks + 1) if ranks % n == 0 and experts_reason(model, n) is None]
+        ep = max(fitting, default=1) if 4 * exchanged < gathered else 1
+    if plan.leads:
+        logger.info("auto: model.ep {} for rows of {} tokens on {} ranks", ep, seq_len, plan.world_size)
+    return layout | {"ep": ep}
 
 
 def resolve_auto(

@@ -18,6 +18,7 @@ from meshrl.training.checkpoints.train_state import seed_rank
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig, TrainerModelConfig
 from meshrl.training.parallel.check import check_layout
+from meshrl.training.parallel.experts import divide_experts
 from meshrl.training.parallel.fsdp import prepare_blocks, shard
 from meshrl.training.parallel.rank_group import RankGroup
 
@@ -67,9 +68,10 @@ def build_learner(
         one_pass=not parallel.plan.is_alone,
         context=parallel.context,
     )
+    divided = [] if parallel.experts is None else divide_experts(model, parallel.experts)
     prepare_blocks(policy, config)
     if parallel.mesh is not None:
-        shard(policy, config, parallel.mesh, compute_dtype)
+        shard(policy, config, parallel, compute_dtype, divided)
     torch.manual_seed(seed)
     policy.to_empty(device="cpu" if config.fsdp_cpu_offload else parallel.device)
     if parallel.mesh is None:

@@ -24,7 +24,7 @@ from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, 
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
-from meshrl.training.optim import clip_gradients, gradient_zeros, local
+from meshrl.training.optim import clip_gradients, gradient_zeros
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.routing import RoutingWatch
 from meshrl.training.run_state import PassResult, RunState, TokenRecord
@@ -146,7 +146,7 @@ class Learner:
             grad_norm = clip_gradients(run.parameters, run.optim.max_norm)
             if not math.isfinite(grad_norm):
                 raise _not_finite(run, f"gradient norm {grad_norm}")
-            zeros = gradient_zeros(run.parameters)
+            zeros, trainable = gradient_zeros(run.parameters)
         rate = run.learning_rate()
         passes = list(run.passes)
         try:
@@ -160,8 +160,7 @@ class Learner:
         finally:
             run.drop_gradient()
         run.step_done = run.next_step
-        trainable = sum(local(parameter).numel() for parameter in run.parameters)
-        zero_grads, scalars = self.parallel.sum(np.array([int(zeros), trainable], dtype=np.int64))
+        zero_grads, scalars = self.parallel.sum(np.array([float(zeros), trainable]))
         return StepResult(
             step=run.step_done,
             tokens=_joined([made.tokens for made in passes]),

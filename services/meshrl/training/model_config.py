@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -80,6 +80,10 @@ class TrainerModelConfig(ModelConfig):
     cp: int = Field(default=1, ge=1)
     """Context parallel: ranks that share the tokens of a row, for rows longer than one GPU holds (Ulysses)."""
 
+    ep: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Expert parallel: ranks that divide a layer's experts and send each other their tokens. 1 shards experts like all
+    else; auto: as many ranks of this machine as can, where a row is short beside the experts."""
+
     fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory; the optimizer runs there."""
 
@@ -91,11 +95,6 @@ class TrainerModelConfig(ModelConfig):
 
     lora: LoraConfig | None = None
     """Train adapters instead of the model; off unless given."""
-
-    @property
-    def layout(self) -> dict[str, int]:
-        """How the ranks divide the work, by the names of ParallelPlan; what is left over shards the parameters."""
-        return {"dp_replicate": self.dp_replicate, "cp": self.cp}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -5,15 +5,17 @@ Parameters may be sharded: a rank holds and updates its own part, and what is me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from meshrl.models.experts import expert_layers
 from meshrl.training.config import OptimConfig
 from meshrl.training.muon import Muon
 
@@ -125,6 +127,9 @@ def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload:
     if config.type == "muon":
         head = model.get_output_embeddings()
         ends = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+        ends += [
+            experts.module for experts in expert_layers(model, model.config)
+        ]  # whose matrices are of three dimensions
         kept = {id(p) for module in ends for p in module.parameters()}  # whose rows or columns are tokens or positions
         hidden = [p for p in trainable if p.ndim == 2 and id(p) not in kept]
         chosen = {id(p) for p in hidden}
@@ -151,35 +156,44 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     It is not finite when a gradient is not; then gradients are left as they are and the caller must not step.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own = [local(gradient) for gradient in gradients if local(gradient).numel()]
+    held = [gradient for gradient in gradients if local(gradient).numel()]
+    own = [local(gradient) for gradient in held]
     square = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     if own:
-        square = torch.stack(torch._foreach_norm(own)).double().square().sum()
-    sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
-    if sharded is not None:  # all of a model's are divided alike
-        for dim, placement in enumerate(sharded.placements):
-            group = sharded.device_mesh.get_group(dim)
-            if isinstance(placement, Shard) and dist.get_world_size(group) > 1:
-                dist.all_reduce(square, group=group)
+        squares = torch.stack(torch._foreach_norm(own)).double().square()
+        square = (squares / squares.new_tensor([copies(gradient) for gradient in held])).sum()
+    if any(isinstance(gradient, DTensor) for gradient in gradients):  # then every rank has some, and waits for the sum
+        dist.all_reduce(square)
     value = float(square.sqrt())
     if own and max_norm is not None and value > max_norm and value != float("inf"):
         torch._foreach_mul_(own, max_norm / (value + 1e-6))
     return value
 
 
-@torch.no_grad()
-def gradient_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """How many trainable scalars of this rank have a gradient that is exactly zero or absent, as a scalar there.
+def copies(tensor: torch.Tensor) -> int:
+    """How many ranks of the group have this rank's part of a tensor; 1 where it is not sharded, as in no group."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    parts = math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+    return dist.get_world_size() // parts
 
-    A high share of all means a dead path or a wrong mask.
+
+@torch.no_grad()
+def gradient_zeros(parameters: Iterable[nn.Parameter]) -> tuple[torch.Tensor, float]:
+    """How many trainable scalars have a gradient that is exactly zero or absent, as a scalar there, and how many exist.
+
+    Of this rank's parts; one that n ranks have counts as 1 / n on each. A high share means a dead path or a wrong mask.
     """
-    count = torch.zeros((), dtype=torch.int64)
-    nonzero = []
+    of_all = 0.0
+    nonzero: list[torch.Tensor] = []
     for parameter in parameters:
-        count += local(parameter).numel()
+        alike = copies(parameter)
+        of_all += local(parameter).numel() / alike
         if parameter.grad is not None:
-            nonzero.append(torch.count_nonzero(local(parameter.grad)))
-    return count.to(nonzero[0].device, non_blocking=True) - torch.stack(nonzero).sum() if nonzero else count
+            nonzero.append(torch.count_nonzero(local(parameter.grad)).double() / alike)
+    found = torch.stack(nonzero).sum() if nonzero else torch.zeros((), dtype=torch.float64)
+    return of_all - found, of_all
 
 
 def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
@@ -189,11 +203,16 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.opt
 
 
 def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dict[str, object]]:
-    groups: list[dict[str, object]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    """Vectors have no weight decay. What is sharded over another mesh, such as experts, steps apart: torch wants it."""
+    groups: dict[object, dict[str, object]] = {}
+    for parameter in parameters:
+        is_vector = parameter.ndim < 2
+        mesh = id(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+        fresh: dict[str, object] = {"params": [], "weight_decay": 0.0 if is_vector else config.weight_decay}
+        members = groups.setdefault((is_vector, mesh), fresh)["params"]
+        assert isinstance(members, list)
+        members.append(parameter)
+    return list(groups.values())
 
 
 def _divided(parameters: Sequence[nn.Parameter], divide: bool) -> Iterator[Sequence[nn.Parameter]]:

@@ -7,13 +7,12 @@ import pytest
 from pasted_files import commands, paste
 
 EXPLAINED = {
-    "rl @ rl_many_nodes.toml": 2,
+    "rl @ rl_many_nodes.toml": 1,
     "rl @ rl_one_gpu.toml": 1,
     "rl @ rl_one_gpu.toml --ckpt --ckpt.interval 5 --ckpt.keep-last 3": 1,
     "rl @ rl_2026_august_cluster.toml": 6,
     "sft @ sft_2026_august.toml --resume.step 20 --eval.interval 5": 1,
     "rl @ rl_2026_may.toml --orchestrator.training-mode opd": 1,
-    "trainer --model.cp 2 --model.ep 8": 1,
     "trainer --model.ac --max-concurrent-runs 4": 1,
     "synthesize": 1,
 }

@@ -7,14 +7,14 @@ import torch
 from transformers import PreTrainedModel
 
 from meshrl.models.load import empty_model
-from meshrl.training.auto_settings import LOGITS_CPU, BlockShape, Chosen, choose, resolve_auto
+from meshrl.training.auto_settings import LOGITS_CPU, BlockShape, Chosen, choose, choose_layout, resolve_auto
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import memory_need
 from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import transformer_blocks
 from meshrl.training.parallel.plan import ParallelPlan
 from meshrl.training.parallel.rank_group import RankGroup
-from tiny_families import tiny_model
+from tiny_families import tiny_config, tiny_model
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 ROWS = (4096, 16384, 65536)
@@ -172,3 +172,28 @@ def test_dense_layers_of_a_mixture_count_as_such() -> None:
     inner, shared, routed = 48, 88, 8 * 88  # `tiny_families` has an MLP of 48 and one shared expert
     assert shape.mlp == (inner + shared + routed) / 2
     assert shape.experts == 8 / 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seq_len", "cp", "expected"),
+    [
+        (4, 16, 1, 4),  # 8 experts of 3 * 32 * 16 numbers, gathered four times: 49k, and 16 tokens exchanged: 6k
+        (4, 4096, 1, 1),  # a long row is more to send than the experts
+        (4, 32, 2, 4),  # of which a rank has half
+        (6, 16, 1, 2),  # no other divisor of 6 ranks divides 8 experts
+        (1, 16, 1, 1),
+    ],
+)
+def test_experts_are_divided_where_a_row_is_short_beside_them(
+    ranks: int, seq_len: int, cp: int, expected: int, tmp_path: Path
+) -> None:
+    tiny_config("qwen3_moe", num_experts=8).save_pretrained(tmp_path)
+    config = TrainerModelConfig.model_validate({"name": str(tmp_path), "device": "cpu", "ep": "auto", "cp": cp})
+    environment = {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    assert choose_layout(config, environment, seq_len=seq_len) == {"dp_replicate": 1, "cp": cp, "ep": expected}
+
+
+def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    config = TrainerModelConfig.model_validate({"name": str(tmp_path), "device": "cpu", "ep": "auto"})
+    assert choose_layout(config, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, seq_len=8)["ep"] == 1

@@ -26,6 +26,12 @@ from tiny_families import tiny_config
             "qwen3", {"num_attention_heads": 12, "num_key_value_heads": 3}, {"cp": 4},
             r"12 attention heads and 3 key-value heads; set model\.cp to one of \[1, 3, 6, 12\]",
         ),
+        ("qwen3_moe", {}, {"ep": 4}, None),
+        ("deepseek_v3", {}, {"ep": 2}, None),
+        ("qwen3", {}, {"ep": 2}, r"divide the experts of .*: it has no experts; set model\.ep = 1"),
+        ("qwen3_moe", {}, {"ep": 3}, r"it has 4 experts, no multiple of 3; set model\.ep to a divisor"),
+        ("granitemoe", {}, {"ep": 2}, r"transformers has no plan for its experts; set model\.ep = 1"),
+        ("llama4_text", {}, {"ep": 2}, r"transformers has no plan for its experts; set model\.ep = 1"),
         ("qwen3_next", {}, {"cp": 2}, r"it has layers of linear_attention, which needs all tokens .* model\.cp = 1"),
         ("mamba2", {}, {"cp": 2}, r"needs all tokens of a sample in one place; set model\.cp = 1"),
         (
@@ -39,7 +45,7 @@ def test_a_layout_is_taken_or_refused(
 ) -> None:
     tiny_config(family, **changes).save_pretrained(tmp_path)
     config = TrainerModelConfig.model_validate({"name": str(tmp_path), "device": "cpu"} | sizes)
-    model, plan = empty_model(config, dtype=torch.float32), ParallelPlan(**config.layout)
+    model, plan = empty_model(config, dtype=torch.float32), ParallelPlan(**{"dp_shard": sizes.get("ep", 1)} | sizes)
     if told is None:
         check_layout(model, config, plan)
         return

@@ -71,10 +71,12 @@ def test_replicas_must_divide_the_ranks() -> None:
         ParallelPlan.from_environment(torchrun(0, 4), dp_replicate=3)
 
 
-@pytest.mark.parametrize("dimension", ["tp", "ep"])
-def test_dimensions_that_come_later_are_one(dimension: str) -> None:
-    with pytest.raises(ValueError, match="tp and ep must be 1"):
-        ParallelPlan(**{dimension: 2})
+def test_ranks_divide_experts_before_fsdp_shards_them() -> None:
+    divided = plans(8, ep=4)
+    assert divided[0].experts_shape == {"efsdp": 2, "ep": 4}
+    assert divided[0].row_order == (0, 2, 4, 6, 1, 3, 5, 7)  # ranks 0 and 4 have the experts of parts 0 and 1
+    assert plans(4, ep=4)[0].row_order == (0, 1, 2, 3)
+    assert plans(4, dp_replicate=2, ep=2)[0].experts_shape == {"dp_replicate": 2, "efsdp": 1, "ep": 2}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,8 @@ def test_dimensions_that_come_later_are_one(dimension: str) -> None:
     [
         (1, {"cp": 2}, r"model\.cp must divide the number of ranks \(1\), got 2; .* change deployment\.num_train_gpus"),
         (6, {"cp": 4}, r"model\.cp must divide the number of ranks \(6\), got 4"),
+        (4, {"ep": 3}, r"model\.ep must divide the ranks that hold a copy of the model \(4\), got 3"),
+        (4, {"dp_replicate": 2, "ep": 4}, r"hold a copy of the model \(2\), got 4"),
         (4, {"dp_replicate": 2, "cp": 4}, r"ranks \(4, of which model\.dp_replicate takes 2\), got 4"),
     ],
 )

@@ -36,6 +36,7 @@ def weights() -> dict[str, torch.Tensor]:
         "embed": torch.randn(37, 24).bfloat16(),
         "layer.0.norm": torch.randn(5).bfloat16(),
         "layer.0.proj": torch.randn(3, 16).bfloat16(),
+        "layer.0.experts": torch.randn(6, 4, 3),
         "layer.1.empty": torch.zeros(0, 4, dtype=torch.bfloat16),
         "layer.1.scale": torch.randn(1),
         "layer.1.steps": torch.arange(7),
@@ -69,8 +70,9 @@ def shards_of(
     found = {}
     for index, entry in enumerate(tensors):
         rows = entry.shape[0]
+        part = plan.row_order[sender] if index in plan.reordered_tensors else sender
         whole = (0, rows if sender == 0 else 0)
-        start, end = whole if index in plan.whole_tensors else rows_of(rows, sender, plan.num_senders)
+        start, end = whole if index in plan.whole_tensors else rows_of(rows, part, plan.num_senders)
         found[entry.name] = state[entry.name][start:end].clone()
     return found
 
@@ -110,7 +112,11 @@ def test_receivers_get_the_senders_tensors_to_the_bit(num_senders: int, num_rece
     state = weights()
     tensors = entries(state)
     whole = tuple(i for i, entry in enumerate(tensors) if entry.name in ("layer.1.scale", "layer.1.steps"))
-    plan = CollectivePlan(num_senders=num_senders, bucket_bytes=bucket_bytes, whole_tensors=whole)
+    plan = CollectivePlan(
+        num_senders=num_senders, bucket_bytes=bucket_bytes, whole_tensors=whole,
+        reordered_tensors=tuple(i for i, entry in enumerate(tensors) if entry.name == "layer.0.experts"),
+        row_order=tuple(reversed(range(num_senders))),
+    )  # fmt: skip
     manifest = manifest_of(tensors, plan)
     group = Group(num_senders, num_receivers)
     receivers = [future.result(60.0) for future in [group.receiver(index) for index in range(num_receivers)]]

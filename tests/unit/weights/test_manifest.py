@@ -17,8 +17,8 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 
+from meshrl.wire import convert, manifest_checks
 from meshrl.wire import manifest as manifests
-from meshrl.wire import manifest_checks
 from meshrl.wire.manifest_file import PayloadReader, from_json, safetensors_header, to_json
 from meshrl.wire.types import AdapterConfig, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport, VersionKind
 
@@ -164,12 +164,26 @@ def plan(**changes: Any) -> CollectivePlan:
         ({"collective": plan(whole_tensors=(4, 5))}, "collective.whole_tensors"),
         ({"collective": plan(whole_tensors=(4, 4))}, "collective.whole_tensors"),
         ({"collective": plan(whole_tensors=())}, "collective.whole_tensors"),
+        ({"collective": plan(row_order=(1, 0))}, "collective.row_order"),
+        ({"collective": plan(reordered_tensors=(2,))}, "collective.row_order"),
+        ({"collective": plan(reordered_tensors=(2,), row_order=(1, 1))}, "collective.row_order"),
+        ({"collective": plan(reordered_tensors=(0,), row_order=(1, 0))}, "collective.reordered_tensors"),
+        ({"collective": plan(reordered_tensors=(4,), row_order=(1, 0))}, "collective.reordered_tensors"),
+        ({"collective": plan(reordered_tensors=(9,), row_order=(1, 0))}, "collective.reordered_tensors"),
     ],
 )
 def test_collective_manifest_must_say_how_it_is_sent(changes: Mapping[str, Any], field: str) -> None:
     assert manifest_checks.violations(collective(), max_chunk_bytes=4096) == []
     found = manifest_checks.violations(collective(**changes), max_chunk_bytes=4096)
     assert [name for name, _ in found] == [field]
+
+
+def test_an_order_of_rows_is_part_of_what_a_manifest_is() -> None:
+    ordered = collective(collective=plan(reordered_tensors=(2,), row_order=(1, 0)))
+    assert manifest_checks.violations(ordered, max_chunk_bytes=4096) == []
+    assert from_json(to_json(ordered)) == ordered
+    assert convert.from_proto(Manifest, convert.to_proto(ordered)) == ordered
+    assert manifests.artifact_id(ordered) != manifests.artifact_id(collective())
 
 
 def test_one_sender_may_send_any_type_in_pieces() -> None:

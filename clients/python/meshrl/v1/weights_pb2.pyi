@@ -148,14 +148,18 @@ class Manifest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., base_version: _Optional[int] = ..., base_root: _Optional[bytes] = ..., result_root: _Optional[bytes] = ..., layout_signature: _Optional[bytes] = ..., codec: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., digest_algorithm: _Optional[str] = ..., collective: _Optional[_Union[CollectivePlan, _Mapping]] = ..., adapter: _Optional[_Union[AdapterConfig, _Mapping]] = ...) -> None: ...
 
 class CollectivePlan(_message.Message):
-    __slots__ = ("num_senders", "bucket_bytes", "whole_tensors")
+    __slots__ = ("num_senders", "bucket_bytes", "whole_tensors", "reordered_tensors", "row_order")
     NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     WHOLE_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    REORDERED_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    ROW_ORDER_FIELD_NUMBER: _ClassVar[int]
     num_senders: int
     bucket_bytes: int
     whole_tensors: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_senders: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., whole_tensors: _Optional[_Iterable[int]] = ...) -> None: ...
+    reordered_tensors: _containers.RepeatedScalarFieldContainer[int]
+    row_order: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_senders: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., whole_tensors: _Optional[_Iterable[int]] = ..., reordered_tensors: _Optional[_Iterable[int]] = ..., row_order: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdapterConfig(_message.Message):
     __slots__ = ("rank", "lora_alpha", "target_modules", "base_model")

@@ -118,6 +118,8 @@ def artifact_id(manifest: Manifest) -> str:
         fields += ["digest_algorithm", manifest.digest_algorithm]
     if (plan := manifest.collective) is not None:
         fields += ["collective", plan.num_senders, plan.bucket_bytes, _shape(plan.whole_tensors)]
+        if plan.reordered_tensors:
+            fields += ["row_order", _shape(plan.reordered_tensors), _shape(plan.row_order)]
     if (adapter := manifest.adapter) is not None:
         fields += ["adapter", adapter.rank, struct.pack("<d", adapter.lora_alpha), adapter.base_model]
         fields += [len(adapter.target_modules), *adapter.target_modules]

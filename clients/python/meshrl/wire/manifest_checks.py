@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from meshrl.wire.manifest import (
     CODEC_DELTA,
@@ -15,7 +15,7 @@ from meshrl.wire.manifest import (
     result_root,
 )
 from meshrl.wire.tensors import DTYPES
-from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
+from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, VersionKind
 
 
 def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, str]]:
@@ -115,7 +115,18 @@ def _collective_violations(manifest: Manifest) -> list[tuple[str, str]]:
             name = manifest.tensors[odd[0]].name
             text = f"must list {name!r}: {SUM128} adds up 16-bit words, so tensors of 1-byte elements go whole"
             found.append(("collective.whole_tensors", text))
-    return found
+    return found + list(_order_violations(plan, manifest.tensors))
+
+
+def _order_violations(plan: CollectivePlan, tensors: Sequence[TensorEntry]) -> Iterator[tuple[str, str]]:
+    reordered = plan.reordered_tensors
+    if sorted(plan.row_order) != list(range(plan.num_senders if reordered else 0)):
+        parts = f"of 0 to {plan.num_senders - 1}" if reordered else "of nothing without reordered_tensors"
+        yield "collective.row_order", f"must be a permutation {parts}, got {list(plan.row_order)}"
+    if any(not 0 <= index < len(tensors) or index in plan.whole_tensors for index in reordered):
+        yield "collective.reordered_tensors", f"must be indices of the {len(tensors)} tensors that do not go whole"
+    elif any(not tensors[i].shape or tensors[i].shape[0] % max(1, plan.num_senders) for i in reordered):
+        yield "collective.reordered_tensors", f"must have a multiple of {plan.num_senders} rows"
 
 
 def _tensor_violations(tensors: Sequence[TensorEntry], digest_bytes: int) -> list[tuple[str, str]]:

@@ -21,10 +21,15 @@ Array: TypeAlias = "NDArray[Any]"
 """An array whose element type is told by its dtype alone."""
 
 
+YOUNGER: Mapping[str, bool] = {"younger": True}
+"""Metadata of a dataclass's field that came after the first release."""
+
+
 def to_plain(value: Any) -> Any:
     """The value as JSON takes it: the list of a dataclass's fields, bytes in hexadecimal, an enumeration's value.
 
-    For files of our own, which `from_plain` reads.
+    For files of our own, which `from_plain` reads. Last fields that are YOUNGER than the first release are left out
+    where they have their defaults.
     """
     if isinstance(value, bytes):
         return value.hex()
@@ -33,7 +38,10 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):
-        return [to_plain(getattr(value, field.name)) for field in fields(value)]
+        shown = list(fields(value))
+        while shown and shown[-1].metadata == YOUNGER and getattr(value, shown[-1].name) == shown[-1].default:
+            shown.pop()
+        return [to_plain(getattr(value, field.name)) for field in shown]
     return value
 
 
@@ -50,7 +58,14 @@ def _reader(annotation: Any) -> Callable[[Any], Any]:
         kind: Any = annotation
         types = get_type_hints(kind)
         readers = [(field.name, _reader(types[field.name])) for field in fields(kind)]
-        return lambda row: kind(**{name: read(item) for (name, read), item in zip(readers, row, strict=True)})
+        least = sum(field.metadata != YOUNGER for field in fields(kind))
+
+        def read_row(row: list[Any]) -> Any:
+            if not least <= len(row) <= len(readers):
+                raise ValueError(f"{kind.__name__} has {len(readers)} fields, got {len(row)}")
+            return kind(**{name: read(item) for (name, read), item in zip(readers, row, strict=False)})
+
+        return read_row
     arguments = get_args(annotation)
     if get_origin(annotation) is tuple and len(arguments) == 2 and arguments[1] is ...:
         read_item = _reader(arguments[0])

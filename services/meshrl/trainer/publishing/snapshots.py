@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,18 +43,31 @@ class PublishPlan:
 
     @classmethod
     def of(
-        cls, model: nn.Module, dtype: torch.dtype | None, *, num_senders: int = 1, bucket_bytes: int = 1
+        cls,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        *,
+        num_senders: int = 1,
+        bucket_bytes: int = 1,
+        row_order: Sequence[int] = (),
     ) -> PublishPlan:
-        """The plan for a model whose floating-point weights are published as `dtype` (None: each as it is)."""
+        """The plan for a model whose floating-point weights are published as `dtype` (None: each as it is).
+
+        `row_order`: which part of its rows each sender has of a tensor that is divided twice.
+        """
         published = published_tensors(model, dtype)
         tensors = plan_tensors((tensor.name, dtype_name(tensor.dtype), tensor.shape) for tensor in published)
-        whole = {tensor.name for tensor in published if not tensor.in_rows}
+        found = {tensor.name: tensor for tensor in published}
+        whole = [i for i, entry in enumerate(tensors) if num_senders > 1 and not found[entry.name].in_rows]
+        reordered = [i for i, entry in enumerate(tensors) if i not in whole and found[entry.name].reordered]
         return cls(
             tensors=tensors,
             collective=CollectivePlan(
                 num_senders=num_senders,
                 bucket_bytes=bucket_bytes,
-                whole_tensors=tuple(i for i, tensor in enumerate(tensors) if tensor.name in whole and num_senders > 1),
+                whole_tensors=tuple(whole),
+                reordered_tensors=tuple(reordered),
+                row_order=tuple(row_order) if reordered else (),
             ),
         )
 
@@ -107,7 +121,13 @@ class Snapshotter:
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
         senders = parallel.plan.num_senders
         self._is_sender = parallel.rank < senders
-        self.plan = PublishPlan.of(model, dtype, num_senders=senders, bucket_bytes=settings.bucket_bytes)
+        self.plan = PublishPlan.of(
+            model,
+            dtype,
+            num_senders=senders,
+            bucket_bytes=settings.bucket_bytes,
+            row_order=parallel.plan.row_order,
+        )
         if settings.transport == Transport.NCCL.value:
             self.share = BroadcastShare(
                 sender=parallel.rank,

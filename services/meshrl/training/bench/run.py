@@ -25,7 +25,7 @@ from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
 from meshrl.models.experts import active_parameters
 from meshrl.models.load import ModelError, resolve_device
-from meshrl.training.auto_settings import resolve_auto
+from meshrl.training.auto_settings import choose_layout, resolve_auto
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
@@ -147,7 +147,8 @@ def bench_rank(
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
-    parallel = RankGroup.start(environment, device=resolve_device(config.model.device), **config.model.layout)
+    layout = choose_layout(config.model, environment, seq_len=seq_len * bench.micro_batch_size)
+    parallel = RankGroup.start(environment, device=resolve_device(config.model.device), **layout)
     model, logits_bytes = resolve_auto(
         config.model,
         config.optim,

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from meshrl.models.families import positions_grow_beyond, unpacked_reason
 from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.experts import experts_reason
 from meshrl.training.parallel.plan import ParallelPlan
 
 
@@ -16,6 +17,8 @@ def check_layout(model: PreTrainedModel, config: TrainerModelConfig, plan: Paral
     """Raises ValueError where the model, which may be without storage, cannot be divided as the plan has it."""
     if plan.cp > 1 and (reason := context_reason(model, plan.cp)) is not None:
         raise ValueError(f"model.cp is {plan.cp}, but ranks cannot share rows of {config.name!r}: {reason}")
+    if plan.ep > 1 and (reason := experts_reason(model, plan.ep)) is not None:
+        raise ValueError(f"model.ep is {plan.ep}, but ranks cannot divide the experts of {config.name!r}: {reason}")
 
 
 def context_reason(model: PreTrainedModel, cp: int) -> str | None:

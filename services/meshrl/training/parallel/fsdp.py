@@ -7,14 +7,14 @@ and compilation replace a block's `forward`, not the block, so that every parame
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
@@ -33,9 +33,15 @@ from meshrl.training.model_config import (
     CompileConfig,
     TrainerModelConfig,
 )
+from meshrl.training.parallel.rank_group import RankGroup
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+# FSDP marks what it does for profilers. Of experts that are a unit of their own it marks more when their block is
+# computed again, which torch would take for another computation.
+_MARKS = frozenset(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
+)
 _ATTENTION = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -73,21 +79,34 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
             )
 
 
-def shard(policy: PackedPolicy, config: TrainerModelConfig, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Shards each block, and then what is left (embeddings, last norm, head), over the mesh.
+def shard(
+    policy: PackedPolicy,
+    config: TrainerModelConfig,
+    parallel: RankGroup,
+    compute_dtype: torch.dtype,
+    divided: Sequence[nn.Module] = (),
+) -> None:
+    """Shards each block, and then what is left (embeddings, last norm, head), over the mesh of a group that has one.
 
-    Parameters are gathered in `compute_dtype`, gradients are summed over the ranks, in `reduce_dtype`.
+    Parameters are gathered in `compute_dtype`, gradients are summed over the ranks, in `reduce_dtype`. `divided` are
+    what `divide_experts` gave: modules that are sharded over the ranks that have the same experts.
     """
+    assert parallel.mesh is not None, "a group of one on a CPU shards nothing"
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
-    apply = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    pinned = parallel.mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if config.fsdp_cpu_offload else OffloadPolicy()
+    apply = functools.partial(fully_shard, mp_policy=precision, offload_policy=offload)
+    if parallel.experts is not None:
+        *copies, ranks, _ = parallel.experts.mesh_dim_names or ()
+        for module in divided:
+            apply(module, mesh=parallel.experts[(*copies, ranks)], reshard_after_forward=config.reshard_after_forward)
     for block in transformer_blocks(policy.model):
-        apply(block, reshard_after_forward=config.reshard_after_forward)
-    apply(policy, reshard_after_forward=False)  # its backward pass begins where its forward pass ends
+        apply(block, mesh=parallel.mesh, reshard_after_forward=config.reshard_after_forward)
+    apply(policy, mesh=parallel.mesh, reshard_after_forward=False)  # its backward begins where its forward ends
     for module in policy.modules():
-        if isinstance(module, FSDPModule):  # sums, not means: right for any number of ranks that share a row
+        if isinstance(module, FSDPModule):  # sums, not means: right for any number of ranks that share rows or experts
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # which not all backends can do while they scale
 
@@ -123,6 +142,7 @@ def _checkpointed(
 
 def _selective_contexts(*, products: bool) -> tuple[object, object]:
     """Keeps attention's output and, with `products`, every second matrix product: slow to repeat, cheap to keep."""
+    SAC_IGNORED_OPS.update(_MARKS)
     seen = {True: 0, False: 0}
 
     def decide(context: SelectiveCheckpointContext, operator: Any, *_: object, **__: object) -> CheckpointPolicy:

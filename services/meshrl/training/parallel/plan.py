@@ -10,9 +10,10 @@ Ranks are numbered along the mesh, the last dimension fastest:
     dp_shard       groups of ranks that train rows of their own and hold different parts of a copy
     cp             context parallel: ranks that share the tokens of a row; FSDP shards parameters over dp_shard * cp
     tp             tensor parallel: ranks that share each matrix product
-    ep             expert parallel: lies over ranks of dp_shard, cp and tp, and adds none of its own
+    ep             expert parallel: ranks that divide a layer's experts among them and send each other their tokens
 
-tp and ep are 1 in this version.
+Expert parallelism adds no ranks: experts see those of one copy as (efsdp, ep), the last fastest, and FSDP shards a
+rank's experts over efsdp = dp_shard * cp * tp / ep.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TypeVar
 
 from meshrl.wire.types import MicroBatch
 
-SHARD, REPLICATE = "fsdp", "dp_replicate"
+SHARD, REPLICATE, EXPERTS_SHARD, EXPERTS = "fsdp", "dp_replicate", "efsdp", "ep"
 
 Item = TypeVar("Item")
 
@@ -42,13 +43,18 @@ class ParallelPlan:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        if (self.tp, self.ep) != (1, 1):
-            raise ValueError(f"tp and ep must be 1 in this version, got {self.tp} and {self.ep}")
+        if self.shards % self.ep:
+            raise ValueError(
+                f"model.ep must divide the ranks that hold a copy of the model ({self.shards}), got {self.ep}; use 1 or"
+                " a divisor, or change deployment.num_train_gpus"
+            )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], *, dp_replicate: int = 1, cp: int = 1) -> ParallelPlan:
+    def from_environment(
+        cls, environment: Mapping[str, str], *, dp_replicate: int = 1, cp: int = 1, ep: int = 1
+    ) -> ParallelPlan:
         """The plan of the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
 
         Sizes are those of the `model` section. Raises ValueError when they do not divide the number of ranks.
@@ -70,6 +76,7 @@ class ParallelPlan:
             dp_replicate=dp_replicate,
             dp_shard=world_size // taken,
             cp=cp,
+            ep=ep,
         )
 
     # --- the group --------------------------------------------------------------------------------
@@ -102,7 +109,16 @@ class ParallelPlan:
     @property
     def mesh_shape(self) -> dict[str, int]:
         """The dimensions of the mesh over which FSDP shards, by name, outermost first; HSDP has two."""
-        return ({REPLICATE: self.dp_replicate} if self.dp_replicate > 1 else {}) | {SHARD: self.dp_shard * self.cp}
+        return self._copies | {SHARD: self.dp_shard * self.cp}
+
+    @property
+    def experts_shape(self) -> dict[str, int]:
+        """The dimensions of the mesh over which experts are divided, and then sharded; of all ranks, as above."""
+        return self._copies | {EXPERTS_SHARD: self.shards // self.ep, EXPERTS: self.ep}
+
+    @property
+    def _copies(self) -> dict[str, int]:
+        return {REPLICATE: self.dp_replicate} if self.dp_replicate > 1 else {}
 
     @property
     def layout(self) -> str:
@@ -142,6 +158,12 @@ class ParallelPlan:
     def sends(self) -> bool:
         """Whether this rank is a sender; it sends the rows that it holds, as sender number `rank`."""
         return self.rank < self.num_senders
+
+    @property
+    def row_order(self) -> tuple[int, ...]:
+        """Which part of an experts' tensor each sender has: ep divides its rows first, FSDP those of a rank."""
+        sharded = self.shards // self.ep
+        return tuple(rank % self.ep * sharded + rank // self.ep for rank in range(self.num_senders))
 
     # --- files: who reads what ------------------------------------------------------------------------
 

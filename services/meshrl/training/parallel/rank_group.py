@@ -29,8 +29,9 @@ class RankGroup:
     """One rank in its group; without arguments, a process on its own.
 
     plan: who does what. device: where this rank computes. mesh: the dimensions of `plan.mesh_shape`; None where nothing
-    is sharded (one process on a CPU). context: the ranks that share this rank's rows; None where it has rows of its
-    own. control: gloo group for data on the CPU; None in a group of one.
+    is sharded (one process on a CPU). experts: those of `plan.experts_shape`; None where experts are sharded as all
+    else. context: the ranks that share this rank's rows; None where it has rows of its own. control: gloo group for
+    data on the CPU; None in a group of one.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class RankGroup:
         *,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
+        experts: DeviceMesh | None = None,
         context: ContextShare | None = None,
         control: dist.ProcessGroup | None = None,
     ) -> None:
         self.plan = plan or ParallelPlan()
         self.device = device or torch.device("cpu")
         self.mesh = mesh
+        self.experts = experts
         self.context = context
         self.control = control
 
@@ -66,14 +69,15 @@ class RankGroup:
         device: torch.device,
         dp_replicate: int = 1,
         cp: int = 1,
+        ep: int = 1,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> RankGroup:
         """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
         A GPU without torchrun becomes a group of one, since sharding is also what mixes precisions there; a CPU without
-        torchrun needs no group. Raises ValueError when dp_replicate and cp do not divide the group.
+        torchrun needs no group. Raises ValueError when dp_replicate, cp and ep do not divide the group.
         """
-        plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate, cp=cp)
+        plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate, cp=cp, ep=ep)
         on_gpu = device.type == "cuda"
         if plan.is_alone and not on_gpu:
             return cls(plan, device=device)
@@ -89,14 +93,20 @@ class RankGroup:
                 world_size=1 if plan.is_alone else -1,
                 device_id=device if on_gpu else None,
             )
-        shape = plan.mesh_shape
-        mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+        def lay(shape: Mapping[str, int]) -> DeviceMesh:
+            return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
         control = None if plan.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        context = None
-        if plan.cp > 1:
-            rows = init_device_mesh(device.type, (plan.dp_size, plan.cp), mesh_dim_names=("dp", "cp"))
-            context = ContextShare.of(rows.get_group("cp"))
-        return cls(plan, device=device, mesh=mesh, context=context, control=control)
+        rows = lay({"dp": plan.dp_size, "cp": plan.cp}) if plan.cp > 1 else None
+        return cls(
+            plan,
+            device=device,
+            mesh=lay(plan.mesh_shape),
+            experts=lay(plan.experts_shape) if plan.ep > 1 else None,
+            context=None if rows is None else ContextShare.of(rows.get_group("cp")),
+            control=control,
+        )
 
     # --- collectives over the control group; every rank calls them in the same order ----------------
 

@@ -189,16 +189,17 @@ class Receiver:
         self, entries: Sequence[TensorEntry], bucket: Bucket, flat: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
         """The bucket's whole tensors: views of the buffer where one sender sent all of one, else put together."""
-        parts: dict[int, list[torch.Tensor]] = {index: [] for index in range(bucket.first, bucket.last)}
+        parts: dict[int, dict[int, torch.Tensor]] = {index: {} for index in range(bucket.first, bucket.last)}
         base = 0
         for sender, pieces in enumerate(bucket.pieces):
             for piece in pieces:
                 at = base + piece.at
-                parts[piece.tensor].append(flat[at : at + piece.end - piece.start])
+                parts[piece.tensor][piece.start] = flat[at : at + piece.end - piece.start]
             base += bucket.num_bytes(sender)
         tensors = []
-        for index, found in parts.items():
+        for index, by_start in parts.items():
             entry = entries[index]
+            found = [by_start[start] for start in sorted(by_start)]  # senders have their parts in any order
             whole = found[0] if len(found) == 1 else torch.cat(found) if found else flat[:0]
             if whole.storage_offset() % TORCH_DTYPES[entry.dtype].itemsize:
                 whole = whole.clone()  # behind a piece of a narrower type

@@ -37,25 +37,27 @@ class Bucket:
         return pieces[-1].at + pieces[-1].end - pieces[-1].start if pieces else 0
 
 
-def rows_of(num_rows: int, sender: int, num_senders: int) -> tuple[int, int]:
-    """Rows [start, end) that a sender has of a tensor: those of torch.chunk, where late senders may have none."""
-    step = -(-num_rows // num_senders)
-    return min(sender * step, num_rows), min((sender + 1) * step, num_rows)
+def rows_of(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Rows [start, end) of a part of a tensor: those of torch.chunk, where late parts may have none."""
+    step = -(-num_rows // num_parts)
+    return min(part * step, num_rows), min((part + 1) * step, num_rows)
 
 
-def byte_range(entry: TensorEntry, sender: int, num_senders: int, *, whole: bool) -> tuple[int, int]:
+def byte_range(
+    entry: TensorEntry, sender: int, plan: CollectivePlan, *, whole: bool, reordered: bool
+) -> tuple[int, int]:
     """Bytes [start, end) of a tensor that a sender sends; a `whole` one is sent by the first sender alone."""
-    if whole or not entry.shape or num_senders == 1:
+    if whole or not entry.shape or plan.num_senders == 1:
         return (0, entry.num_bytes) if sender == 0 else (0, 0)
     rows = entry.shape[0]
-    start, end = rows_of(rows, sender, num_senders)
+    start, end = rows_of(rows, plan.row_order[sender] if reordered else sender, plan.num_senders)
     row_bytes = entry.num_bytes // rows if rows else 0
     return start * row_bytes, end * row_bytes
 
 
 def buckets(tensors: Sequence[TensorEntry], plan: CollectivePlan) -> Iterator[Bucket]:
     """The buckets of a version, in the order in which they travel."""
-    whole = frozenset(plan.whole_tensors)
+    whole, reordered = frozenset(plan.whole_tensors), frozenset(plan.reordered_tensors)
     first = 0
     while first < len(tensors):
         last, size = first + 1, tensors[first].num_bytes
@@ -66,7 +68,9 @@ def buckets(tensors: Sequence[TensorEntry], plan: CollectivePlan) -> Iterator[Bu
         filled = [0] * plan.num_senders
         for index in range(first, last):
             for sender in range(plan.num_senders):
-                start, end = byte_range(tensors[index], sender, plan.num_senders, whole=index in whole)
+                start, end = byte_range(
+                    tensors[index], sender, plan, whole=index in whole, reordered=index in reordered
+                )
                 if end > start:
                     pieces[sender].append(Piece(tensor=index, start=start, end=end, at=filled[sender]))
                     filled[sender] += end - start

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from meshrl.wire.values import YOUNGER
 
 
 class Transport(enum.Enum):
@@ -79,6 +81,8 @@ class CollectivePlan:
     num_senders: int
     bucket_bytes: int
     whole_tensors: tuple[int, ...] = ()
+    reordered_tensors: tuple[int, ...] = field(default=(), metadata=YOUNGER)
+    row_order: tuple[int, ...] = field(default=(), metadata=YOUNGER)
 
 
 @dataclass(frozen=True, kw_only=True)
