@@ -37,11 +37,11 @@ SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what be
 
 
 class VersionStore:
-    """Bytes of the versions that are not retired."""
+    """Bytes of the versions that are not retired: `artifacts`, by id."""
 
     def __init__(self, spool_dir: Path) -> None:
         self._spool_dir = spool_dir
-        self._artifacts: dict[str, VersionBytes] = {}
+        self.artifacts: dict[str, VersionBytes] = {}
         # Parts of the chains of deltas that were asked for: retired versions, and merged deltas, by artifact.
         self._parts: dict[str, VersionBytes] = {}
         self._searched_parts = False  # for parts that an earlier start of the hub has named to engines
@@ -62,7 +62,7 @@ class VersionStore:
             except (OSError, ValueError) as error:  # engines that need it will be refused; the publisher can restage
                 logger.error("manifest of artifact {} is lost: {}", folder.name, error)
                 continue
-            self._artifacts[folder.name] = self._load(manifest, folder)
+            self.artifacts[folder.name] = self._load(manifest, folder)
 
     def _load(self, manifest: Manifest, folder: Path) -> VersionBytes:
         held = VersionBytes(manifest, file=folder / PAYLOAD)
@@ -77,7 +77,7 @@ class VersionStore:
 
         Raises OVERLOADED: there is no room; UNKNOWN_VERSION for a delta from a version that is not here, or not whole.
         """
-        if artifact_id in self._artifacts:
+        if artifact_id in self.artifacts:
             return
         folder = self._spool_dir / artifact_id
         with room_for(manifest, self._spool_dir):
@@ -90,16 +90,16 @@ class VersionStore:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 with (folder / PAYLOAD).open("ab") as payload:
                     payload.truncate(manifest.payload_bytes)
-        self._artifacts[artifact_id] = self._load(manifest, folder)
+        self.artifacts[artifact_id] = self._load(manifest, folder)
 
     def check_base(self, artifact_id: str, manifest: Manifest) -> None:
         """Raises UNKNOWN_VERSION for a delta to come whose base is not here, not whole or not what it was."""
-        if manifest.kind is VersionKind.DELTA and artifact_id not in self._artifacts:
+        if manifest.kind is VersionKind.DELTA and artifact_id not in self.artifacts:
             self._base_of(manifest)
 
     def _base_of(self, manifest: Manifest) -> VersionBytes:
         """The base of a delta, whose own chain is whole."""
-        for base in list(self._artifacts.values()):
+        for base in list(self.artifacts.values()):
             if base.manifest.result_root != manifest.base_root or base.manifest.version != manifest.base_version:
                 continue
             try:
@@ -145,7 +145,7 @@ class VersionStore:
 
     def held(self, artifact_id: str) -> VersionBytes:
         """The bytes of an artifact. Raises UNKNOWN_VERSION."""
-        held = self._artifacts.get(artifact_id) or self._parts.get(artifact_id)
+        held = self.artifacts.get(artifact_id) or self._parts.get(artifact_id)
         if held is None:
             raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired")
         return held
@@ -161,7 +161,7 @@ class VersionStore:
 
     def delete(self, artifact_id: str, paths: Sequence[str]) -> None:
         """Deletes the spool of an artifact and those of its publisher's files that may go. Errors are logged."""
-        self._artifacts.pop(artifact_id, None)
+        self.artifacts.pop(artifact_id, None)
         folder = self._spool_dir / artifact_id
         self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from meshrl.versions.sources import LinkLimits
 from meshrl.versions.store import VersionStore
 from meshrl.weights.byte_server import ByteServer
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
+from meshrl.wire.types import Chunk, Transport, VersionKind
 
 STOP_S = 5.0
 
@@ -48,7 +47,6 @@ class Relay:
         self._bytes = ByteServer(self._store, max_chunk_bytes=max_chunk_bytes)
         self._downloader = Downloader(upstream, limits)
         self._keep_versions = keep_versions
-        self._manifests: dict[str, Manifest] = {}
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._failed: dict[str, MeshError] = {}
         self._pull_changed = Pulse()  # a manifest came, or a pull failed
@@ -59,9 +57,6 @@ class Relay:
         folder = self._spool_dir
         live = {each.name for each in folder.iterdir()} if folder.is_dir() else set()
         await asyncio.to_thread(self._store.prepare, live)
-        for artifact_id in live:
-            with suppress(MeshError):  # its manifest is damaged: it is brought anew
-                self._manifests[artifact_id] = self._store.held(artifact_id).manifest
 
     async def stop(self) -> None:
         """Ends the fetches and pulls under way."""
@@ -82,11 +77,11 @@ class Relay:
         self._fetches[artifact_id] += 1
         try:
             comes = artifact_id in self._pulls  # it is fetched once for all who ask
-            if not comes and (artifact_id not in self._manifests or self._store.held(artifact_id).missing):
+            if not comes and (artifact_id not in self._store.artifacts or self._store.held(artifact_id).missing):
                 self._failed.pop(artifact_id, None)
                 self._pulls[artifact_id] = pull = asyncio.create_task(self._pull(artifact_id))
                 pull.add_done_callback(lambda task: self._pull_ended(artifact_id, task))
-            while artifact_id not in self._manifests:
+            while artifact_id not in self._store.artifacts:
                 changed = self._pull_changed.upcoming
                 if artifact_id in self._failed:
                     raise self._failed[artifact_id]
@@ -112,7 +107,6 @@ class Relay:
         if manifest.transport is Transport.FILESYSTEM:  # whose files are at another site
             manifest = replace(manifest, transport=Transport.STREAM, files=())
         await asyncio.to_thread(self._store.open, artifact_id, manifest, with_base=False)
-        self._manifests[artifact_id] = manifest
         self._pull_changed.beat()
         came = await self._downloader.pull(self._store.held(artifact_id), artifact_id, lambda _: self._bytes.changed())
         text = "version {} is here: {} bytes came, it has {}, artifact {}"
@@ -131,13 +125,13 @@ class Relay:
 
     async def _drop_old(self) -> None:
         """Keeps the newest versions with their chains, and the newest full version for engines that join."""
-        by_age = sorted(self._manifests.items(), key=lambda item: (item[1].epoch, item[1].version), reverse=True)
+        manifests = [(artifact_id, held.manifest) for artifact_id, held in list(self._store.artifacts.items())]
+        by_age = sorted(manifests, key=lambda item: (item[1].epoch, item[1].version), reverse=True)
         versions = list(dict.fromkeys((manifest.epoch, manifest.version) for _, manifest in by_age))
         full = [(m.epoch, m.version) for _, m in by_age if m.kind is VersionKind.FULL]
         kept = {*versions[: self._keep_versions], *full[:1]}
         for artifact_id, manifest in by_age:
             if (manifest.epoch, manifest.version) in kept or self._fetches[artifact_id] or artifact_id in self._pulls:
                 continue
-            del self._manifests[artifact_id]
             self._failed.pop(artifact_id, None)
             await asyncio.to_thread(self._store.delete, artifact_id, ())
