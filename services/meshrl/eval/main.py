@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 from meshrl.core.config import ConfigError, load_config
+from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.core.telemetry.monitor import ConsoleSink, Monitor, Sink
 from meshrl.core.telemetry.sinks import WandbSink
 from meshrl.eval.checkpoints import weights_to_evaluate
 from meshrl.eval.config import EvaluationConfig
 from meshrl.eval.program import Evaluation
 from meshrl.eval.report import CURVE, METRICS, SUMMARY, TABLE
-from meshrl.eval.submission import submit_eval
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trials.program import run_trials
 from meshrl.trials.results import TrialResults
@@ -53,6 +53,20 @@ def main() -> None:
         resamplings=config.bootstrap_samples,
     )
     run_trials("eval", config, results, evaluation.run)
+
+
+def submit_eval(config: EvaluationConfig, dry_run: bool) -> str | None:
+    """Writes the job and, unless it is a dry run, submits it; None where there is no [slurm]. Raises ConfigError."""
+    if config.slurm is None:
+        return None
+    job = BatchJob(
+        program="eval",
+        module="meshrl.eval.main",
+        config=config.model_copy(update={"slurm": None}),
+        output_dir=config.output_dir,
+        gpus_per_node=config.deployment.gpus_per_node,
+    )
+    return submit(job, config.slurm, dry_run=dry_run)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from loguru import logger
@@ -117,7 +116,16 @@ async def serve_trials(
         how = "failed"
         try:
             if engine is not None:
-                lead = Supervisor([_program(engine.python, Layout(config.output_dir))]).run(stop, lead)
+                layout = Layout(config.output_dir)
+                program = Program(
+                    name="inference",
+                    command=[
+                        str(engine.python or sys.executable), "-m", "meshrl.inference.main",
+                        "@", str(layout.config("inference")),
+                    ],
+                    log=own_log(layout, "inference"),
+                )  # fmt: skip
+                lead = Supervisor([program]).run(stop, lead)
             code = await lead
             if code == 0:
                 return code
@@ -197,11 +205,3 @@ def _configure_engine(config: TrialsConfig, given: InferenceConfig, ports: FreeP
     except OSError as error:
         raise ConfigError(f"output_dir: {path} cannot be written: {error.strerror}; choose another") from error
     return engine
-
-
-def _program(python: Path | None, layout: Layout) -> Program:
-    return Program(
-        name="inference",
-        command=[str(python or sys.executable), "-m", "meshrl.inference.main", "@", str(layout.config("inference"))],
-        log=own_log(layout, "inference"),
-    )

@@ -22,7 +22,7 @@ import pytest
 from meshrl.core.config import BaseConfig, ConfigError, load_config
 from meshrl.core.config.dump import to_toml
 from meshrl.eval.config import EvaluationConfig
-from meshrl.eval.submission import submit_eval
+from meshrl.eval.main import submit_eval
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 from meshrl.launch.config import RLConfig
 from meshrl.launch.submission import submit_run
