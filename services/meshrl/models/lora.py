@@ -7,13 +7,14 @@ the adapters' are the only new ones, `<layer>.lora_A` and `<layer>.lora_B`. They
 are. FSDP2 takes both in one group: it wants one dtype of the trained parameters only, gathers all of them in
 `param_dtype`, and reduces the adapters' gradients alone.
 
-Names by module: "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj.
+Names by module: "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj, or that of a parameter
+of experts, such as model.layers.0.mlp.experts.down_proj (`expert_lora`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from meshrl.models.expert_lora import ExpertAdapter, adapt
 from meshrl.models.sharded import fill_from_whole, gather_whole
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
@@ -68,14 +70,21 @@ class LoraLinear(nn.Linear):
 
 
 def apply_lora(
-    model: nn.Module, *, rank: int, alpha: float, dropout: float, target_modules: Iterable[str]
-) -> dict[str, LoraLinear]:
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    target_modules: Iterable[str],
+    target_parameters: Sequence[str] = (),
+) -> dict[str, LoraLinear | ExpertAdapter]:
     """Freezes the model and puts an adapter on each target; `reset_lora` gives them their first values.
 
     A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
-    layer of the text model's blocks is one, but for gates, which choose experts. Works on the meta device and must come
-    before sharding. Returns the adapted layers. Raises ValueError, with the model as it was, when a target names no
-    linear layer or one that shares its weight with another module, or when there is no layer to adapt.
+    layer of the text model's blocks is one, but for gates, which choose experts. `target_parameters` name parameters of
+    experts in the same way, and without any these stay as they are. Works on the meta device and must come before
+    sharding. Returns the adapted layers. Raises ValueError, with the model as it was, when a target names nothing or a
+    layer that shares its weight with another module, or when there is no layer to adapt.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen: dict[str, nn.Linear] = {}
@@ -86,7 +95,7 @@ def apply_lora(
             raise ValueError(
                 f"model.lora.target_modules: {target!r} names no linear layer; this model has "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in linear})) or 'none'}"
-                + (f", and {joined[0]} is one tensor of all experts, which cannot be adapted yet" if joined else "")
+                + (f", and {joined[0]} is of all experts: name it in model.lora.target_parameters" if joined else "")
             )
         chosen.update(found)
     if not chosen:
@@ -101,8 +110,11 @@ def apply_lora(
             "model.lora: this model has no linear layer in its blocks to adapt; train it without model.lora"
         )
     _refuse_tied(model, chosen)
+    of_experts = adapt(model, target_parameters, rank=rank, alpha=alpha, dropout=dropout)
     model.requires_grad_(False)
-    adapted: dict[str, LoraLinear] = {}
+    for adapter in of_experts.values():
+        adapter.requires_grad_(True)
+    adapted: dict[str, LoraLinear | ExpertAdapter] = dict(of_experts)
     for name, base in linear.items():
         if name in chosen:
             adapted[name] = LoraLinear(base, rank=rank, alpha=alpha, dropout=dropout)
@@ -129,20 +141,38 @@ def coverage(model: nn.Module) -> str:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     adapted = adapted_layers(model)
     without = sorted({".".join(name.split(".")[-2:]) for name in linear if name not in adapted})
-    without += sorted({".".join(name.split(".")[-2:]) + " (all experts in one)" for name in _joined_experts(model)})
-    return f"adapters on {len(adapted)} of {len(linear)} linear layers" + (
-        f"; without: {', '.join(without)}" if without else ""
+    joined = [name for name in _joined_experts(model) if name not in adapted]
+    without += sorted({".".join(name.split(".")[-2:]) + " (all experts in one)" for name in joined})
+    of_experts = sum(isinstance(layer, ExpertAdapter) for layer in adapted.values())
+    return (
+        f"adapters on {len(adapted) - of_experts} of {len(linear)} linear layers"
+        + (f" and {of_experts} parameters of experts" if of_experts else "")
+        + (f"; without: {', '.join(without)}" if without else "")
     )
 
 
 def _joined_experts(model: nn.Module) -> list[str]:
     """The parameters that hold the matrices of all experts of a layer, (E, out, in)."""
-    return [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "experts." in name]
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and "experts." in name and not is_adapter(name)
+    ]
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
     """The adapted layers by name, in the model's order; empty for a model without adapters."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    return {
+        name.replace(".adapters.", "."): module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLinear | ExpertAdapter)
+    }
+
+
+def adapted_weights(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
+    """The adapted layers by the name of the weight that each changes."""
+    layers = adapted_layers(model).items()
+    return {name if isinstance(layer, ExpertAdapter) else f"{name}.weight": layer for name, layer in layers}
 
 
 def is_adapter(parameter_name: str) -> bool:
@@ -159,8 +189,8 @@ def reset_lora(model: nn.Module, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():
-        whole = torch.empty(layer.rank, layer.in_features)
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        whole = torch.empty(layer.lora_A.shape)
+        nn.init.kaiming_uniform_(whole.view(-1, layer.in_features), a=math.sqrt(5), generator=generator)
         fill_from_whole(layer.lora_A, whole)
         layer.lora_B.zero_()
 
@@ -184,9 +214,10 @@ def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
     """What PEFT keeps in adapter_config.json, for the adapters of this model over the model named `base_name`."""
     adapted = adapted_layers(model)
     plain = {name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear}
-    leaves = {name: name.rpartition(".")[2] for name in adapted}
+    leaves = {name: name.rpartition(".")[2] for name, layer in adapted.items() if isinstance(layer, LoraLinear)}
     first = next(iter(adapted.values()))
     targets = {name if leaf in plain else leaf for name, leaf in leaves.items()}
+    targets |= {".".join(name.split(".")[-3:]) for name in adapted.keys() - leaves.keys()}
     described = AdapterConfig(
         rank=first.rank, lora_alpha=first.alpha, target_modules=tuple(sorted(targets)), base_model=base_name
     )
@@ -194,8 +225,13 @@ def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
 
 
 def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An `adapter_state` in PEFT's names, see `versions.peft`."""
-    return {f"{peft.PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state.items()}
+    """An `adapter_state` in PEFT's names and shapes, see `versions.peft`."""
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        layer, _, part = name.rpartition(".lora_")
+        stored = peft.stored_experts(tensor, part) if tensor.ndim == 3 else tensor
+        named[peft.tensor_name(peft.wrapper_of(layer) if tensor.ndim == 3 else layer, part)] = stored.contiguous()
+    return named
 
 
 def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, object]) -> None:
@@ -217,12 +253,15 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"{folder} has adapters of rank {config.get('r')} and alpha {config.get('lora_alpha')}, this model of "
                 f"rank {layer.rank} and alpha {layer.alpha}; set model.lora.rank and model.lora.alpha to the folder's"
             )
-    stored = {
-        name.removeprefix(peft.PREFIX).removesuffix(".weight"): tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(".base_layer.weight")  # PEFT's copy of an adapted head's frozen weight
-    }
     own = {f"{name}.{part}": getattr(layer, part) for name, layer in adapted.items() for part in (A, B)}
+    as_stored = {next(iter(peft_state({name: value.detach()}))): name for name, value in own.items()}
+    stored = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".base_layer.weight"):  # PEFT's copy of an adapted head's frozen weight
+            continue
+        known = as_stored.get(name, name.removeprefix(peft.PREFIX).removesuffix(".weight"))
+        whole = known in own and own[known].ndim == 3
+        stored[known] = peft.read_experts(tensor, own[known].shape[0], name[-len("A.weight")]) if whole else tensor
     if strange := sorted(own.keys() ^ stored.keys()):
         raise ValueError(
             f"{folder} does not fit model.lora.target_modules: only one of the two has {strange[0]} "

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshrl.models.lora import adapted_layers, is_adapter
+from meshrl.models.lora import adapted_layers, adapted_weights, is_adapter
 from meshrl.models.sharded import gather_whole
 
 ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_biases"})
@@ -34,7 +34,7 @@ def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """What `hf_state` gives, a tensor at a time, so that a merged weight need not outlive its turn."""
-    adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
+    adapted = adapted_weights(model)
     for name, tensor in stored_tensors(model).items():
         yield name, (adapted[name].merged() if name in adapted else tensor).to(_wanted(model, name, tensor, dtype))
 
@@ -120,7 +120,7 @@ def own_rows(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 
     They share memory with the model and have its types, to be cast as they are copied; merged ones come cast.
     """
-    adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
+    adapted = adapted_weights(model)
     rows: dict[str, torch.Tensor] = {}
     for name, stored in stored_tensors(model).items():
         wanted = _wanted(model, name, stored, dtype)

@@ -95,4 +95,5 @@ def add_adapters(model: nn.Module, config: TrainerModelConfig) -> None:
             alpha=config.lora.alpha,
             dropout=config.lora.dropout,
             target_modules=config.lora.target_modules,
+            target_parameters=config.lora.target_parameters,
         )

@@ -55,6 +55,10 @@ class LoraConfig(BaseConfig):
     target_modules: list[str] = Field(default_factory=list)
     """Linear layers to adapt, by the last part of their name or a whole one; empty: all of the blocks but gates."""
 
+    target_parameters: list[str] = Field(default_factory=list)
+    """Parameters of a mixture's experts to adapt as well, as PEFT names them: mlp.experts.gate_up_proj and
+    mlp.experts.down_proj. Engines of vLLM take them merged: set trainer.weight_broadcast.lora_adapter_only to false."""
+
 
 class TrainerModelConfig(ModelConfig):
     """The model that is trained. Master weights are float32; dtype is what it computes in and publishes."""

@@ -10,7 +10,9 @@ inputs) and B (outputs, rank).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ from meshrl.wire.values import JsonObject
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PARTS = ("A", "B")
+EXPERTS = re.compile(r"(?:^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
+"""Parameters of all experts of a layer, of which PEFT wraps the up projection first, then the down projection."""
 
 
 def tensor_name(layer: str, part: str) -> str:
@@ -36,16 +40,39 @@ def layer_and_part(name: str) -> tuple[str, str] | None:
     return (layer, part) if part in PARTS and name == tensor_name(layer, part) else None
 
 
+def wrapper_of(parameter: str) -> str:
+    """The layer under which PEFT stores the adapter of a parameter of experts."""
+    experts, _, name = parameter.rpartition(".")
+    return experts if name == "down_proj" else f"{experts}.base_layer"
+
+
+def stored_experts(tensor: torch.Tensor, part: str) -> torch.Tensor:
+    """A (E, r, in) as PEFT stores it, (E r, in), or B (E, out, r), stored as (out, r E): there experts come last."""
+    return tensor.flatten(0, 1) if part == "A" else tensor.permute(1, 2, 0).flatten(1)
+
+
+def read_experts(stored: torch.Tensor, experts: int, part: str) -> torch.Tensor:
+    """What `stored_experts` was made of. Raises RuntimeError for a shape that is none of so many experts."""
+    if part == "A":
+        return stored.reshape(experts, -1, stored.shape[-1])
+    return stored.reshape(stored.shape[0], -1, experts).permute(2, 0, 1)
+
+
 def config_table(adapter: AdapterConfig, *, dropout: float = 0.0) -> dict[str, object]:
-    """The adapter_config.json of a plain LoRA adapter, scaled by lora_alpha / rank."""
+    """The adapter_config.json of a plain LoRA adapter, scaled by lora_alpha / rank.
+
+    PEFT adapts experts without dropout alone.
+    """
+    of_experts = [target for target in adapter.target_modules if EXPERTS.search(target)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapter.base_model,
         "r": adapter.rank,
         "lora_alpha": adapter.lora_alpha,
-        "lora_dropout": dropout,
-        "target_modules": list(adapter.target_modules),
+        "lora_dropout": 0.0 if of_experts else dropout,
+        "target_modules": [target for target in adapter.target_modules if not EXPERTS.search(target)],
+        **({"target_parameters": of_experts} if of_experts else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -61,7 +88,7 @@ def config_of(table: JsonObject) -> AdapterConfig:
     return AdapterConfig(
         rank=int(table["r"]),
         lora_alpha=float(table["lora_alpha"]),
-        target_modules=tuple(sorted(table["target_modules"])),
+        target_modules=tuple(sorted([*table["target_modules"], *(table.get("target_parameters") or ())])),
         base_model=str(table.get("base_model_name_or_path", "")),
     )
 
@@ -79,35 +106,80 @@ def read_folder(folder: Path) -> tuple[JsonObject, dict[str, torch.Tensor]]:
     return json.loads((folder / CONFIG_FILE).read_text()), load_file(folder / WEIGHTS_FILE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdaptedWeight:
+    """A base weight that an adapter changes, and the `layer` under which PEFT stores its matrices.
+
+    `experts` is 0 for a linear layer's; `transposed`: those of experts are (experts, inputs, outputs).
+    """
+
+    name: str
+    layer: str
+    experts: int = 0
+    transposed: bool = False
+
+
 def check_fit(
     version: int, adapter: AdapterConfig, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
-) -> list[str]:
-    """Returns the layers that an adapter changes.
+) -> list[AdaptedWeight]:
+    """Returns the weights that an adapter changes.
 
     `shapes` are those of the base weights by Hugging Face name. Raises MeshError LAYOUT_MISMATCH naming the first
-    tensor that does not fit.
+    tensor that does not fit: every tensor of the adapter changes a weight.
     """
 
     def refuse(why: str) -> MeshError:
         return MeshError(Reason.LAYOUT_MISMATCH, f"version {version} does not fit the served model: {why}")
 
-    layers: dict[str, None] = {}
+    weights: dict[str, AdaptedWeight] = {}
     for name, tensor in tensors.items():
         parsed = layer_and_part(name)
         if parsed is None:
             raise refuse(f"{name} is no name of PEFT's, such as {tensor_name('<layer>', 'A')}")
         layer, part = parsed
-        shape = shapes.get(f"{layer}.weight")
-        if shape is None or len(shape) != 2:
+        weight = weights.get(layer) or _adapted_weight(layer, tensors, shapes)
+        if weight is None:
             raise refuse(f"{name} is for a layer that the model does not have")
-        outputs, inputs = shape
-        expected = (adapter.rank, inputs) if part == "A" else (outputs, adapter.rank)
+        inputs, outputs = _sides(weight, shapes)
+        rank = adapter.rank * max(1, weight.experts)
+        expected = (rank, inputs) if part == "A" else (outputs, rank)
         if tuple(tensor.shape) != expected:
             raise refuse(f"{name} is {expected} for rank {adapter.rank}, got {tuple(tensor.shape)}")
-        layers[layer] = None
-    for layer in layers:
+        weights[layer] = weight
+    for layer in weights:
         if any(tensor_name(layer, part) not in tensors for part in PARTS):
             raise refuse(f"{layer} has only one of lora_A and lora_B")
-    if not layers:
+    if not weights:
         raise refuse("its adapter is empty")
-    return list(layers)
+    return list(weights.values())
+
+
+def _adapted_weight(
+    layer: str, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
+) -> AdaptedWeight | None:
+    if len(shapes.get(f"{layer}.weight", ())) == 2:
+        return AdaptedWeight(name=f"{layer}.weight", layer=layer)
+    experts = layer.removesuffix(".base_layer")
+    up = next((name for name in ("gate_up_proj", "up_proj") if f"{experts}.{name}" in shapes), None)
+    if up is None or f"{experts}.down_proj" not in shapes:
+        return None
+    # Square matrices do not show which side is theirs, but those of experts are not all square.
+    sides = {}
+    for name, wrapper in ((up, f"{experts}.base_layer"), ("down_proj", experts)):
+        matrix = tensors.get(tensor_name(wrapper, "A"))
+        _, first, second = shapes[f"{experts}.{name}"]
+        if matrix is not None and first != second:
+            sides[name] = matrix.shape[-1] == first
+    own = up if layer.endswith(".base_layer") else "down_proj"
+    return AdaptedWeight(
+        name=f"{experts}.{own}",
+        layer=layer,
+        experts=shapes[f"{experts}.{own}"][0],
+        transposed=sides.get(own, next(iter(sides.values()), False)),
+    )
+
+
+def _sides(weight: AdaptedWeight, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """Inputs and outputs of a weight."""
+    *_, first, second = shapes[weight.name]
+    return (first, second) if weight.transposed else (second, first)

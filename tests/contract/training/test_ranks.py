@@ -13,6 +13,7 @@ import pytest
 
 import checkpoint_kit
 import loss_curves
+from meshrl_examples.model import create_model
 
 STEPS = 10
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
@@ -96,3 +97,18 @@ def test_two_ranks_train_as_one(name: str, alone: dict[str, Any], two_ranks: dic
 def test_the_curve_is_one_of_training(alone: dict[str, Any]) -> None:
     assert len(alone["plain"]["weights"]) > 10
     assert len(set(alone["plain"]["loss"])) == STEPS
+
+
+def test_adapters_of_experts_train_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    model = tmp_path / "mixture"
+    create_model(model, seed=0, hidden_size=64, num_layers=2, num_experts=8)
+    lora = {"rank": 8, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    one, two = (
+        run(launcher, model, tmp_path / f"{len(launcher)}.json", {"experts": {"lora": lora}})["experts"]
+        for launcher in ([], torchrun)
+    )
+    assert two["tokens"] == one["tokens"]
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    assert two["weights"] == pytest.approx(one["weights"], rel=1e-5)

@@ -253,7 +253,7 @@ def test_by_default_every_linear_layer_of_the_blocks_has_an_adapter(
 def test_experts_that_are_named_are_refused_with_the_tensor_that_holds_them() -> None:
     model = tiny_model("mixtral", None)
     with pytest.raises(
-        ValueError, match=r"'w1' names no linear layer; .* and model\.layers\.0\.mlp\.experts\..* is one"
+        ValueError, match=r"'w1' names no linear layer; .* and model\.layers\.0\.mlp\.experts\..* is of all"
     ):
         apply_lora(model, rank=2, alpha=2.0, dropout=0.0, target_modules=["q_proj", "w1"])
 

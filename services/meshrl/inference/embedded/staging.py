@@ -22,6 +22,7 @@ from loguru import logger
 from meshrl.inference.embedded.live_weights import LiveWeights, Shadow
 from meshrl.inference.engine import HostVersion
 from meshrl.inference.out_of_memory import named_out_of_memory
+from meshrl.models.expert_lora import merge
 from meshrl.versions import peft
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest
@@ -103,12 +104,16 @@ def merge_adapter(
     """
     merged: dict[str, torch.Tensor] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
-    for layer in peft.check_fit(version, adapter, tensors, shapes):
-        a_RI = tensors[peft.tensor_name(layer, "A")].to(device).float()
-        b_OR = tensors[peft.tensor_name(layer, "B")].to(device).float()
-        weight_OI = base[f"{layer}.weight"]
-        sum_OI = torch.add(weight_OI.float(), b_OR @ a_RI, alpha=adapter.lora_alpha / adapter.rank)
-        merged[f"{layer}.weight"] = sum_OI.to(weight_OI.dtype)
+    scale = adapter.lora_alpha / adapter.rank
+    for adapted in peft.check_fit(version, adapter, tensors, shapes):
+        low, high = (tensors[peft.tensor_name(adapted.layer, part)].to(device).float() for part in peft.PARTS)
+        weight = base[adapted.name]
+        if adapted.experts:
+            low, high = peft.read_experts(low, adapted.experts, "A"), peft.read_experts(high, adapted.experts, "B")
+            whole = merge(weight, low, high, scale=scale, transposed=adapted.transposed)
+        else:
+            whole = torch.add(weight.float(), high @ low, alpha=scale)
+        merged[adapted.name] = whole.to(weight.dtype)
     return merged
 
 

@@ -70,7 +70,14 @@ class AdapterStore:
                 f"the adapter has rank {host.adapter.rank}, vLLM was started for at most {self._max_rank};"
                 " raise inference.vllm.max_lora_rank",
             )
-        peft.check_fit(host.version, host.adapter, host.tensors, {name: shape for name, _, shape in layout})
+        adapted = peft.check_fit(host.version, host.adapter, host.tensors, {name: shape for name, _, shape in layout})
+        if of_experts := [weight.name for weight in adapted if weight.experts]:
+            raise MeshError(
+                Reason.NOT_SUPPORTED,
+                f"version {host.version} adapts experts ({of_experts[0]}), which vLLM reads in another order for some"
+                " models, and then serves other weights; publish merged weights: set"
+                " trainer.weight_broadcast.lora_adapter_only to false",
+            )
         folder = self._root / f"version_{host.version}"
         shutil.rmtree(folder, ignore_errors=True)
         try:

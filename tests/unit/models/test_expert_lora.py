@@ -1,0 +1,161 @@
+"""Adapters on experts: grouped beside the experts' own products, merged, stored as PEFT does, and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from meshrl.inference.embedded.staging import merge_adapter
+from meshrl.models.expert_lora import ExpertAdapter
+from meshrl.models.lora import (
+    adapted_layers,
+    adapter_config,
+    adapter_state,
+    apply_lora,
+    coverage,
+    is_adapter,
+    load_adapter,
+    peft_state,
+    reset_lora,
+    save_adapter,
+)
+from meshrl.models.state import hf_state, stored_tensors
+from meshrl.versions import peft
+from meshrl.wire.errors import MeshError
+from tiny_families import tiny_model
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "nemotron_h"]
+"""gpt_oss has biases, interleaved gates and transposed weights, nemotron_h experts without a gate."""
+
+
+def targets_of(model: PreTrainedModel) -> list[str]:
+    """By the last parts of their names, as a user writes them."""
+    joined = [name for name, each in model.named_parameters() if each.ndim == 3 and "experts." in name]
+    return sorted({".".join(name.split(".")[-3:]) for name in joined})
+
+
+def adapted(family: str, *, trained: bool = True, seed: int = 1) -> PreTrainedModel:
+    model = tiny_model(family, attn=None)
+    apply_lora(model, rank=8, alpha=12.0, dropout=0.0, target_modules=[], target_parameters=targets_of(model))
+    reset_lora(model, seed)
+    if trained:
+        source = torch.Generator().manual_seed(seed)
+        for layer in adapted_layers(model).values():
+            nn.init.normal_(layer.lora_B, std=0.2, generator=source)
+    return model.eval()
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def merged(family: str, state: dict[str, torch.Tensor]) -> PreTrainedModel:
+    plain = tiny_model(family, attn=None)
+    for name, tensor in stored_tensors(plain).items():
+        tensor.copy_(state[name])
+    return plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_change_nothing_at_first_and_then_what_merging_changes(family: str) -> None:
+    model, plain = adapted(family, trained=False), tiny_model(family, attn=None)
+    assert any(isinstance(layer, ExpertAdapter) for layer in adapted_layers(model).values())
+    assert torch.equal(logits(model), logits(plain))
+    model = adapted(family)
+    torch.testing.assert_close(logits(merged(family, hf_state(model))), logits(model), atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(logits(model), logits(plain), atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_adapters_get_a_gradient_and_it_is_that_of_the_merged_weight(family: str) -> None:
+    model = adapted(family)
+    model(input_ids=IDS, use_cache=False).logits.square().sum().backward()
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == {
+        name for name, each in model.named_parameters() if is_adapter(name)
+    }
+    plain = merged(family, hf_state(model))
+    plain(input_ids=IDS, use_cache=False).logits.square().sum().backward()
+    weights = dict(plain.named_parameters())
+    for name, layer in adapted_layers(model).items():
+        if isinstance(layer, ExpertAdapter):
+            grad = weights[name].grad
+            assert grad is not None
+            whole = grad.transpose(1, 2) if layer.transposed else grad
+            expected = layer.scale * torch.bmm(whole, layer.lora_A.transpose(1, 2))
+            torch.testing.assert_close(layer.lora_B.grad, expected.detach(), atol=2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_in_pefts_form_brings_the_same_adapters_back(family: str, tmp_path: Path) -> None:
+    model = adapted(family)
+    save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
+    again = adapted(family, trained=False, seed=2)
+    load_adapter(again, tmp_path)
+    assert torch.equal(logits(again), logits(model))
+    table, tensors = peft.read_folder(tmp_path)
+    assert sorted(table["target_parameters"]) == targets_of(tiny_model(family, attn=None))
+    assert any(name.endswith("experts.base_layer.lora_A.weight") for name in tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_merges_to_the_bit_what_the_trainer_merges(family: str) -> None:
+    model = adapted(family)
+    state, config = peft_state(adapter_state(model)), peft.config_of(adapter_config(model, "base"))
+    base = stored_tensors(tiny_model(family, attn=None))
+    found = merge_adapter(1, config, state, base, torch.device("cpu"))
+    own = hf_state(model)
+    assert any(name.endswith("down_proj") for name in found)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, own[name]), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_peft_itself_computes_the_same(family: str, tmp_path: Path) -> None:
+    peft_package = pytest.importorskip("peft")
+    model = adapted(family)
+    save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
+    loaded = peft_package.PeftModel.from_pretrained(tiny_model(family, attn=None), str(tmp_path))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=IDS, use_cache=False).logits, logits(model), atol=2e-4, rtol=1e-3)
+
+
+def test_every_tensor_of_an_adapter_must_change_a_weight() -> None:
+    model = adapted("qwen3_moe")
+    state, config = peft_state(adapter_state(model)), peft.config_of(adapter_config(model, "base"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(tiny_model("qwen3_moe")).items()}
+    name = next(name for name in state if "experts.base_layer.lora_B" in name)
+    with pytest.raises(MeshError, match="is for a layer that the model does not have"):
+        peft.check_fit(1, config, {**state, name.replace("layers.0", "layers.7"): state[name]}, shapes)
+    with pytest.raises(MeshError, match="has only one of lora_A and lora_B"):
+        peft.check_fit(1, config, {key: each for key, each in state.items() if key != name}, shapes)
+    with pytest.raises(MeshError, match="for rank 8, got"):
+        peft.check_fit(1, config, {**state, name: state[name][1:]}, shapes)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "rank", "why"),
+    [
+        ("qwen3_moe", ["experts.w1"], 8, "names no experts' parameter; this model has mlp.experts.down_proj"),
+        ("qwen3_moe", TARGETS[:1], 8, "name both"),
+        ("qwen3_moe", TARGETS, 4, "need a multiple of 8; take 8"),
+        ("qwen3", TARGETS, 8, "this model has none"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused(family: str, targets: list[str], rank: int, why: str) -> None:
+    model = tiny_model(family, attn=None)
+    before = {name: each.requires_grad for name, each in model.named_parameters()}
+    with pytest.raises(ValueError, match=why):
+        apply_lora(model, rank=rank, alpha=1.0, dropout=0.0, target_modules=[], target_parameters=targets)
+    assert {name: each.requires_grad for name, each in model.named_parameters()} == before
+
+
+def test_the_log_counts_what_is_adapted_and_names_what_is_not() -> None:
+    assert "and 4 parameters of experts; without" in coverage(adapted("qwen3_moe"))
+    assert "experts" not in coverage(adapted("qwen3_moe")).partition("without")[2]
