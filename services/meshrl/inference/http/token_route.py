@@ -18,7 +18,7 @@ import io
 import json
 import math
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -119,17 +119,19 @@ class TokenRoute:
         }
         if body.return_token_ids:
             fields["prompt_token_ids"] = body.token_ids
-        choices = [_choice(index, completion, body.sampling_params) for index, completion in enumerate(completions)]
-        return f'{json.dumps(fields)[:-1]},"choices":[{",".join(choices)}]}}'
+        choices = enumerate(completions)
+        fields["choices"] = [_choice(index, completion, body.sampling_params) for index, completion in choices]
+        return json.dumps(fields, separators=(",", ":"))
 
     async def _events(self, body: GenerateBody, requests: list[GenerateRequest]) -> AsyncGenerator[str, None]:
-        head = json.dumps({"request_id": requests[0].request_id, "model": self._serving.model_name})[:-1]
+        head = {"request_id": requests[0].request_id, "model": self._serving.model_name}
         async with aclosing(interleave(self._serving.spans, requests)) as chunks:
             async for index, chunk in chunks:
-                yield f'{head},"choices":[{_choice(index, join([chunk]), body.sampling_params)}]}}'
+                choice = _choice(index, join([chunk]), body.sampling_params)
+                yield json.dumps({**head, "choices": [choice]}, separators=(",", ":"))
 
 
-def _choice(index: int, completion: Completion, sampling: TokenSampling) -> str:
+def _choice(index: int, completion: Completion, sampling: TokenSampling) -> dict[str, object]:
     spans = completion.version_spans
     fields: dict[str, object] = {
         "index": index,
@@ -150,8 +152,8 @@ def _choice(index: int, completion: Completion, sampling: TokenSampling) -> str:
         file = io.BytesIO()
         np.save(file, completion.routed_experts, allow_pickle=False)
         fields["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-    content = _logprobs(completion) if logprobs and not sampling.packed_only else "null"
-    return f'{json.dumps(fields, separators=(",", ":"))[:-1]},"logprobs":{content}}}'
+    fields["logprobs"] = {"content": _logprobs(completion)} if logprobs and not sampling.packed_only else None
+    return fields
 
 
 def _packed(values: NDArray[np.float32]) -> dict[str, object]:
@@ -160,28 +162,16 @@ def _packed(values: NDArray[np.float32]) -> dict[str, object]:
     return {"data": data, "shape": [len(values)], "dtype": "float32"}
 
 
-def _logprobs(completion: Completion) -> str:
-    """`logprobs` of a choice, as JSON text: written by hand, since this is a line for every token sampled."""
-    token_ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-    if completion.top_ids is None or completion.top_logprobs is None:
-        entries = [
-            f'{{"token":"token_id:{token}","logprob":{logprob!r},"bytes":null,"top_logprobs":[]}}'
-            for token, logprob in zip(token_ids, logprobs, strict=True)
-        ]
-    else:
+def _logprobs(completion: Completion) -> list[dict[str, object]]:
+    def entry(token: int, logprob: float) -> dict[str, object]:
+        return {"token": f"token_id:{token}", "logprob": said(logprob), "bytes": None}
+
+    entries = list(map(entry, completion.token_ids.tolist(), completion.logprobs.tolist()))
+    tops: Iterable[list[dict[str, object]]] = ([] for _ in entries)
+    if completion.top_ids is not None and completion.top_logprobs is not None:
         ranked = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
-        tops = [
-            ",".join(
-                f'{{"token":"token_id:{token}","logprob":{said(logprob)!r},"bytes":null}}'
-                for token, logprob in zip(ids_K, logprobs_K, strict=True)
-            )
-            for ids_K, logprobs_K in ranked
-        ]
-        entries = [
-            f'{{"token":"token_id:{token}","logprob":{logprob!r},"bytes":null,"top_logprobs":[{top}]}}'
-            for token, logprob, top in zip(token_ids, logprobs, tops, strict=True)
-        ]
-    return f'{{"content":[{",".join(entries)}]}}'
+        tops = (list(map(entry, ids_K, logprobs_K)) for ids_K, logprobs_K in ranked)
+    return [{**sampled, "top_logprobs": top} for sampled, top in zip(entries, tops, strict=True)]
 
 
 def _prompt_logprobs(
