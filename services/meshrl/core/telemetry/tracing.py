@@ -20,13 +20,12 @@ from loguru import logger
 from opentelemetry import trace
 from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from prometheus_client import CollectorRegistry
 
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
-from meshrl.core.telemetry.spans import SpanProvider
 from meshrl.core.telemetry.waits import Waits
 from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
 
@@ -108,6 +107,23 @@ class SpanIds(RandomIdGenerator):
     def generate_span_id(self) -> int:
         chosen = _CHOSEN.get()
         return super().generate_span_id() if chosen is None else chosen.span_id
+
+
+class SpanProvider(TracerProvider):
+    """OpenTelemetry's provider, which lists its processors, so that they can be ended one by one.
+
+    A span of it takes 25 us, where one of our own took 7. A rollout of one turn has four, which is 0.07 ms more, and
+    takes seconds with a real model.
+    """
+
+    def __init__(self, resource: Resource) -> None:
+        limits = SpanLimits(max_links=MAX_LINKS)
+        super().__init__(resource=resource, span_limits=limits, id_generator=SpanIds(), shutdown_on_exit=False)
+        self.processors: tuple[SpanProcessor, ...] = ()
+
+    def add_span_processor(self, span_processor: SpanProcessor) -> None:
+        super().add_span_processor(span_processor)
+        self.processors += (span_processor,)
 
 
 class CollectorExporter(SpanExporter):
@@ -224,7 +240,7 @@ def build_provider(service_name: str, exporters: list[SpanExporter]) -> SpanProv
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
     )
-    provider = SpanProvider(resource, SpanLimits(max_links=MAX_LINKS), SpanIds())
+    provider = SpanProvider(resource)
     for exporter in exporters:
         queue = None if os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) else MAX_QUEUE
         provider.add_span_processor(
