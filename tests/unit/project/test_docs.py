@@ -57,3 +57,6 @@ def test_the_walk_says_of_each_file_what_the_file_says_of_itself() -> None:
     for name, said in rows:
         docstring = ast.get_docstring(ast.parse((ROOT / name).read_text())) or ""
         assert " ".join(docstring.split()).startswith(said), name
+    for walk in text.split("\n## ")[1:]:
+        files = set(re.findall(r"^\| \[[^\]]+\]\(\.\./([^)]+\.py)\)", walk, flags=re.MULTILINE))
+        assert f"\n{len(files)} files, with" in walk
