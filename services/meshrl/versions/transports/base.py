@@ -30,6 +30,13 @@ class PublishCall:
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class VersionCall(PublishCall):
+    """A call that is about one version."""
+
+    version: int
+
+
 class RankShare(Protocol):
     """One rank's part in publishing a version; `progress` shows whether it still moves."""
 

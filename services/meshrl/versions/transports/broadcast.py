@@ -29,7 +29,7 @@ from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, Snapshot
-from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionLine
+from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import layout_signature
 from meshrl.wire.types import AgentState, CollectivePlan, EngineInfo, OpenedGroup, TensorEntry, Transport
@@ -44,11 +44,8 @@ class MeetEngines(PublishCall):
     deadline_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class SendVersion(PublishCall):
+class SendVersion(VersionCall):
     """Send the group the rank's rows of a version."""
-
-    version: int
 
 
 class BroadcastShare:

@@ -29,7 +29,7 @@ from blake3 import blake3
 from meshrl.core.durable import write_at
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, Snapshot
-from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionLine
+from meshrl.versions.transports.base import AllRanks, Answer, Prepared, VersionCall, VersionLine
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
@@ -252,18 +252,12 @@ def _share(sizes: Sequence[int], share: int, shares: int) -> list[int]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteFiles(PublishCall):
+class WriteFiles(VersionCall):
     """Write the rank's rows of a version into its files."""
 
-    version: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class HashFiles(PublishCall):
+class HashFiles(VersionCall):
     """Hash the rank's share of what all have written."""
-
-    version: int
 
 
 class FileShare:

@@ -34,7 +34,7 @@ from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.rule import DeltaRule
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, SideStream, Snapshot
-from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionLine
+from meshrl.versions.transports.base import AllRanks, Answer, Prepared, VersionCall, VersionLine
 from meshrl.versions.transports.filesystem import in_slices, in_threads
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest, entries_of
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
@@ -46,32 +46,22 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeRows(PublishCall):
+class EncodeRows(VersionCall):
     """Digest the rank's rows of a version and encode what changed in them since `base`; None: no delta is wanted."""
 
-    version: int
     base: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteDelta(PublishCall):
+class WriteDelta(VersionCall):
     """Write what was encoded last into a file for rank 0."""
 
-    version: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class WriteRows(PublishCall):
+class WriteRows(VersionCall):
     """Write the rank's rows of a version into the file of the version in full."""
 
-    version: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class SetBase(PublishCall):
+class SetBase(VersionCall):
     """The version was published: the next delta is from it."""
-
-    version: int
 
 
 class StreamShare:
