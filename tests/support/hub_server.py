@@ -13,6 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
+from http_servers import serving_http
+
 
 class HubServer:
     """Repositories as folders, one revision each. `cut` breaks files off in the middle."""
@@ -128,11 +130,5 @@ def missing(code: str) -> web.HTTPNotFound:
 @asynccontextmanager
 async def serving_hub(root: Path) -> AsyncIterator[HubServer]:
     hub = HubServer(root)
-    runner = web.AppRunner(hub.app(), shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        hub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with serving_http(hub.app()) as hub.url:
         yield hub
-    finally:
-        await runner.cleanup()

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from aiohttp import web
 from aiohttp.test_utils import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from http_servers import serving_http
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
 from meshrl.inference.http.app import InferenceServer
@@ -51,11 +51,8 @@ async def served(
     engine.start()
     codec = None if tokenizer is None else TextCodec(tokenizer)
     app = InferenceServer(engine, model_name=model_name, codec=codec, loader=None).app()
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{runner.addresses[0][1]}", engine=engine, model=model)
-    await runner.cleanup()
+    async with serving_http(app, handler_cancellation=True) as url:
+        yield SimpleNamespace(url=url, engine=engine, model=model)
     await engine.close()
 
 

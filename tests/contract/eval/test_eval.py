@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from loguru import logger
 
+from http_servers import chat_answer, serving_http
 from meshrl.core.config import ConfigError
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.eval.checkpoints import weights_to_evaluate
@@ -179,9 +180,7 @@ class ChatServer:
         text = body["messages"][-1]["content"]
         if text in self.refused:
             return web.json_response({"error": {"message": "not this one"}}, status=400)
-        choice = {"index": 0, "message": {"role": "assistant", "content": text[::-1]}, "finish_reason": "stop"}
-        made = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        return web.json_response({**made, "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}})
+        return chat_answer(body, {"content": text[::-1]})
 
 
 @pytest.fixture
@@ -189,12 +188,9 @@ async def chat() -> AsyncIterator[ChatServer]:
     server = ChatServer()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield server
-    await runner.cleanup()
+    async with serving_http(app) as url:
+        server.url = f"{url}/v1"
+        yield server
 
 
 async def test_a_foreign_server_is_recognised_and_what_failed_is_played_again(

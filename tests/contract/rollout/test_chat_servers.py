@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from http_servers import chat_answer, serving_http
 from inference_kit import make_model, served
 from meshrl.core.config import ConfigError
 from meshrl.rollout.engines.chat_servers import api_url
@@ -49,9 +50,7 @@ class ChatServer:
             await asyncio.Event().wait()
         if self.statuses:
             return web.json_response({"error": {"message": "not now"}}, status=self.statuses.pop(0))
-        choice = {"index": 0, "message": {"role": "assistant", "content": "cat"}, "finish_reason": "stop"}
-        made = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        return web.json_response({**made, "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}})
+        return chat_answer(body, {"content": "cat"})
 
 
 @pytest.fixture
@@ -59,12 +58,8 @@ async def chat() -> AsyncIterator[ChatServer]:
     server, app = ChatServer(), web.Application()
     app.router.add_post("/v1/chat/completions", server.complete)
     app.router.add_get("/v1/models", server.models)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with serving_http(app) as server.url:
+        yield server
 
 
 def evaluated(url: str, **client: Any) -> dict[str, Any]:

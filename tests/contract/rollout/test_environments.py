@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from http_servers import chat_answer, serving_http
+
 
 async def played(mesh: Any, request: Any) -> list[Any]:
     """The rollouts of a group, all of which must succeed."""
@@ -62,19 +64,12 @@ async def judge():
         body = await request.json()
         bodies.append((request.headers["Authorization"], body))
         said = "yes" if "Response:\n```\ncat" in body["messages"][0]["content"] else "no"
-        message = {"role": "assistant", "content": said}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        made = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        return web.json_response({**made, "usage": usage})
+        return chat_answer(body, {"content": said})
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", bodies
-    await runner.cleanup()
+    async with serving_http(app) as url:
+        yield f"{url}/v1", bodies
 
 
 async def test_a_judge_behind_any_openai_endpoint_gives_a_reward(start_mesh, make_group, engine, judge, monkeypatch):

@@ -16,6 +16,7 @@ from aiohttp import web
 from meshrl.environments.word_trail.trail import trails
 from opentelemetry.sdk.trace import TracerProvider
 
+from http_servers import chat_answer, serving_http
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.dataset import ConversationDataset, RowFilter
@@ -50,9 +51,7 @@ class Player:
             message["tool_calls"] = [{**call, "function": {"name": "after", "arguments": arguments}}]
         else:
             message["content"] = "nowhere" if prompt == WRONG else told[-1]
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        made = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        return web.json_response({**made, "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}})
+        return chat_answer(body, message)
 
 
 @pytest.fixture
@@ -60,11 +59,8 @@ async def player() -> AsyncIterator[str]:
     server = Player()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    await runner.cleanup()
+    async with serving_http(app) as url:
+        yield f"{url}/v1"
 
 
 class Stopping(TrialResults):
