@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that commands name: the reader's own, and the repository's."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "configs").symlink_to(ROOT / "configs")
-    for name in ("outputs/mine", "outputs/demo/rl", "OUTPUT_DIR"):
+    for name in ("outputs/mine", "outputs/demo/rl"):
         (folder / name).mkdir(parents=True)
     own = (ROOT / "configs/reverse_text/rl.toml").read_text()
     for name in ("rl.toml", "base.toml"):
