@@ -226,15 +226,11 @@ def _option_problem(taskset: str, problem: ErrorDetails) -> tuple[tuple[str, ...
     if problem["type"] == "extra_forbidden":
         text = "there is no such option"
         if len(key) == 2:
-            known = [option for option in taskset_config_type(_module_id(taskset)).model_fields if option != "id"]
+            module_id = plugin_id(split_choice(taskset.rpartition("+")[2])[0])
+            known = [option for option in taskset_config_type(module_id).model_fields if option != "id"]
             close = difflib.get_close_matches(key[1], known, n=1)
             text += f", did you mean {close[0]}?" if close else f" (options are {', '.join(known)})"
     return key, f"{'.'.join(key)}: {text}"
-
-
-def _module_id(entry_id: str) -> str:
-    """The id under which verifiers finds the taskset of an entry."""
-    return plugin_id(split_choice(entry_id.rpartition("+")[2])[0])
 
 
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, object]:

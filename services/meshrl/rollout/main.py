@@ -117,9 +117,9 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
 
     Raises ConfigError.
     """
-    log_environments(config)
+    log_environments(config.env, config.output_dir)
     book = SessionBook()
-    servers = await connect_servers(config, book, stack, tracer)
+    servers = await connect_servers(config.client, config.engine_urls, config.weights, book, stack, tracer)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
     table = GroupTable(max_concurrent=limit.rollouts, max_queued=config.max_queued)
     fleet = await stack.enter_async_context(WorkerFleet(config))

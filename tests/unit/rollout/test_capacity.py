@@ -6,11 +6,13 @@ import pytest
 from meshrl.rollout.engines.capacity import (
     NOTHING_SAID,
     EngineCapacity,
+    EpisodeSizes,
     RolloutLimit,
     capacity_in_metrics,
     capacity_of,
 )
 from meshrl.rollout.engines.engine_table import EngineTable
+from meshrl.wire import convert
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 
@@ -74,23 +76,29 @@ def test_an_engine_that_says_nothing_counts_256():
 def test_room_in_the_kv_cache_bounds_long_rollouts_once_their_length_is_known():
     engines, limit = engines_of(a=EngineCapacity(slots=1024, kv_tokens=100_000)), RolloutLimit(None)
     assert limit_of(limit, engines) == 1152
-    limit.shape.observe(played(prompt=100, completion=800))
+    limit.shape.take(EpisodeSizes.of(played(prompt=100, completion=800)))
     assert limit.shape.held_tokens == 500.0
     assert limit_of(limit, engines) == 225  # 200 of them, and an eighth
     assert "a 200, by 100000 tokens of KV cache" in limit.reason
     for _ in range(1000):
-        limit.shape.observe(played(prompt=50, completion=100))
+        limit.shape.take(EpisodeSizes.of(played(prompt=50, completion=100)))
     assert limit.shape.held_tokens == pytest.approx(100.0, rel=0.01)
     assert limit_of(limit, engines) == pytest.approx(1125, rel=0.01)
 
 
 def test_where_rollouts_wait_for_tools_more_of_them_run_but_at_most_four_times_as_many():
     engines, limit = engines_of(a=EngineCapacity(slots=160)), RolloutLimit(None)
-    limit.shape.observe(played(10, 10, generation_s=1.0, total_s=2.0))
+    limit.shape.take(EpisodeSizes.of(played(10, 10, generation_s=1.0, total_s=2.0)))
     assert limit_of(limit, engines) == 360
     for _ in range(1000):
-        limit.shape.observe(played(10, 10, generation_s=0.001, total_s=2.0))
+        limit.shape.take(EpisodeSizes.of(played(10, 10, generation_s=0.001, total_s=2.0)))
     assert limit_of(limit, engines) == 720
+
+
+def test_what_a_rollout_took_is_the_same_in_its_message():
+    rollouts = (*played(100, 800, generation_s=1.5, total_s=2.0), *played(30, 40))
+    messages = [convert.rollout_event_to_proto(rollout).SerializeToString() for rollout in rollouts]
+    assert EpisodeSizes.of_messages(messages) == EpisodeSizes.of(rollouts) == EpisodeSizes(840, 500.0, 2.0, 2.5)
 
 
 def test_a_configured_limit_stays():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshrl.v1 import rollout_pb2 as pb
@@ -118,10 +118,6 @@ class RolloutShape:
         self.held_tokens: float | None = None
         self.time_in_calls = 1.0
         self._seen = 0
-
-    def observe(self, rollouts: Iterable[Rollout]) -> None:
-        """One rollout that finished, one `Rollout` an agent."""
-        self.take(EpisodeSizes.of(tuple(rollouts)))
 
     def take(self, sizes: EpisodeSizes) -> None:
         """One rollout that finished."""

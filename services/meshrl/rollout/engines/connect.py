@@ -13,7 +13,7 @@ from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import ConfigError
 from meshrl.core.credentials.secret import read_secret
 from meshrl.core.rpc.engine_http import engine_session
-from meshrl.rollout.config import ClientConfig, RolloutConfig
+from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.keys import why_all_locked_out
 from meshrl.rollout.engines.router import Discovery, EngineRouter
@@ -25,9 +25,18 @@ if TYPE_CHECKING:
 
 
 async def connect_servers(
-    config: RolloutConfig, book: SessionBook, stack: AsyncExitStack, tracer: Tracer, *, first: int = 0
+    client: ClientConfig,
+    urls: Sequence[str],
+    hub_address: str | None,
+    book: SessionBook,
+    stack: AsyncExitStack,
+    tracer: Tracer,
+    *,
+    first: int = 0,
 ) -> EngineRouter | ChatServers:
     """A router that has looked at every engine once, or chat servers; `stack` closes it.
+
+    The engines are those at `urls`, beside those that the weight hub lists where there is one.
 
     Raises ConfigError for a key without a file, and where every engine refuses the key.
 
@@ -35,24 +44,27 @@ async def connect_servers(
     that choose for themselves begin at different ones.
     """
     api_key = read_secret(
-        "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
+        "rollout.client.api_key", None, file=client.api_key_file, variable=client.api_key_var,
         environ=os.environ,
     )  # fmt: skip
-    if config.client.api == "chat_completions":
+    if client.api == "chat_completions":
         from meshrl.rollout.engines.chat_servers import ChatServers, api_url  # imports verifiers, which takes seconds
 
-        await _refuse_without_key(config.client, list(map(api_url, config.client.base_url)), api_key)
-        return await stack.enter_async_context(ChatServers(config.client, book, tracer, api_key=api_key))
-    urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
-    turned = first % len(urls) if urls else 0
-    engines = EngineTable([*urls[turned:], *urls[:turned]], config.client.pool)
-    hub = None if config.weights is None else await _hub(config, config.weights, stack)
-    router = EngineRouter(engines, config.client, api_key=api_key, discovery=None if hub is None else _routable(hub))
+        await _refuse_without_key(client, list(map(api_url, client.base_url)), api_key)
+        return await stack.enter_async_context(ChatServers(client, book, tracer, api_key=api_key))
+    known = [url.rstrip("/").removesuffix("/v1") for url in urls]
+    turned = first % len(known) if known else 0
+    engines = EngineTable([*known[turned:], *known[:turned]], client.pool)
+    hub: WeightSyncClient | None = None
+    if hub_address is not None:
+        options = ChannelOptions(unary_deadline_s=client.probe_deadline_s)
+        hub = await stack.enter_async_context(WeightSyncClient(hub_address, options))
+    router = EngineRouter(engines, client, api_key=api_key, discovery=None if hub is None else _routable(hub))
     await stack.enter_async_context(router)
     if hub is not None:
         with suppress(MeshError):  # a hub that is away has told the router so
-            urls += [engine.url.rstrip("/") for engine in await hub.list_engines()]  # also those without a version yet
-    await _refuse_without_key(config.client, [f"{url}/v1" for url in urls], api_key)
+            known += [engine.url.rstrip("/") for engine in await hub.list_engines()]  # also those without a version yet
+    await _refuse_without_key(client, [f"{url}/v1" for url in known], api_key)
     return router
 
 
@@ -61,11 +73,6 @@ async def _refuse_without_key(config: ClientConfig, apis: Sequence[str], api_key
     async with engine_session(api_key) as http:
         if refusal := await why_all_locked_out(http, apis, config, has_key=api_key is not None):
             raise ConfigError(refusal)
-
-
-async def _hub(config: RolloutConfig, address: str, stack: AsyncExitStack) -> WeightSyncClient:
-    options = ChannelOptions(unary_deadline_s=config.client.probe_deadline_s)
-    return await stack.enter_async_context(WeightSyncClient(address, options))
 
 
 def _routable(hub: WeightSyncClient) -> Discovery:

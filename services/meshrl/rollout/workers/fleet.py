@@ -16,6 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import Literal
 
 from loguru import logger
 
@@ -25,7 +26,7 @@ from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.place import Loss, PlaceLimits, WorkerPlace
-from meshrl.rollout.workers.process import WorkerProcess
+from meshrl.rollout.workers.process import WorkerProcess, WorkerSettings
 from meshrl.wire.types import EnvironmentInfo
 
 LOOK_EVERY_S = 0.25
@@ -45,14 +46,16 @@ class WorkerFleet:
 
     def __init__(self, config: RolloutConfig) -> None:
         self._entries = {entry.resolved_name: entry for entry in config.env if config.workers or _asks_for_own(entry)}
-        self._max_memory_mib = config.max_memory_mib or _half_the_memory_mib()
+        memory = machine_memory()
+        half_mib = UNKNOWN_MEMORY_MIB if memory is None else memory.total >> 21
+        self._max_memory_mib = config.max_memory_mib or half_mib
         self._blocked_s = config.blocked_s
         self._config = config
         own = {name: max(entry.workers or 0, 1) for name, entry in self._entries.items() if _asks_for_own(entry)}
         self._shared_names = {name for name in self._entries if name not in own}
         self._changed = Pulse()
         self._numbers = itertools.count(1)
-        shared = count_of(config) if self._shared_names else 0
+        shared = count_of(config.workers) if self._shared_names else 0
         self._shared = [self._place(None) for _ in range(shared)]
         self._own = {name: [self._place(name) for _ in range(count)] for name, count in own.items()}
         self._with_standby = config.standby and shared > 0
@@ -134,10 +137,14 @@ class WorkerFleet:
             (environment,) = self._shared_names
         if environment is None:
             limits = PlaceLimits(self._blocked_s, self._max_memory_mib)
-            hosts: tuple[Callable[[], Collection[str]], PlaceLimits] = self._sharing, limits
+            hosts: tuple[Callable[[], Collection[str]], PlaceLimits] = (
+                lambda: [name for name in self._entries if name in self._shared_names],
+                limits,
+            )
         else:
             hosts = self._alone(environment)
-        return WorkerPlace(next(self._numbers), self._config, *hosts, self._on_lost, self._changed.beat)
+        settings = WorkerSettings(number=next(self._numbers), config=self._config)
+        return WorkerPlace(settings, *hosts, self._on_lost, self._changed.beat)
 
     def _alone(self, environment: str) -> tuple[Callable[[], Collection[str]], PlaceLimits]:
         """What the place of one environment starts its workers with."""
@@ -150,9 +157,6 @@ class WorkerFleet:
         if self._with_standby and self._standby is None and len(self._shared_names) > 1:
             self._standby = self._place(None)
             self._standby.keep_starting()
-
-    def _sharing(self) -> tuple[str, ...]:
-        return tuple(name for name in self._entries if name in self._shared_names)
 
     def _on_lost(self, worker: WorkerProcess, loss: Loss) -> None:
         """Finds out whose doing it was, moves that environment where others shared the worker, and answers for what
@@ -256,14 +260,9 @@ def _asks_for_own(entry: EnvConfig) -> bool:
     return entry.isolated or entry.workers is not None or entry.max_memory_mib is not None
 
 
-def count_of(config: RolloutConfig) -> int:
+def count_of(workers: int | Literal["auto"]) -> int:
     """How many workers the environments share."""
-    if config.workers != "auto":
-        return config.workers
+    if workers != "auto":
+        return workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores - max(2, cores // 4), MOST_WORKERS))
-
-
-def _half_the_memory_mib() -> int:
-    memory = machine_memory()
-    return memory.total >> 21 if memory is not None else UNKNOWN_MEMORY_MIB

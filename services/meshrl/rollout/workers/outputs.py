@@ -10,7 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +21,6 @@ from meshrl.core.config.shared import EnvConfig, LogConfig
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import setup_logging, with_trace
-from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.watchdog import environment_now
 from meshrl.wire.values import JsonObject
 
@@ -34,10 +33,10 @@ def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
     return log_place(Layout(output_dir), "envs", entry.part, entry.resolved_name.replace("/", "_"))
 
 
-def log_environments(config: RolloutConfig) -> None:
+def log_environments(entries: Iterable[EnvConfig], output_dir: Path) -> None:
     """Sends the front's log about an environment, or its own play of it, to the environment's env_server.log too."""
-    for entry in config.env:
-        path = env_folder(config.output_dir, entry) / SERVER_LOG
+    for entry in entries:
+        path = env_folder(output_dir, entry) / SERVER_LOG
         logger.add(
             path, filter=_only(entry.resolved_name), level="DEBUG", delay=True, format=with_trace(LINE), colorize=False
         )
@@ -52,15 +51,12 @@ class WorkerLogs:
     rest: Path
 
     @classmethod
-    def of(cls, config: RolloutConfig, names: Collection[str], number: int) -> WorkerLogs:
+    def of(cls, entries: Iterable[EnvConfig], number: int, output_dir: Path) -> WorkerLogs:
+        """Those of a worker that hosts the environments in `entries`."""
         file = f"env_worker_{number}.log"
-        hosted = {
-            entry.resolved_name: env_folder(config.output_dir, entry) / file
-            for entry in config.env
-            if entry.resolved_name in names
-        }
+        hosted = {entry.resolved_name: env_folder(output_dir, entry) / file for entry in entries}
         alone = next(iter(hosted.values())) if len(hosted) == 1 else None
-        return cls(number, {} if alone else hosted, alone or log_place(Layout(config.output_dir), "envs", file))
+        return cls(number, {} if alone else hosted, alone or log_place(Layout(output_dir), "envs", file))
 
 
 def take_over_output(logs: WorkerLogs, config: LogConfig) -> None:

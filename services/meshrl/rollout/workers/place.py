@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loguru import logger
@@ -16,7 +16,6 @@ from loguru import logger
 from meshrl.client.backoff import Backoff
 from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
-from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.blame import NOBODY, Culprit
 from meshrl.rollout.workers.process import WorkerProcess, WorkerSettings
 
@@ -45,23 +44,22 @@ class PlaceLimits:
 
 
 class WorkerPlace:
-    """Keeps one worker running, for the environments that `names()` returns when it starts."""
+    """Keeps one worker running, as `settings` has it, for the environments that `names()` returns when it starts."""
 
     def __init__(
         self,
-        number: int,
-        config: RolloutConfig,
+        settings: WorkerSettings,
         names: Callable[[], Collection[str]],
         limits: PlaceLimits,
         on_lost: Callable[[WorkerProcess, Loss], None],
         on_change: Callable[[], None],
     ) -> None:
-        self.number = number
+        self.number = settings.number
         self.limits = limits
         self.worker: WorkerProcess | None = None
         self.again_at_s = 0.0
         """When the next worker starts (time.monotonic), while there is none."""
-        self._config = config
+        self._settings = settings
         self._names = names
         self._on_lost = on_lost
         self._on_change = on_change
@@ -129,12 +127,8 @@ class WorkerPlace:
         worker.kill(loss.words)
 
     async def _start(self) -> WorkerProcess:
-        settings = WorkerSettings(
-            number=self.number,
-            config=self._config,
-            names=tuple(self._names()),
-            max_memory_mib=self.limits.max_memory_mib,
-        )
+        names, most_mib = tuple(self._names()), self.limits.max_memory_mib
+        settings = replace(self._settings, names=names, max_memory_mib=most_mib)
         worker = self.worker = WorkerProcess(settings)
         self._killed = None
         await worker.start()
@@ -148,9 +142,8 @@ class WorkerPlace:
             slow = not worker.gone.is_set()
             worker.kill("it did not start")
             how = await worker.wait_gone()
-            names = ", ".join(settings.names)
             raise ConfigError(
-                f"environments {names}: their worker "
+                f"environments {', '.join(names)}: their worker "
                 + (f"was not ready after {START_DEADLINE_S:g} s" if slow else f"{how} while it loaded them")
                 + f"; logs/envs/*/*/env_worker_{self.number}.log has what it printed"
             )

@@ -31,6 +31,7 @@ import grpc.aio
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.client.credentials import INSECURE
 from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EnvConfig
 from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
 from meshrl.rollout.config import RolloutConfig
@@ -61,12 +62,17 @@ class WorkerSettings:
 
     number: int
     config: RolloutConfig
-    names: Sequence[str]
-    max_memory_mib: int
+    names: Sequence[str] = ()
+    max_memory_mib: int = 0
     mark: str = ""
     """In the environment variables of every process that the worker starts, so that they can be found and ended."""
     socket: str = ""
     """Path of the Unix socket that it serves on."""
+
+    @property
+    def entries(self) -> list[EnvConfig]:
+        """Of the configuration: those of its environments."""
+        return [entry for entry in self.config.env if entry.resolved_name in self.names]
 
     def encode(self) -> str:
         """As JSON. Keys that are not set stay so: they have their defaults in the worker too."""

@@ -62,7 +62,7 @@ def main(reports: socket.socket, settings_text: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = settings.config
     layout = Layout(config.output_dir)
-    logs = WorkerLogs.of(config, settings.names, settings.number)
+    logs = WorkerLogs.of(settings.entries, settings.number, config.output_dir)
     take_over_output(logs, config.log)
     raise_open_file_limit()
     name = f"rollout_worker_{settings.number}"
@@ -121,7 +121,9 @@ async def _serve(settings: WorkerSettings, reports: socket.socket, tracer: Trace
         stack.enter_context(observed(name, waits, registry, log, config.output_dir))
         book = SessionBook()
         try:
-            servers = await connect_servers(config, book, stack, tracer, first=settings.number - 1)
+            servers = await connect_servers(
+                config.client, config.engine_urls, config.weights, book, stack, tracer, first=settings.number - 1
+            )
             players = await open_players(config, settings.names, servers, book, stack, tracer)
         except ConfigError as error:
             report(reports, "unusable", why=str(error))
