@@ -21,8 +21,9 @@ mean where layers differ. Against measured peaks (Qwen3 0.6B and 4B on an H200, 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,14 @@ from meshrl.models.experts import Experts, expert_layers
 from meshrl.models.load import empty_model, resolve_dtype
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import MemoryNeed, available_bytes, memory_need
-from meshrl.training.model_config import AcMode, ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
+from meshrl.training.model_config import (
+    AcMode,
+    ActivationCheckpointConfig,
+    CompileConfig,
+    LoraConfig,
+    TrainerModelConfig,
+)
+from meshrl.training.parallel.check import context_reason
 from meshrl.training.parallel.experts import experts_reason
 from meshrl.training.parallel.fsdp import transformer_blocks
 from meshrl.training.parallel.plan import ParallelPlan
@@ -183,22 +191,27 @@ def resolve_auto(
     `memory_need`. Collective. Raises ModelError when there is no such model, and ValueError for adapters that do not
     fit it.
     """
-    seq_len = -(-seq_len // parallel.plan.cp)
+    row_tokens, seq_len = seq_len, -(-seq_len // parallel.plan.cp)
     on_gpu = parallel.device.type == "cuda"
     dtype = resolve_dtype(config)
     free = np.zeros(parallel.plan.world_size, dtype=np.int64)
     free[parallel.plan.rank] = available_bytes(parallel.device) or 0
     ranks = 1 if on_gpu else parallel.plan.world_size  # processes that share this memory
     least = int(parallel.sum(free).min()) // ranks or None  # where nothing reports it
-    shape = BlockShape.of(empty_model(config, dtype=torch.bfloat16))
-    chosen = choose(
-        shape,
-        memory_need(config, optim, parallel, publishes=publishes),
-        seq_len=seq_len,
-        on_gpu=on_gpu,
-        free_bytes=least,
-        itemsize=dtype.itemsize,
-    )
+    model = empty_model(config, dtype=torch.bfloat16)
+    need = memory_need(config, optim, parallel, publishes=publishes)
+    planned = functools.partial(choose, BlockShape.of(model), on_gpu=on_gpu, free_bytes=least, itemsize=dtype.itemsize)
+    chosen = planned(need, seq_len=seq_len)
+    if config.ac == "auto" and not chosen.fits and parallel.plan.leads:
+
+        def fits(config: TrainerModelConfig, times: int, tokens: int) -> bool:
+            return planned(memory_need(config, optim, parallel, publishes=publishes).over(times), seq_len=tokens).fits
+
+        ways = ways_to_fit(config, model, parallel.plan, row_tokens, fits)
+        logger.warning(
+            "a row of {} tokens takes more memory than is free, with model.ac full, too; {}", row_tokens,
+            f"what would fit: {'; or '.join(ways)}" if ways else "take a smaller model or more memory",
+        )  # fmt: skip
     changes: dict[str, object] = {}
     decisions: list[str] = []
     if config.ac == "auto":
@@ -220,6 +233,35 @@ def resolve_auto(
             ", ".join(decisions), seq_len, there, parallel.device,
         )  # fmt: skip
     return config.model_copy(update=changes), logits_bytes
+
+
+def ways_to_fit(
+    config: TrainerModelConfig,
+    model: PreTrainedModel,
+    plan: ParallelPlan,
+    row_tokens: int,
+    fits: Callable[[TrainerModelConfig, int, int], bool],
+) -> list[str]:
+    """Which keys to change so that a row fits, where one helps: `cp`, the number of GPUs, `lora`, the length of rows.
+
+    `fits` is given a configuration, how many times as many ranks hold a copy, and the tokens of a row on each.
+    """
+    ways = []
+    for times in (1, 2, 4, 8, 16):
+        ranks = plan.dp_shard * plan.cp * times
+        shared = [n for n in range(plan.cp + 1, ranks + 1) if ranks % n == 0 and context_reason(model, n) is None]
+        enough = [n for n in shared if fits(config, times, -(-row_tokens // n))]
+        if enough:
+            ways.append(f"model.cp = {enough[0]}")
+            if times > 1:
+                ways[-1] += f" with deployment.num_train_gpus = {plan.world_size * times}"
+            break
+    if config.lora is None:
+        adapters = config.model_copy(update={"lora": LoraConfig()})
+        if fits(adapters, 1, -(-row_tokens // plan.cp)):
+            ways.append("model.lora.rank = 16")
+    shorter = [tokens for tokens in (row_tokens >> n for n in range(1, 12)) if fits(config, 1, -(-tokens // plan.cp))]
+    return [*ways, f"rows of {shorter[0]} tokens"] if shorter and shorter[0] else ways
 
 
 def _width(own: Sequence[Experts], block: nn.Module, hidden: int) -> float:

@@ -11,7 +11,7 @@ passes may still be too large for a long row; that is then the step's error.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,11 @@ class MemoryNeed:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.snapshot
+
+    def over(self, times: int) -> MemoryNeed:
+        """What each of so many times as many ranks needs that hold a copy of the model between them."""
+        parts = {name: getattr(self, name) // times for name in ("weights", "gradients", "optimizer", "snapshot")}
+        return replace(self, **parts)
 
 
 def memory_need(

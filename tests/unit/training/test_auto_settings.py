@@ -7,7 +7,15 @@ import torch
 from transformers import PreTrainedModel
 
 from meshrl.models.load import empty_model
-from meshrl.training.auto_settings import LOGITS_CPU, BlockShape, Chosen, choose, choose_layout, resolve_auto
+from meshrl.training.auto_settings import (
+    LOGITS_CPU,
+    BlockShape,
+    Chosen,
+    choose,
+    choose_layout,
+    resolve_auto,
+    ways_to_fit,
+)
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import memory_need
 from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, LoraConfig, TrainerModelConfig
@@ -123,6 +131,28 @@ def test_what_a_user_gave_stays_and_the_rest_is_chosen(capsys: pytest.CaptureFix
     )
     assert config.compile is None
     assert config.ac != "auto"
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "free_gb", "ranks", "ways"),
+    [
+        (131072, 79, 2, ["model.cp = 2", "model.lora.rank = 16", "rows of 65536 tokens"]),
+        (262144, 79, 2, ["model.cp = 2 with deployment.num_train_gpus = 4", "rows of 65536 tokens"]),
+        (65536, 20, 1, ["model.cp = 4 with deployment.num_train_gpus = 8"]),  # alone not even the weights fit
+    ],
+)
+def test_a_row_that_does_not_fit_comes_with_the_keys_that_help(
+    seq_len: int, free_gb: int, ranks: int, ways: list[str]
+) -> None:
+    config = TrainerModelConfig(name=str(SHAPES / "qwen3-4b"), device="cpu", dtype="bfloat16")
+    model = empty_model(config, dtype=torch.bfloat16)
+    shape, group = BlockShape.of(model), RankGroup(ParallelPlan(dp_shard=ranks, local_world_size=ranks))
+
+    def fits(config: TrainerModelConfig, times: int, tokens: int) -> bool:
+        need = memory_need(config, OptimConfig(), group).over(times)
+        return choose(shape, need, seq_len=tokens, on_gpu=True, free_bytes=int(free_gb * 1e9), itemsize=2).fits
+
+    assert ways_to_fit(config, model, group.plan, seq_len, fits) == ways
 
 
 MIXED = {"hidden_size": 256, "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 64, "num_experts_per_tok": 8}
