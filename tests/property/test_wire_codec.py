@@ -32,6 +32,7 @@ from meshrl.wire.types import (
     VersionInfo,
     VersionSpan,
 )
+from meshrl.wire.types.routes import Routes
 
 ARRAYS = st.sampled_from(sorted(tensors.DTYPES)).flatmap(
     lambda name: st.tuples(
@@ -100,6 +101,12 @@ def test_arbitrary_bytes_parse_as_protobuf_would_or_are_refused(message):
         assert (outcome.offset, bytes(outcome.data), outcome.crc32c) == (same.offset, same.data, same.crc32c)
 
 
+def routes(num_tokens):
+    """(T, L, K) experts that tokens went through."""
+    shapes = st.tuples(num_tokens, st.integers(1, 2), st.integers(1, 2))
+    return st.one_of(hnp.arrays(np.uint8, shapes), hnp.arrays(np.int16, shapes))
+
+
 @st.composite
 def samples(draw):
     num_tokens = draw(st.integers(1, 12))
@@ -115,6 +122,7 @@ def samples(draw):
         logprobs=draw(hnp.arrays(np.float32, num_tokens)),
         version_spans=tuple(spans),
         temperature=draw(st.sampled_from([0.0, 0.1, 0.7, 1.0])),
+        routed_experts=draw(st.none() | routes(st.just(num_tokens))),
     )
 
 
@@ -146,6 +154,8 @@ def values_of(annotation):
         return st.sampled_from(annotation)
     if annotation is Sample:
         return samples()
+    if annotation == Routes:
+        return routes(st.integers(0, 3))
     if dataclasses.is_dataclass(annotation):
         hints = typing.get_type_hints(annotation)
         fields = {name: DTYPE if name == "dtype" else values_of(hint) for name, hint in hints.items()}
@@ -171,7 +181,7 @@ def with_one_of_two(value):
 def same(left, right):
     """Equality that looks into arrays, which dataclasses do not compare."""
     if isinstance(left, np.ndarray):
-        return left.dtype == right.dtype and left.tobytes() == right.tobytes()
+        return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
     if dataclasses.is_dataclass(left):
         names = [field.name for field in dataclasses.fields(left)]
         return type(left) is type(right) and all(same(getattr(left, name), getattr(right, name)) for name in names)
