@@ -1,16 +1,29 @@
-"""A run that trains a mixture of experts, each token through the experts that the engine chose for it."""
+"""Runs that train a mixture of experts, each token through the experts that the engine chose for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from mesh_run import WITH_WORKERS, Run
-from meshrl_examples.model import create_model
+from meshrl_examples.model import create_model, create_tokenizer
+from tiny_families import tiny_config
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
+
+RECIPES = Path(__file__).parents[2] / "configs" / "reverse_text"
+TOY_SIZE = (
+    "--model.dtype", "float32", "--deployment.num-train-gpus", "1", "--inference.engine", "embedded",
+    "--inference.max-model-len", "128", "--rollout.seq-len", "128", "--rollout.renderer.name", "default",
+    "--trainer.seq-len", "1024", "--orchestrator.seq-len", "1024", "--orchestrator.batch-size", "16",
+    "--orchestrator.group-size", "4", "--orchestrator.sampling.max-tokens", "16", "--no-orchestrator.eval",
+    "--max-steps", "2", "--max-async-level", "0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -20,14 +33,42 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_routes_reach_the_trainer_and_are_what_it_would_choose_itself(start_run: Callable[..., Run]) -> None:
-    run = start_run("--max-steps", "4", "--max-async-level", "0", "--trainer.enable-router-replay", *WITH_WORKERS)
+def steps_of(run: Run) -> list[dict[str, Any]]:
     assert run.finish() == 0, run.console.read_text()
-    steps = [record for record in run.records() if "reward/all/mean" in record]
-    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    return [record for record in run.records() if "reward/all/mean" in record]
+
+
+def check_replayed(steps: list[dict[str, Any]]) -> None:
     for record in steps:
         assert record["max_vio/mean"] >= 0.0
         assert record["router_replay_tokens/mean"] > 0.9  # all but the last token of each sample
         assert record["router_replay_changed/mean"] < 1e-3
         assert record["mismatch_kl/all/mean"] < 1e-6
+
+
+def test_routes_reach_the_trainer_and_are_what_it_would_choose_itself(start_run: Callable[..., Run]) -> None:
+    run = start_run("--max-steps", "4", "--max-async-level", "0", "--trainer.enable-router-replay", *WITH_WORKERS)
+    steps = steps_of(run)
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    check_replayed(steps)
     assert "train without router replay" not in run.log("trainer")
+
+
+def test_the_recipe_of_qwen3_30b_a3b_runs_at_toy_size(start_run: Callable[..., Run]) -> None:
+    run = start_run("@", str(RECIPES / "qwen3_30b_a3b.toml"), *TOY_SIZE)
+    steps = steps_of(run)
+    assert [record["step"] for record in steps] == [1, 2]
+    check_replayed(steps)
+
+
+def test_the_recipe_of_gpt_oss_runs_at_toy_size(start_run: Callable[..., Run], tmp_path: Path) -> None:
+    tokenizer = create_tokenizer()
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(0)
+    config = tiny_config("gpt_oss", max_position_embeddings=512, **tokens)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt_oss")
+    tokenizer.save_pretrained(tmp_path / "gpt_oss")
+    run = start_run("@", str(RECIPES / "gpt_oss_20b.toml"), *TOY_SIZE, "--model.name", str(tmp_path / "gpt_oss"))
+    steps = steps_of(run)
+    assert [record["step"] for record in steps] == [1, 2]
+    check_replayed(steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ class ExpertAdapter(nn.Module):
         if not isinstance(weight, DTensor):
             return merge(weight, low, high, scale=self.scale, transposed=self.transposed)
         device = weight.device_mesh.device_type
-        own = [each.to(device).to_local() for each in (weight, low, high)]
+        own = [cast("DTensor", each.to(device)).to_local() for each in (weight, low, high)]
         return DTensor.from_local(
             merge(*own, scale=self.scale, transposed=self.transposed),
             weight.device_mesh,

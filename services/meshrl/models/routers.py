@@ -46,7 +46,8 @@ class RouterChoice:
 
 
 class Routers:
-    """The routers of one model: `experts` of each, and the `layers` of the model that they are in.
+    """The routers of one model: the `experts` of each, the `layers` that they are in, and their `holders`, which are the
+    modules that hold router and experts.
 
     A watcher is called after each choice. Without one, and without routes, they cost nothing.
     """
@@ -57,6 +58,8 @@ class Routers:
         self._given: torch.Tensor | None = None
         found = _router_modules(model)
         self.experts = [experts for _, experts in found]
+        parents = {child: module for module in model.modules() for child in module.children()}
+        self.holders = list(dict.fromkeys(parents[layer.module] for layer in expert_layers(model, model.config)))
         names = {module: name for name, module in model.named_modules()}
         self.layers = [int(next(part for part in names[module].split(".") if part.isdigit())) for module, _ in found]
         layers = expert_layers(model, model.config)

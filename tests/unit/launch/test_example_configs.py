@@ -17,10 +17,12 @@ COMMANDS: dict[str, type[SFTConfig | RLConfig | EvaluationConfig]] = {
     "rl": RLConfig,
     "gpu": RLConfig,
     "vllm": RLConfig,
+    "qwen3_30b_a3b": RLConfig,
+    "gpt_oss_20b": RLConfig,
     "eval": EvaluationConfig,
 }
 """By the name of a file; what lies in a folder `eval` is for `eval`."""
-ON_TOP_OF_RL = {"gpu", "vllm"}
+ON_TOP_OF_RL = {"gpu", "vllm", "qwen3_30b_a3b", "gpt_oss_20b"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)

@@ -19,7 +19,7 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.routers import RouterChoice
 from meshrl.training.config import OptimConfig
 from meshrl.training.learner import UNREPLAYED_EVERY, Learner, to_row
-from meshrl.training.model_config import ActivationCheckpointConfig, TrainerModelConfig
+from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import prepare_blocks
 from meshrl.training.run_state import TokenRecord
 from meshrl.wire.types import MicroBatch
@@ -28,9 +28,15 @@ from meshrl.wire.types.routes import Routes, narrowed
 LENGTHS = (9, 5, 7)
 
 
-def policy_of(family: str, ac: ActivationCheckpointConfig | None = None, **changes: Any) -> PackedPolicy:
+def policy_of(
+    family: str,
+    ac: ActivationCheckpointConfig | None = None,
+    *,
+    compiled: CompileConfig | None = None,
+    **changes: Any,
+) -> PackedPolicy:
     policy = PackedPolicy(tiny_model(family, attn=None, **changes))
-    prepare_blocks(policy, TrainerModelConfig(ac=ac, compile=None))
+    prepare_blocks(policy, TrainerModelConfig(ac=ac, compile=compiled))
     return policy
 
 
@@ -108,6 +114,19 @@ def test_blocks_that_are_computed_again_replay_the_routes_of_their_first_pass() 
     (row,) = rows_of(samples_of(moved))
     for one, other in zip(gradient(kept, row)[1], gradient(again, row)[1], strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_compiled_blocks_leave_their_experts_out_and_replay_as_others_do() -> None:
+    plain, compiled = policy_of("qwen3_moe"), policy_of("qwen3_moe", compiled=CompileConfig(backend="aot_eager"))
+    moved = [narrowed((routes.astype(int) + 1) % 4, 4) for routes in chosen_by(plain, samples_of())]
+    (row,) = rows_of(samples_of(moved))
+    seen: list[RouterChoice] = []
+    compiled.routers.watchers.append(seen.append)
+    for one, other in zip(gradient(plain, row)[1], gradient(compiled, row)[1], strict=True):
+        torch.testing.assert_close(one, other)
+    assert [choice.router for choice in seen] == [0, 1]
+    with pytest.raises(ValueError, match=r"model\.compile\.fullgraph"):
+        policy_of("mixtral", compiled=CompileConfig(backend="aot_eager", fullgraph=True))
 
 
 def trained_on(family: str, **changes: Any) -> Trained:

@@ -73,6 +73,14 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
         for block in blocks[:: config.ac.freq]:
             _set_forward(block, _checkpointed(block.forward, config.ac, config.ac_offloading, policy.routers))
     if isinstance(config.compile, CompileConfig):
+        # The experts' products have other shapes in each pass, and routers are watched and given choices between them.
+        if config.compile.fullgraph and policy.routers.holders:
+            raise ValueError(
+                "model.compile.fullgraph: the experts of a mixture are left out of the graph, so a block is never one;"
+                " leave fullgraph out"
+            )
+        for holder in policy.routers.holders:
+            _set_forward(holder, torch.compiler.disable(holder.forward))
         for block in blocks:
             _set_forward(
                 block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)
