@@ -46,8 +46,8 @@ class RouterChoice:
 
 
 class Routers:
-    """The routers of one model: the `experts` of each, the `layers` that they are in, and their `holders`, which are the
-    modules that hold router and experts.
+    """The routers of one model: the `experts` of each, the `layers` that they are in, and their `holders`: the modules
+    that hold router and experts.
 
     A watcher is called after each choice. Without one, and without routes, they cost nothing.
     """
