@@ -7,37 +7,21 @@ from contextlib import aclosing
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from inference_kit import make_model
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams
 from meshrl.models.state import hf_state
 from meshrl.wire.types import Transport, VersionSpan
 
-
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
+LONG = {"max_position_embeddings": 8192, "initializer_range": 0.02}
 
 
 async def test_request_in_flight_is_kept_across_a_commit_and_says_which_version_sampled_what(
     mesh: Any, transport: Transport
 ) -> None:
     torch.set_num_threads(1)
-    served, trained = make_model(0), make_model(1)
+    served, trained = make_model(0, **LONG), make_model(1, **LONG)
     engine = EmbeddedEngine(
         served,
         max_model_len=8192,
@@ -52,7 +36,7 @@ async def test_request_in_flight_is_kept_across_a_commit_and_says_which_version_
     try:
         mesh.start_agent("e0", engine)
         publisher, client = mesh.publisher(transport), mesh.client()
-        await publisher.publish(0, hf_state(make_model(0)))
+        await publisher.publish(0, hf_state(make_model(0, **LONG)))
         first = await client.activate_version(run_id="run", version=0, prepare_deadline_s=10.0)
         assert first.engines[0].applied.prepare_s > 0
         assert engine.version == 0

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from group_senders import GroupSenders, Parcel, flipped
+from inference_kit import make_model
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import tensor_bytes
@@ -28,16 +28,6 @@ from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Tra
 LIMIT_S = 60.0
 AHEAD = (AgentState.PREPARED, AgentState.APPLYING)
 State = dict[str, torch.Tensor]
-
-
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=None,
-        bos_token_id=None,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 def weights(version: int) -> State:

@@ -1,7 +1,6 @@
 """Weight versions that change under requests in flight."""
 
 import asyncio
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -68,40 +67,6 @@ async def test_a_version_that_finds_no_memory_is_refused_by_its_own_reason_with_
     assert caught.value.message.startswith(
         f"staging version 3 ran out of memory on cpu: {2**46} bytes more were asked for; lower inference.kv_cache_bytes"
     )
-
-
-async def test_a_request_that_was_paused_keeps_its_cache_across_versions(start_engine: EngineFactory) -> None:
-    engine = await start_engine(max_model_len=300)
-    running = asyncio.create_task(complete(engine, ask([1, 2, 3], max_tokens=250)))
-    await asyncio.sleep(0.02)
-    for version in (1, 2):
-        await engine.pause()
-        await engine.stage(HostVersion(version=version, tensors=hf_state(make_model(seed=version))))
-        await engine.apply(version, b"")
-        await engine.resume()
-        await asyncio.sleep(0.02)
-    made = await running
-    spans = made.version_spans
-    assert len(made.token_ids) == 250
-    assert [span.version for span in spans] == sorted({span.version for span in spans})
-    assert spans[0].start == 0
-    assert spans[-1].end == 250
-    assert all(one.end == other.start for one, other in itertools.pairwise(spans))
-
-
-async def test_nobody_shares_a_prefix_computed_by_older_weights(
-    model: PreTrainedModel, start_engine: EngineFactory
-) -> None:
-    engine = await start_engine(max_model_len=300)
-    prompt = list(range(30))
-    stream = engine.generate(ask(prompt, max_tokens=200, stream=True))
-    await anext(stream)
-    other = make_model(seed=9)
-    await swap(engine, 1, other)
-    made = await complete(engine, ask(prompt, max_tokens=10))
-    np.testing.assert_allclose(made.logprobs, full_forward(other, prompt, made.token_ids.tolist()), atol=1e-4)
-    assert engine.stats().shared_prompt_tokens == 0
-    await stream.aclose()
 
 
 async def test_staging_does_not_stop_generation_and_changes_nothing(
