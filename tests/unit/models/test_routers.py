@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.tiny_families import tiny_model
 from transformers import PreTrainedModel
 
 from meshrl.models.routers import UNKNOWN, RouterChoice, Routers
+from tiny_families import tiny_model
 
 # Routers of their own class, gates, and blocks that choose themselves; groups of experts, biases, experts without work.
 REPLAYED = (

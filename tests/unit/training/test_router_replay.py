@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.tiny_families import VOCAB, tiny_model
-from tests.support.trained import Trained
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
@@ -24,6 +22,8 @@ from meshrl.training.parallel.fsdp import prepare_blocks
 from meshrl.training.run_state import TokenRecord
 from meshrl.wire.types import MicroBatch
 from meshrl.wire.types.routes import Routes, narrowed
+from tiny_families import VOCAB, tiny_model
+from trained import Trained
 
 LENGTHS = (9, 5, 7)
 

@@ -80,7 +80,7 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
                 " leave fullgraph out"
             )
         for holder in policy.routers.holders:
-            _set_forward(holder, torch.compiler.disable(holder.forward))
+            _set_forward(holder, torch.compiler.disable(holder.forward))  # type: ignore[no-untyped-call]  # torch's
         for block in blocks:
             _set_forward(
                 block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)
