@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
@@ -20,10 +19,11 @@ from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from tiny_qwen3 import FOR_A_GPU, save_tiny_qwen3
 from trained import Trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-VOCAB = 64
+VOCAB = FOR_A_GPU["vocab_size"]
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +35,7 @@ def group() -> Iterator[RankGroup]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), **FOR_A_GPU)
 
 
 def build(model: str, group: RankGroup, kind: str = "adamw", **settings: Any) -> Trained:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
@@ -19,26 +19,16 @@ from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
+from tiny_qwen3 import FOR_A_GPU, tiny_qwen3
 from trained import Trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LENGTHS = (7, 1300, 2, 64, 1, 1024, 300)  # some short, some through cuDNN, padded and not
-VOCAB = 64
+VOCAB = FOR_A_GPU["vocab_size"]
 
 
 def build(**settings: object) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        **settings,
-    )
-    return Qwen3ForCausalLM(config).cuda()
+    return tiny_qwen3(**{**FOR_A_GPU, **settings}).cuda()
 
 
 def row(device: torch.device, kernels: Kernels) -> tuple[list[torch.Tensor], PackedRow]:

@@ -18,6 +18,17 @@ SHAPE = {
     "head_dim": 8,
     "tie_word_embeddings": True,
 }
+FOR_A_GPU = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+"""A shape that the kernels of a GPU take."""
 
 
 def tiny_qwen3(seed: int = 0, **shape: Any) -> Qwen3ForCausalLM:
