@@ -1,10 +1,11 @@
 """Trains small models of several families in one process and on every layout of ranks, and compares; a program.
 
-    python layouts.py FOLDER RESULT.json
+    python layouts.py FOLDER RESULT.json [cuda]
 
 FOLDER holds a model of each of FAMILIES. The ranks are forked from this process once everything is imported. The result
 has for each family, case and layout the loss, gradient norm and further numbers of every step, or the sentence with
-which the layout is refused; what senders would publish; and the step after a checkpoint of another layout.
+which the layout is refused; what senders would publish; and the step after a checkpoint of another layout. On GPUs, one
+for each rank, models compute in bfloat16.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ with loading():
     from tiny_families import VOCAB, tiny_model
     from trained import Trained
 
+DEVICE = sys.argv[3] if sys.argv[3:] == ["cuda"] else "cpu"
+DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
 STEPS = 2
 SAVED_AFTER = 1  # steps
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -93,7 +96,7 @@ class Training:
     def __init__(self, folder: Path, family: str, case: str, name: str, parallel: RankGroup) -> None:
         self.parallel = parallel
         self.config = TrainerModelConfig.model_validate(
-            {"name": str(folder / family), "device": "cpu", "dtype": "float32", "ac": None, "compile": None}
+            {"name": str(folder / family), "device": DEVICE, "dtype": DTYPE, "ac": None, "compile": None}
             | CASES[case]["model"]
             | (LAYOUTS[name].sizes if name in LAYOUTS else {})
         )
@@ -132,7 +135,7 @@ class Training:
             snapshot = take_snapshot(
                 outline.tensors, outline.collective, own, plan.rank, torch.device("cpu"), with_digests=False
             )
-            flat = snapshot.flat.numpy()
+            flat = snapshot.flat.cpu().numpy()
         flats = self.parallel.gather(flat)
         whole = GatheredWeights(gather_state(model, torch.bfloat16, keep=plan.leads))
         if flats is None:
@@ -182,7 +185,7 @@ def trainings(folder: Path, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         sizes = LAYOUTS[name].sizes if name in LAYOUTS else {}
-        parallel = RankGroup.start(os.environ, device=torch.device("cpu"), **sizes)
+        parallel = RankGroup.start(os.environ, device=torch.device(DEVICE), **sizes)
         for family in FAMILIES:
             for case in CASES:
                 found[f"{family} / {case} / {name}"] = numbers(folder, family, case, name, parallel)
@@ -193,8 +196,9 @@ def trainings(folder: Path, names: list[str]) -> dict[str, Any]:
 
 def back_alone(folder: Path) -> dict[str, Any]:
     """One process goes on from the checkpoint of every layout."""
-    parallel = RankGroup.start(os.environ, device=torch.device("cpu"))
-    return {f"{name} -> {ALONE}": resumed(folder, name, ALONE, parallel) for name in LAYOUTS}
+    parallel = RankGroup.start(os.environ, device=torch.device(DEVICE))
+    there = [name for name in LAYOUTS if (folder / "saved" / name).is_dir()]
+    return {f"{name} -> {ALONE}": resumed(folder, name, ALONE, parallel) for name in there}
 
 
 def as_rank(rank: int, ranks: int, store: Path, result: Path, work: Callable[[], dict[str, Any]]) -> None:
@@ -207,7 +211,8 @@ def as_rank(rank: int, ranks: int, store: Path, result: Path, work: Callable[[],
     os.environ |= {name: str(value) for name, value in here.items()}
     try:
         if ranks > 1:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+            backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
         found = work()
         if rank == 0:
             result.write_text(json.dumps(found))
@@ -228,7 +233,7 @@ def on_ranks(ranks: int, folder: Path, work: Callable[[], dict[str, Any]]) -> di
         member.start()
     try:
         for member in members:
-            member.join(240)
+            member.join(600)
             if member.exitcode:
                 raise RuntimeError(f"a rank of {ranks} ended with {member.exitcode}")
     finally:
@@ -241,7 +246,8 @@ def on_ranks(ranks: int, folder: Path, work: Callable[[], dict[str, Any]]) -> di
 def main() -> None:
     folder, result = Path(sys.argv[1]), Path(sys.argv[2])
     found: dict[str, Any] = {}
-    for ranks in (1, 2, 4):
+    sizes = [1, *sorted({layout.ranks for layout in LAYOUTS.values()})]
+    for ranks in sizes if DEVICE == "cpu" else sizes[:2]:
         names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks] or [ALONE]
         started = time.perf_counter()
         found |= on_ranks(ranks, folder, partial(trainings, folder, names))

@@ -13,6 +13,7 @@ import pytest
 from layouts import CASES, FAMILIES, LAYOUTS, PAIRS, make_models
 from layouts import __file__ as program
 
+pytestmark = pytest.mark.timeout(1000)  # all of it runs before the first test
 Found = dict[str, dict[str, Any]]
 
 
@@ -22,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     make_models(folder)
     done = subprocess.run(
         [sys.executable, program, str(folder), str(folder / "found.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     numbers: Found = json.loads((folder / "found.json").read_text())

@@ -27,6 +27,7 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4}},
     "lora of half precision": {"lora": {"rank": 4}, "dtype": "bfloat16"},
     "shared prompts": {"prompt": 12, "share": True},
+    "shared rows": {"cp": 2, "compile": {"backend": "aot_eager"}, "ac": {"mode": "selective"}},
 }
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
