@@ -30,6 +30,10 @@ from tiny_families import tiny_config
         ("deepseek_v3", {}, {"ep": 2}, None),
         ("qwen3", {}, {"ep": 2}, r"divide the experts of .*: it has no experts; set model\.ep = 1"),
         ("qwen3_moe", {}, {"ep": 3}, r"it has 4 experts, no multiple of 3; set model\.ep to a divisor"),
+        (
+            "qwen3_moe", {}, {"ep": 2, "lora": {"target_parameters": ["gate_up_proj", "down_proj"]}},
+            r"adapters of experts \(model\.lora\.target_parameters\) stay on every rank; set model\.ep = 1",
+        ),
         ("granitemoe", {}, {"ep": 2}, r"transformers has no plan for its experts; set model\.ep = 1"),
         ("llama4_text", {}, {"ep": 2}, r"transformers has no plan for its experts; set model\.ep = 1"),
         ("qwen3_next", {}, {"cp": 2}, r"it has layers of linear_attention, which needs all tokens .* model\.cp = 1"),
@@ -41,11 +45,14 @@ from tiny_families import tiny_config
     ],
 )  # fmt: skip
 def test_a_layout_is_taken_or_refused(
-    family: str, changes: dict[str, Any], sizes: dict[str, int], told: str | None, tmp_path: Path
+    family: str, changes: dict[str, Any], sizes: dict[str, Any], told: str | None, tmp_path: Path
 ) -> None:
     tiny_config(family, **changes).save_pretrained(tmp_path)
     config = TrainerModelConfig.model_validate({"name": str(tmp_path), "device": "cpu"} | sizes)
-    model, plan = empty_model(config, dtype=torch.float32), ParallelPlan(**{"dp_shard": sizes.get("ep", 1)} | sizes)
+    model, plan = (
+        empty_model(config, dtype=torch.float32),
+        ParallelPlan(dp_shard=sizes.get("ep", 1), cp=sizes.get("cp", 1), ep=sizes.get("ep", 1)),
+    )
     if told is None:
         check_layout(model, config, plan)
         return

@@ -17,6 +17,11 @@ def check_layout(model: PreTrainedModel, config: TrainerModelConfig, plan: Paral
     """Raises ValueError where the model, which may be without storage, cannot be divided as the plan has it."""
     if plan.cp > 1 and (reason := context_reason(model, plan.cp)) is not None:
         raise ValueError(f"model.cp is {plan.cp}, but ranks cannot share rows of {config.name!r}: {reason}")
+    if plan.ep > 1 and config.lora is not None and config.lora.target_parameters:
+        raise ValueError(
+            f"model.ep is {plan.ep}, but adapters of experts (model.lora.target_parameters) stay on every rank; set"
+            " model.ep = 1"
+        )
     if plan.ep > 1 and (reason := experts_reason(model, plan.ep)) is not None:
         raise ValueError(f"model.ep is {plan.ep}, but ranks cannot divide the experts of {config.name!r}: {reason}")
 

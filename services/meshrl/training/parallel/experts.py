@@ -7,7 +7,6 @@ place that touches those functions.
 
 from __future__ import annotations
 
-import torch
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,12 +40,8 @@ def experts_reason(model: PreTrainedModel, ep: int) -> str | None:
 def divide_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     """Leaves each rank its experts of a model without storage; returns the modules that hold them.
 
-    `mesh` is that of ParallelPlan.experts_shape. What a rank runs of these modules is never compiled: it waits for the
-    numbers of tokens, and all ranks must exchange them in one order.
+    `mesh` is that of ParallelPlan.experts_shape. These modules must not be compiled (see `prepare_blocks`): all ranks
+    exchange tokens in the order of the program.
     """
-    plan = dict(model.ep_plan)
-    apply_expert_parallelism(model, mesh[EXPERTS], None, plan)
-    divided = [layer.module for layer in expert_layers(model, model.config)]
-    for module in divided:
-        module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]  # torch has none
-    return divided
+    apply_expert_parallelism(model, mesh[EXPERTS], None, dict(model.ep_plan))
+    return [layer.module for layer in expert_layers(model, model.config)]
