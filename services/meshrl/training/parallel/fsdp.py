@@ -113,6 +113,8 @@ def shard(
     for block in transformer_blocks(policy.model):
         apply(block, mesh=parallel.mesh, reshard_after_forward=config.reshard_after_forward)
     apply(policy, mesh=parallel.mesh, reshard_after_forward=False)  # its backward begins where its forward ends
+    if parallel.mesh.size() == 1:
+        return  # a sum of one; the factor would cost another pass over all gradients
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # sums, not means: right for any number of ranks that share rows or experts
             module.set_gradient_divide_factor(1.0)
