@@ -139,7 +139,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateRun(self, request, context):
-        """Adds a run to this trainer. RESOURCE_EXHAUSTED at max_concurrent_runs; ALREADY_EXISTS for a
+        """Adds a run to this trainer. RESOURCE_EXHAUSTED where it holds as many as it may; ALREADY_EXISTS for a
         run_id in use. Idempotent by request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
