@@ -37,8 +37,9 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
 
 
-def test_an_adapter_that_fits_names_its_layers() -> None:
-    assert peft.check_fit(3, ADAPTER, tensors(), SHAPES) == [LAYER]
+def test_an_adapter_that_fits_names_the_weights_that_it_changes() -> None:
+    (weight,) = peft.check_fit(3, ADAPTER, tensors(), SHAPES)
+    assert (weight.name, weight.layer, weight.experts) == (f"{LAYER}.weight", LAYER, 0)
 
 
 @pytest.mark.parametrize(
