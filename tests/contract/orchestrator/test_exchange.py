@@ -75,6 +75,8 @@ class Plays:
 class OpenGroup:
     """One group of it."""
 
+    late_s = 0.0
+
     def __init__(self, plays: Plays, request: RolloutRequest) -> None:
         self._plays, self._request = plays, request
 
