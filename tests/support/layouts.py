@@ -131,7 +131,7 @@ class Training:
         )
         own = own_rows(model, torch.bfloat16)
         flat = np.zeros(0, np.uint8)
-        if plan.sends:
+        if plan.rank < plan.num_senders:
             snapshot = take_snapshot(
                 outline.tensors, outline.collective, own, plan.rank, torch.device("cpu"), with_digests=False
             )

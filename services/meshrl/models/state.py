@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshrl.models.lora import adapted_layers, adapted_weights, is_adapter
+from meshrl.models.lora import adapted_weights, is_adapter
 from meshrl.models.sharded import gather_whole
 
 ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_biases"})
@@ -147,23 +147,3 @@ def _divisions(tensor: torch.Tensor) -> list[tuple[Any, int]]:
         return []
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return [(placement, size) for placement, size in sizes if size > 1 and not placement.is_replicate()]
-
-
-@torch.no_grad()
-def load_hf_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Copies `state` (as made by `hf_state`) into the model in place.
-
-    Raises ValueError when names or shapes differ, or the model has adapters; then nothing has been copied.
-    """
-    if adapted_layers(model):
-        raise ValueError("a model with LoRA adapters cannot take merged weights; load them before apply_lora")
-    own = hf_state(model)
-    if own.keys() != state.keys():
-        missing = sorted(own.keys() - state.keys())[:3]
-        unknown = sorted(state.keys() - own.keys())[:3]
-        raise ValueError(f"weights do not fit the model: missing {missing}, unknown {unknown}")
-    for name, tensor in own.items():
-        if tensor.shape != state[name].shape:
-            raise ValueError(f"{name}: the model has shape {tuple(tensor.shape)}, got {tuple(state[name].shape)}")
-    for name, tensor in own.items():
-        tensor.copy_(state[name])

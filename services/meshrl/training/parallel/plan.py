@@ -151,13 +151,8 @@ class ParallelPlan:
 
     @property
     def num_senders(self) -> int:
-        """Ranks that send a version's bytes: those of the first copy. The others hold the same bytes."""
+        """Ranks that send a version's bytes, each the rows that it holds: the first ranks, which hold one copy."""
         return self.shards
-
-    @property
-    def sends(self) -> bool:
-        """Whether this rank is a sender; it sends the rows that it holds, as sender number `rank`."""
-        return self.rank < self.num_senders
 
     @property
     def row_order(self) -> tuple[int, ...]:
