@@ -114,7 +114,7 @@ async def _digest(probe: Probe) -> None:
 async def _rows(probe: Probe) -> None:
     trainer = await _trainer(probe)
     if not trainer.vocab_size:
-        raise NotCheckedError("the trainer does not tell its vocab_size")
+        raise NotCheckedError("the trainer does not return its vocab_size")
     messages = batch_to_messages(_batch(trainer, trainer.runs[0].step + 1, token=trainer.vocab_size))
     await probe.invalid("SubmitBatch", *messages, fields=["micro_batches[0].token_ids"])
 

@@ -14,7 +14,7 @@ import {
 import { TrainerService, type WatchStepsResponse } from "./gen/meshrl/v1/trainer_pb.js";
 import { WeightSync } from "./gen/meshrl/v1/weights_pb.js";
 
-export const CONTRACT_VERSION = "1.0";
+export const CONTRACT_VERSION = "1.1";
 const MAX_MESSAGE_BYTES = 64 * 2 ** 20;
 const PING_INTERVAL_MS = 20_000;
 const RECONNECT_MS = [100, 200, 500, 1000, 2000] as const;

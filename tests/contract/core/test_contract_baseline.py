@@ -20,6 +20,7 @@ def checkout(tmp_path: Path) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / ".tools").symlink_to(ROOT / ".tools")
+    (folder / "proto" / "EXCEPTIONS").write_text("")
     git(folder, "init", "--quiet", "--initial-branch", "main")
     commit(folder)
     (folder / "proto" / "BASELINE").write_text(git(folder, "rev-parse", "HEAD"))
@@ -61,6 +62,32 @@ def test_a_field_that_main_renamed_is_refused_and_a_new_one_is_not(checkout: Pat
     refused = check(checkout)
     assert refused.returncode != 0
     assert 'from "reward" to "score"' in refused.stdout
+
+
+def test_a_change_of_generated_code_needs_its_exception_and_an_exception_its_change(checkout: Path) -> None:
+    contract, exceptions = checkout / "proto" / "meshrl" / "v1" / "rollout.proto", checkout / "proto" / "EXCEPTIONS"
+    replace(contract, "optional double reward = 7;", "double reward = 7;")
+    refused = check(checkout)
+    assert refused.returncode == 1
+    assert "rollout.proto:" in refused.stderr
+    assert 'Field "7" with name "reward" on message "Rollout"' in refused.stderr
+    row = 'FIELD_SAME_CARDINALITY | "reward" on message "Rollout" | because'
+    exceptions.write_text(row)
+    accepted = check(checkout)
+    assert accepted.returncode == 0, accepted.stdout + accepted.stderr
+    replace(contract, "double reward = 7;", "optional double reward = 7;")
+    unused = check(checkout)
+    assert unused.returncode == 1
+    assert "is no change any more: remove the line" in unused.stderr
+
+
+def test_a_change_of_the_wire_has_no_exceptions(checkout: Path) -> None:
+    contract, exceptions = checkout / "proto" / "meshrl" / "v1" / "rollout.proto", checkout / "proto" / "EXCEPTIONS"
+    replace(contract, "optional double reward = 7;", "optional uint64 reward = 7;")
+    exceptions.write_text('FIELD_SAME_TYPE | "reward" on message "Rollout" | because')
+    refused = check(checkout)
+    assert refused.returncode != 0
+    assert 'changed type from "double" to "uint64"' in refused.stdout
 
 
 def test_a_clone_without_the_baseline_names_what_to_fetch(checkout: Path, tmp_path: Path) -> None:

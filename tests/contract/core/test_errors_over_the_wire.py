@@ -136,7 +136,7 @@ async def test_a_message_larger_than_the_limit_is_named(mesh, rollout_client):
 
 async def test_a_peer_of_another_major_contract_is_refused(mesh, rollout_client):
     async def answer(request, context):
-        assert request.contract_version == "1.0"
+        assert request.contract_version == "1.1"
         return rollout_pb2.ListEnvironmentsResponse(contract_version="2.0")
 
     mesh.script.on["ListEnvironments"] = answer

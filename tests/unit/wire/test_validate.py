@@ -147,6 +147,6 @@ def test_another_major_contract_version_is_refused():
     with pytest.raises(MeshError) as refused:
         validate.validate_contract_version("2.0")
     assert refused.value.reason is Reason.CONTRACT_MISMATCH
-    assert refused.value.metadata == {"contract_version": "1.0"}
+    assert refused.value.metadata == {"contract_version": "1.1"}
     validate.validate_contract_version("1.9")
     validate.validate_contract_version("")

@@ -22,50 +22,57 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from meshrl.v1 import access_pb2 as meshrl_dot_v1_dot_access__pb2
 from meshrl.v1 import rollout_pb2 as meshrl_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18meshrl/v1/exchange.proto\x12\tmeshrl.v1\x1a\x17meshrl/v1/rollout.proto\"\x9b\x01\n\rAttachRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WorkerHelloH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.meshrl.v1.WorkerHeartbeatH\x00\x12%\n\x05\x65vent\x18\x03 \x01(\x0b\x32\x14.meshrl.v1.CallEventH\x00\x42\t\n\x07message\"\xe1\x01\n\x0bWorkerHello\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12,\n\x0c\x65nvironments\x18\x04 \x03(\x0b\x32\x16.meshrl.v1.Environment\x12\x33\n\x06status\x18\x05 \x01(\x0b\x32#.meshrl.v1.GetRolloutStatusResponse\x12\x0c\n\x04room\x18\x06 \x01(\r\x12\"\n\x05\x63\x61lls\x18\x07 \x03(\x0b\x32\x13.meshrl.v1.HeldCall\">\n\x08HeldCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08last_seq\x18\x02 \x01(\x04\x12\x0f\n\x07playing\x18\x03 \x01(\x08\"d\n\x0fWorkerHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x33\n\x06status\x18\x02 \x01(\x0b\x32#.meshrl.v1.GetRolloutStatusResponse\x12\x0c\n\x04room\x18\x03 \x01(\r\"\x87\x01\n\tCallEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x30\n\x06result\x18\x03 \x01(\x0b\x32\x1e.meshrl.v1.RunRolloutsResponseH\x00\x12!\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x12.meshrl.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"A\n\x07\x43\x61llEnd\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x90\x02\n\x0e\x41ttachResponse\x12\'\n\x05lease\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WorkerLeaseH\x00\x12%\n\x05start\x18\x02 \x01(\x0b\x32\x14.meshrl.v1.StartCallH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.meshrl.v1.CancelCallH\x00\x12\"\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x13.meshrl.v1.EventAckH\x00\x12(\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x16.meshrl.v1.EventCreditH\x00\x12,\n\x06\x61nswer\x18\x06 \x01(\x0b\x32\x1a.meshrl.v1.HeartbeatAnswerH\x00\x42\t\n\x07message\"\x83\x01\n\x0bWorkerLease\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x12$\n\x05\x63\x61lls\x18\x05 \x03(\x0b\x32\x15.meshrl.v1.CallCursor\"/\n\nCallCursor\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\"L\n\tStartCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12.\n\x07request\x18\x02 \x01(\x0b\x32\x1d.meshrl.v1.RunRolloutsRequest\"\x1d\n\nCancelCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\":\n\x08\x45ventAck\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x10\n\x08unneeded\x18\x03 \x01(\x08\"\x1d\n\x0b\x45ventCredit\x12\x0e\n\x06\x65vents\x18\x01 \x01(\r\"!\n\x0fHeartbeatAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x14\n\x12ListWorkersRequest\"A\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.meshrl.v1.AttachedWorker\"\xc5\x01\n\x0e\x41ttachedWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\x12\r\n\x05\x63\x61lls\x18\x04 \x01(\r\x12\x14\n\x0c\x65nvironments\x18\x05 \x03(\t\x12\x33\n\x06status\x18\x06 \x01(\x0b\x32#.meshrl.v1.GetRolloutStatusResponse\x12\x13\n\x0b\x61ttachments\x18\x07 \x01(\r\x12\x10\n\x08left_out\x18\x08 \x01(\t2\xa2\x01\n\x0fRolloutExchange\x12\x41\n\x06\x41ttach\x12\x18.meshrl.v1.AttachRequest\x1a\x19.meshrl.v1.AttachResponse(\x01\x30\x01\x12L\n\x0bListWorkers\x12\x1d.meshrl.v1.ListWorkersRequest\x1a\x1e.meshrl.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18meshrl/v1/exchange.proto\x12\tmeshrl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16meshrl/v1/access.proto\x1a\x17meshrl/v1/rollout.proto\"\x9b\x01\n\rAttachRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WorkerHelloH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.meshrl.v1.WorkerHeartbeatH\x00\x12%\n\x05\x65vent\x18\x03 \x01(\x0b\x32\x14.meshrl.v1.CallEventH\x00\x42\t\n\x07message\"\xf7\x01\n\x0bWorkerHello\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12,\n\x0c\x65nvironments\x18\x04 \x03(\x0b\x32\x16.meshrl.v1.Environment\x12\x33\n\x06status\x18\x05 \x01(\x0b\x32#.meshrl.v1.GetRolloutStatusResponse\x12\x0c\n\x04room\x18\x06 \x01(\r\x12\"\n\x05\x63\x61lls\x18\x07 \x03(\x0b\x32\x13.meshrl.v1.HeldCall\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\">\n\x08HeldCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08last_seq\x18\x02 \x01(\x04\x12\x0f\n\x07playing\x18\x03 \x01(\x08\"d\n\x0fWorkerHeartbeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x33\n\x06status\x18\x02 \x01(\x0b\x32#.meshrl.v1.GetRolloutStatusResponse\x12\x0c\n\x04room\x18\x03 \x01(\r\"\x87\x01\n\tCallEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x30\n\x06result\x18\x03 \x01(\x0b\x32\x1e.meshrl.v1.RunRolloutsResponseH\x00\x12!\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x12.meshrl.v1.CallEndH\x00\x42\x07\n\x05\x65vent\"X\n\x07\x43\x61llEnd\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"\x90\x02\n\x0e\x41ttachResponse\x12\'\n\x05lease\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WorkerLeaseH\x00\x12%\n\x05start\x18\x02 \x01(\x0b\x32\x14.meshrl.v1.StartCallH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.meshrl.v1.CancelCallH\x00\x12\"\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x13.meshrl.v1.EventAckH\x00\x12(\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x16.meshrl.v1.EventCreditH\x00\x12,\n\x06\x61nswer\x18\x06 \x01(\x0b\x32\x1a.meshrl.v1.HeartbeatAnswerH\x00\x42\t\n\x07message\"\x99\x01\n\x0bWorkerLease\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x12$\n\x05\x63\x61lls\x18\x05 \x03(\x0b\x32\x15.meshrl.v1.CallCursor\x12\x14\n\x0c\x63\x61pabilities\x18\x06 \x03(\t\"/\n\nCallCursor\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\"L\n\tStartCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12.\n\x07request\x18\x02 \x01(\x0b\x32\x1d.meshrl.v1.RunRolloutsRequest\"\x1d\n\nCancelCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\":\n\x08\x45ventAck\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x10\n\x08unneeded\x18\x03 \x01(\x08\"\x1d\n\x0b\x45ventCredit\x12\x0e\n\x06\x65vents\x18\x01 \x01(\r\"!\n\x0fHeartbeatAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Z\n\x13ListWorkersResponse\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.meshrl.v1.AttachedWorker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xf9\x01\n\x0e\x41ttachedWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\x12\r\n\x05\x63\x61lls\x18\x04 \x01(\r\x12\x14\n\x0c\x65nvironments\x18\x05 \x03(\t\x12\x33\n\x06status\x18\x06 \x01(\x0b\x32#.meshrl.v1.GetRolloutStatusResponse\x12\x13\n\x0b\x61ttachments\x18\x07 \x01(\r\x12\x10\n\x08left_out\x18\x08 \x01(\t\x12\x32\n\x0elast_seen_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xb2\x01\n\x0fRolloutExchange\x12H\n\x06\x41ttach\x12\x18.meshrl.v1.AttachRequest\x1a\x19.meshrl.v1.AttachResponse\"\x05\xa2\xbb\x18\x01\x06(\x01\x30\x01\x12U\n\x0bListWorkers\x12\x1d.meshrl.v1.ListWorkersRequest\x1a\x1e.meshrl.v1.ListWorkersResponse\"\x07\xa2\xbb\x18\x03\x07\x08\tB@\n\rdev.meshrl.v1P\x01Z!meshrl.dev/api/meshrl/v1;meshrlv1\xaa\x02\tMeshrl.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshrl.v1.exchange_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_ATTACHREQUEST']._serialized_start=65
-  _globals['_ATTACHREQUEST']._serialized_end=220
-  _globals['_WORKERHELLO']._serialized_start=223
-  _globals['_WORKERHELLO']._serialized_end=448
-  _globals['_HELDCALL']._serialized_start=450
-  _globals['_HELDCALL']._serialized_end=512
-  _globals['_WORKERHEARTBEAT']._serialized_start=514
-  _globals['_WORKERHEARTBEAT']._serialized_end=614
-  _globals['_CALLEVENT']._serialized_start=617
-  _globals['_CALLEVENT']._serialized_end=752
-  _globals['_CALLEND']._serialized_start=754
-  _globals['_CALLEND']._serialized_end=819
-  _globals['_ATTACHRESPONSE']._serialized_start=822
-  _globals['_ATTACHRESPONSE']._serialized_end=1094
-  _globals['_WORKERLEASE']._serialized_start=1097
-  _globals['_WORKERLEASE']._serialized_end=1228
-  _globals['_CALLCURSOR']._serialized_start=1230
-  _globals['_CALLCURSOR']._serialized_end=1277
-  _globals['_STARTCALL']._serialized_start=1279
-  _globals['_STARTCALL']._serialized_end=1355
-  _globals['_CANCELCALL']._serialized_start=1357
-  _globals['_CANCELCALL']._serialized_end=1386
-  _globals['_EVENTACK']._serialized_start=1388
-  _globals['_EVENTACK']._serialized_end=1446
-  _globals['_EVENTCREDIT']._serialized_start=1448
-  _globals['_EVENTCREDIT']._serialized_end=1477
-  _globals['_HEARTBEATANSWER']._serialized_start=1479
-  _globals['_HEARTBEATANSWER']._serialized_end=1512
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1514
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1534
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=1536
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=1601
-  _globals['_ATTACHEDWORKER']._serialized_start=1604
-  _globals['_ATTACHEDWORKER']._serialized_end=1801
-  _globals['_ROLLOUTEXCHANGE']._serialized_start=1804
-  _globals['_ROLLOUTEXCHANGE']._serialized_end=1966
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.meshrl.v1P\001Z!meshrl.dev/api/meshrl/v1;meshrlv1\252\002\tMeshrl.V1'
+  _globals['_ROLLOUTEXCHANGE'].methods_by_name['Attach']._loaded_options = None
+  _globals['_ROLLOUTEXCHANGE'].methods_by_name['Attach']._serialized_options = b'\242\273\030\001\006'
+  _globals['_ROLLOUTEXCHANGE'].methods_by_name['ListWorkers']._loaded_options = None
+  _globals['_ROLLOUTEXCHANGE'].methods_by_name['ListWorkers']._serialized_options = b'\242\273\030\003\007\010\t'
+  _globals['_ATTACHREQUEST']._serialized_start=122
+  _globals['_ATTACHREQUEST']._serialized_end=277
+  _globals['_WORKERHELLO']._serialized_start=280
+  _globals['_WORKERHELLO']._serialized_end=527
+  _globals['_HELDCALL']._serialized_start=529
+  _globals['_HELDCALL']._serialized_end=591
+  _globals['_WORKERHEARTBEAT']._serialized_start=593
+  _globals['_WORKERHEARTBEAT']._serialized_end=693
+  _globals['_CALLEVENT']._serialized_start=696
+  _globals['_CALLEVENT']._serialized_end=831
+  _globals['_CALLEND']._serialized_start=833
+  _globals['_CALLEND']._serialized_end=921
+  _globals['_ATTACHRESPONSE']._serialized_start=924
+  _globals['_ATTACHRESPONSE']._serialized_end=1196
+  _globals['_WORKERLEASE']._serialized_start=1199
+  _globals['_WORKERLEASE']._serialized_end=1352
+  _globals['_CALLCURSOR']._serialized_start=1354
+  _globals['_CALLCURSOR']._serialized_end=1401
+  _globals['_STARTCALL']._serialized_start=1403
+  _globals['_STARTCALL']._serialized_end=1479
+  _globals['_CANCELCALL']._serialized_start=1481
+  _globals['_CANCELCALL']._serialized_end=1510
+  _globals['_EVENTACK']._serialized_start=1512
+  _globals['_EVENTACK']._serialized_end=1570
+  _globals['_EVENTCREDIT']._serialized_start=1572
+  _globals['_EVENTCREDIT']._serialized_end=1601
+  _globals['_HEARTBEATANSWER']._serialized_start=1603
+  _globals['_HEARTBEATANSWER']._serialized_end=1636
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1638
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1697
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=1699
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=1789
+  _globals['_ATTACHEDWORKER']._serialized_start=1792
+  _globals['_ATTACHEDWORKER']._serialized_end=2041
+  _globals['_ROLLOUTEXCHANGE']._serialized_start=2044
+  _globals['_ROLLOUTEXCHANGE']._serialized_end=2222
 # @@protoc_insertion_point(module_scope)

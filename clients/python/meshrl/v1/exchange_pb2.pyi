@@ -1,3 +1,7 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from meshrl.v1 import access_pb2 as _access_pb2
 from meshrl.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -18,7 +22,7 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., heartbeat: _Optional[_Union[WorkerHeartbeat, _Mapping]] = ..., event: _Optional[_Union[CallEvent, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("contract_version", "worker", "incarnation", "environments", "status", "room", "calls")
+    __slots__ = ("contract_version", "worker", "incarnation", "environments", "status", "room", "calls", "capabilities")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +30,7 @@ class WorkerHello(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     worker: str
     incarnation: str
@@ -33,7 +38,8 @@ class WorkerHello(_message.Message):
     status: _rollout_pb2.GetRolloutStatusResponse
     room: int
     calls: _containers.RepeatedCompositeFieldContainer[HeldCall]
-    def __init__(self, contract_version: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[_rollout_pb2.Environment, _Mapping]]] = ..., status: _Optional[_Union[_rollout_pb2.GetRolloutStatusResponse, _Mapping]] = ..., room: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[HeldCall, _Mapping]]] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, contract_version: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[_rollout_pb2.Environment, _Mapping]]] = ..., status: _Optional[_Union[_rollout_pb2.GetRolloutStatusResponse, _Mapping]] = ..., room: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[HeldCall, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HeldCall(_message.Message):
     __slots__ = ("call_id", "last_seq", "playing")
@@ -94,18 +100,20 @@ class AttachResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[WorkerLease, _Mapping]] = ..., start: _Optional[_Union[StartCall, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., ack: _Optional[_Union[EventAck, _Mapping]] = ..., credit: _Optional[_Union[EventCredit, _Mapping]] = ..., answer: _Optional[_Union[HeartbeatAnswer, _Mapping]] = ...) -> None: ...
 
 class WorkerLease(_message.Message):
-    __slots__ = ("contract_version", "lease_s", "heartbeat_s", "credit", "calls")
+    __slots__ = ("contract_version", "lease_s", "heartbeat_s", "credit", "calls", "capabilities")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     lease_s: float
     heartbeat_s: float
     credit: int
     calls: _containers.RepeatedCompositeFieldContainer[CallCursor]
-    def __init__(self, contract_version: _Optional[str] = ..., lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., credit: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[CallCursor, _Mapping]]] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, contract_version: _Optional[str] = ..., lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., credit: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[CallCursor, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CallCursor(_message.Message):
     __slots__ = ("call_id", "next_seq")
@@ -152,17 +160,23 @@ class HeartbeatAnswer(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers",)
+    __slots__ = ("workers", "next_page_token")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[AttachedWorker]
-    def __init__(self, workers: _Optional[_Iterable[_Union[AttachedWorker, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, workers: _Optional[_Iterable[_Union[AttachedWorker, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class AttachedWorker(_message.Message):
-    __slots__ = ("worker", "attached", "silent_s", "calls", "environments", "status", "attachments", "left_out")
+    __slots__ = ("worker", "attached", "silent_s", "calls", "environments", "status", "attachments", "left_out", "last_seen_time")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +185,7 @@ class AttachedWorker(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENTS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_TIME_FIELD_NUMBER: _ClassVar[int]
     worker: str
     attached: bool
     silent_s: float
@@ -179,4 +194,5 @@ class AttachedWorker(_message.Message):
     status: _rollout_pb2.GetRolloutStatusResponse
     attachments: int
     left_out: str
-    def __init__(self, worker: _Optional[str] = ..., attached: bool = ..., silent_s: _Optional[float] = ..., calls: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., status: _Optional[_Union[_rollout_pb2.GetRolloutStatusResponse, _Mapping]] = ..., attachments: _Optional[int] = ..., left_out: _Optional[str] = ...) -> None: ...
+    last_seen_time: _timestamp_pb2.Timestamp
+    def __init__(self, worker: _Optional[str] = ..., attached: bool = ..., silent_s: _Optional[float] = ..., calls: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., status: _Optional[_Union[_rollout_pb2.GetRolloutStatusResponse, _Mapping]] = ..., attachments: _Optional[int] = ..., left_out: _Optional[str] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...

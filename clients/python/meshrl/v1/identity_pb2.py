@@ -22,27 +22,33 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from meshrl.v1 import access_pb2 as meshrl_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18meshrl/v1/identity.proto\x12\tmeshrl.v1\"L\n\rEnrollRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\r\n\x05hosts\x18\x04 \x03(\t\"Z\n\x0e\x45nrollResponse\x12\x14\n\x0c\x63\x65rtificates\x18\x01 \x01(\x0c\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x14\n\x0crenewal_port\x18\x04 \x01(\x05\"\x1f\n\x0cRenewRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\"%\n\rRenewResponse\x12\x14\n\x0c\x63\x65rtificates\x18\x01 \x01(\x0c\"\x14\n\x12ListRevokedRequest\"&\n\x13ListRevokedResponse\x12\x0f\n\x07members\x18\x01 \x03(\t2\xdc\x01\n\x11\x45nrollmentService\x12=\n\x06\x45nroll\x12\x18.meshrl.v1.EnrollRequest\x1a\x19.meshrl.v1.EnrollResponse\x12:\n\x05Renew\x12\x17.meshrl.v1.RenewRequest\x1a\x18.meshrl.v1.RenewResponse\x12L\n\x0bListRevoked\x12\x1d.meshrl.v1.ListRevokedRequest\x1a\x1e.meshrl.v1.ListRevokedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18meshrl/v1/identity.proto\x12\tmeshrl.v1\x1a\x16meshrl/v1/access.proto\"L\n\rEnrollRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\r\n\x05hosts\x18\x04 \x03(\t\"Z\n\x0e\x45nrollResponse\x12\x14\n\x0c\x63\x65rtificates\x18\x01 \x01(\x0c\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x14\n\x0crenewal_port\x18\x04 \x01(\x05\"\x1f\n\x0cRenewRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\"%\n\rRenewResponse\x12\x14\n\x0c\x63\x65rtificates\x18\x01 \x01(\x0c\";\n\x12ListRevokedRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"?\n\x13ListRevokedResponse\x12\x0f\n\x07members\x18\x01 \x03(\t\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xea\x01\n\x11\x45nrollmentService\x12=\n\x06\x45nroll\x12\x18.meshrl.v1.EnrollRequest\x1a\x19.meshrl.v1.EnrollResponse\x12\x41\n\x05Renew\x12\x17.meshrl.v1.RenewRequest\x1a\x18.meshrl.v1.RenewResponse\"\x05\xa2\xbb\x18\x01\x01\x12S\n\x0bListRevoked\x12\x1d.meshrl.v1.ListRevokedRequest\x1a\x1e.meshrl.v1.ListRevokedResponse\"\x05\xa2\xbb\x18\x01\x01\x42@\n\rdev.meshrl.v1P\x01Z!meshrl.dev/api/meshrl/v1;meshrlv1\xaa\x02\tMeshrl.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshrl.v1.identity_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_ENROLLREQUEST']._serialized_start=39
-  _globals['_ENROLLREQUEST']._serialized_end=115
-  _globals['_ENROLLRESPONSE']._serialized_start=117
-  _globals['_ENROLLRESPONSE']._serialized_end=207
-  _globals['_RENEWREQUEST']._serialized_start=209
-  _globals['_RENEWREQUEST']._serialized_end=240
-  _globals['_RENEWRESPONSE']._serialized_start=242
-  _globals['_RENEWRESPONSE']._serialized_end=279
-  _globals['_LISTREVOKEDREQUEST']._serialized_start=281
-  _globals['_LISTREVOKEDREQUEST']._serialized_end=301
-  _globals['_LISTREVOKEDRESPONSE']._serialized_start=303
-  _globals['_LISTREVOKEDRESPONSE']._serialized_end=341
-  _globals['_ENROLLMENTSERVICE']._serialized_start=344
-  _globals['_ENROLLMENTSERVICE']._serialized_end=564
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.meshrl.v1P\001Z!meshrl.dev/api/meshrl/v1;meshrlv1\252\002\tMeshrl.V1'
+  _globals['_ENROLLMENTSERVICE'].methods_by_name['Renew']._loaded_options = None
+  _globals['_ENROLLMENTSERVICE'].methods_by_name['Renew']._serialized_options = b'\242\273\030\001\001'
+  _globals['_ENROLLMENTSERVICE'].methods_by_name['ListRevoked']._loaded_options = None
+  _globals['_ENROLLMENTSERVICE'].methods_by_name['ListRevoked']._serialized_options = b'\242\273\030\001\001'
+  _globals['_ENROLLREQUEST']._serialized_start=63
+  _globals['_ENROLLREQUEST']._serialized_end=139
+  _globals['_ENROLLRESPONSE']._serialized_start=141
+  _globals['_ENROLLRESPONSE']._serialized_end=231
+  _globals['_RENEWREQUEST']._serialized_start=233
+  _globals['_RENEWREQUEST']._serialized_end=264
+  _globals['_RENEWRESPONSE']._serialized_start=266
+  _globals['_RENEWRESPONSE']._serialized_end=303
+  _globals['_LISTREVOKEDREQUEST']._serialized_start=305
+  _globals['_LISTREVOKEDREQUEST']._serialized_end=364
+  _globals['_LISTREVOKEDRESPONSE']._serialized_start=366
+  _globals['_LISTREVOKEDRESPONSE']._serialized_end=429
+  _globals['_ENROLLMENTSERVICE']._serialized_start=432
+  _globals['_ENROLLMENTSERVICE']._serialized_end=666
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from meshrl.v1 import access_pb2 as _access_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -43,11 +44,17 @@ class RenewResponse(_message.Message):
     def __init__(self, certificates: _Optional[bytes] = ...) -> None: ...
 
 class ListRevokedRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListRevokedResponse(_message.Message):
-    __slots__ = ("members",)
+    __slots__ = ("members", "next_page_token")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, members: _Optional[_Iterable[str]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, members: _Optional[_Iterable[str]] = ..., next_page_token: _Optional[str] = ...) -> None: ...

@@ -51,6 +51,8 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_UNAUTHENTICATED: _ClassVar[Reason]
     REASON_PERMISSION_DENIED: _ClassVar[Reason]
     REASON_OUT_OF_MEMORY: _ClassVar[Reason]
+    REASON_RUN_SUSPENDED: _ClassVar[Reason]
+    REASON_NO_ROOM_FOR_RUN: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 REASON_INVALID_REQUEST: Reason
 REASON_MESSAGE_TOO_LARGE: Reason
@@ -96,3 +98,5 @@ REASON_INTERNAL: Reason
 REASON_UNAUTHENTICATED: Reason
 REASON_PERMISSION_DENIED: Reason
 REASON_OUT_OF_MEMORY: Reason
+REASON_RUN_SUSPENDED: Reason
+REASON_NO_ROOM_FOR_RUN: Reason

@@ -22,68 +22,94 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from meshrl.v1 import access_pb2 as meshrl_dot_v1_dot_access__pb2
+from meshrl.v1 import runs_pb2 as meshrl_dot_v1_dot_runs__pb2
 from meshrl.v1 import tensor_pb2 as meshrl_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/rollout.proto\x12\tmeshrl.v1\x1a\x16meshrl/v1/tensor.proto\"3\n\x17ListEnvironmentsRequest\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\"b\n\x18ListEnvironmentsResponse\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12,\n\x0c\x65nvironments\x18\x02 \x03(\x0b\x32\x16.meshrl.v1.Environment\"\xaa\x01\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07taskset\x18\x02 \x01(\t\x12\x16\n\tnum_tasks\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x61gents\x18\x04 \x03(\t\x12-\n\x10\x64\x65\x66\x61ult_sampling\x18\x05 \x01(\x0b\x32\x13.meshrl.v1.Sampling\x12\x17\n\x0fpackage_version\x18\x06 \x01(\tB\x0c\n\n_num_tasks\"\xea\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xfc\x02\n\x12RunRolloutsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\x12\x14\n\ntask_index\x18\x04 \x01(\x04H\x00\x12\x16\n\x0ctask_payload\x18\x05 \x01(\tH\x00\x12\x12\n\ngroup_size\x18\x06 \x01(\r\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.meshrl.v1.Sampling\x12\x13\n\x0b\x65ngine_pool\x18\x08 \x01(\t\x12\x15\n\x0bmin_version\x18\t \x01(\x04H\x01\x12\x17\n\rexact_version\x18\n \x01(\x04H\x01\x12\x12\n\ndeadline_s\x18\x0b \x01(\x01\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x13\n\x0bscores_only\x18\r \x01(\x08\x12\x15\n\rconversations\x18\x0e \x01(\x08\x12\x16\n\x0erouted_experts\x18\x0f \x01(\x08\x42\x06\n\x04taskB\x08\n\x06policy\"\xde\x01\n\x13RunRolloutsResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x12.meshrl.v1.RolloutH\x00\x12,\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x19.meshrl.v1.RolloutFailureH\x00\x12,\n\x07summary\x18\x03 \x01(\x0b\x32\x19.meshrl.v1.RolloutSummaryH\x00\x12;\n\x13routed_experts_part\x18\x04 \x01(\x0b\x32\x1c.meshrl.v1.RoutedExpertsPartH\x00\x42\x07\n\x05\x65vent\"b\n\x11RoutedExpertsPart\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12)\n\x0erouted_experts\x18\x03 \x01(\x0b\x32\x11.meshrl.v1.Tensor\"\xe1\x04\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08task_key\x18\x03 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\t\x12\r\n\x05\x61gent\x18\x05 \x01(\t\x12\"\n\x07samples\x18\x06 \x03(\x0b\x32\x11.meshrl.v1.Sample\x12\x0e\n\x06reward\x18\x07 \x01(\x01\x12\x39\n\x0creward_parts\x18\x08 \x03(\x0b\x32#.meshrl.v1.Rollout.RewardPartsEntry\x12\x30\n\x07metrics\x18\t \x03(\x0b\x32\x1f.meshrl.v1.Rollout.MetricsEntry\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12\x11\n\ttruncated\x18\x0b \x01(\x08\x12\x11\n\tnum_turns\x18\x0c \x01(\r\x12\x33\n\ttimings_s\x18\r \x03(\x0b\x32 .meshrl.v1.Rollout.TimingsSEntry\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x12\n\ncompletion\x18\x0f \x01(\t\x12\x12\n\nepisode_id\x18\x10 \x01(\t\x12\x15\n\rconversations\x18\x11 \x03(\t\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTimingsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x97\x02\n\x06Sample\x12$\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12$\n\tloss_mask\x18\x02 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12#\n\x08logprobs\x18\x03 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12-\n\rversion_spans\x18\x04 \x03(\x0b\x32\x16.meshrl.v1.VersionSpan\x12-\n\rmessage_spans\x18\x05 \x03(\x0b\x32\x16.meshrl.v1.MessageSpan\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12)\n\x0erouted_experts\x18\x07 \x01(\x0b\x32\x11.meshrl.v1.Tensor\"j\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x1b\n\x0eprompt_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_prompt_version\"\x9d\x01\n\x0bMessageSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x1a\n\rcontent_start\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x63ontent_end\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x10\n\x0e_content_startB\x0e\n\x0c_content_end\"\x7f\n\x0eRolloutFailure\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tretryable\x18\x05 \x01(\x08\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"]\n\x0eRolloutSummary\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\r\x12\x11\n\tcancelled\x18\x03 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x04 \x01(\x04\">\n\x15\x43\x61ncelRolloutsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"+\n\x16\x43\x61ncelRolloutsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\x19\n\x17GetRolloutStatusRequest\"\xc7\x02\n\x18GetRolloutStatusResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x43\n\x08\x66\x61ilures\x18\x04 \x03(\x0b\x32\x31.meshrl.v1.GetRolloutStatusResponse.FailuresEntry\x12\x16\n\x0erollouts_per_s\x18\x05 \x01(\x01\x12*\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x19.meshrl.v1.EngineEndpoint\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x16\n\x0emax_concurrent\x18\x08 \x01(\r\x12\x14\n\x0climit_reason\x18\t \x01(\t\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xbe\x01\n\x0e\x45ngineEndpoint\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0f\n\x07healthy\x18\x02 \x01(\x08\x12\x14\n\x07version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tin_flight\x18\x04 \x01(\r\x12\x15\n\rlogprobs_mode\x18\x05 \x01(\t\x12\x12\n\x05slots\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tkv_tokens\x18\x07 \x01(\x04H\x02\x88\x01\x01\x42\n\n\x08_versionB\x08\n\x06_slotsB\x0c\n\n_kv_tokens2\xf1\x02\n\x0eRolloutService\x12[\n\x10ListEnvironments\x12\".meshrl.v1.ListEnvironmentsRequest\x1a#.meshrl.v1.ListEnvironmentsResponse\x12N\n\x0bRunRollouts\x12\x1d.meshrl.v1.RunRolloutsRequest\x1a\x1e.meshrl.v1.RunRolloutsResponse0\x01\x12U\n\x0e\x43\x61ncelRollouts\x12 .meshrl.v1.CancelRolloutsRequest\x1a!.meshrl.v1.CancelRolloutsResponse\x12[\n\x10GetRolloutStatus\x12\".meshrl.v1.GetRolloutStatusRequest\x1a#.meshrl.v1.GetRolloutStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/rollout.proto\x12\tmeshrl.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16meshrl/v1/access.proto\x1a\x14meshrl/v1/runs.proto\x1a\x16meshrl/v1/tensor.proto\"I\n\x17ListEnvironmentsRequest\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x02 \x03(\t\"x\n\x18ListEnvironmentsResponse\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\t\x12,\n\x0c\x65nvironments\x18\x02 \x03(\x0b\x32\x16.meshrl.v1.Environment\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\"\xaa\x01\n\x0b\x45nvironment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07taskset\x18\x02 \x01(\t\x12\x16\n\tnum_tasks\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x61gents\x18\x04 \x03(\t\x12-\n\x10\x64\x65\x66\x61ult_sampling\x18\x05 \x01(\x0b\x32\x13.meshrl.v1.Sampling\x12\x17\n\x0fpackage_version\x18\x06 \x01(\tB\x0c\n\n_num_tasks\"\xea\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xc4\x03\n\x12RunRolloutsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\x12\x14\n\ntask_index\x18\x04 \x01(\x04H\x00\x12\x16\n\x0ctask_payload\x18\x05 \x01(\tH\x00\x12\x12\n\ngroup_size\x18\x06 \x01(\r\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.meshrl.v1.Sampling\x12\x13\n\x0b\x65ngine_pool\x18\x08 \x01(\t\x12\x15\n\x0bmin_version\x18\t \x01(\x04H\x01\x12\x17\n\rexact_version\x18\n \x01(\x04H\x01\x12\x12\n\ndeadline_s\x18\x0b \x01(\x01\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x13\n\x0bscores_only\x18\r \x01(\x08\x12\x15\n\rconversations\x18\x0e \x01(\x08\x12\x16\n\x0erouted_experts\x18\x0f \x01(\x08\x12\x0e\n\x06run_id\x18\x10 \x01(\t\x12\x10\n\x08linger_s\x18\x11 \x01(\x01\x12\x16\n\tafter_seq\x18\x12 \x01(\x04H\x02\x88\x01\x01\x42\x06\n\x04taskB\x08\n\x06policyB\x0c\n\n_after_seq\"\xeb\x01\n\x13RunRolloutsResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x12.meshrl.v1.RolloutH\x00\x12,\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x19.meshrl.v1.RolloutFailureH\x00\x12,\n\x07summary\x18\x03 \x01(\x0b\x32\x19.meshrl.v1.RolloutSummaryH\x00\x12;\n\x13routed_experts_part\x18\x04 \x01(\x0b\x32\x1c.meshrl.v1.RoutedExpertsPartH\x00\x12\x0b\n\x03seq\x18\x05 \x01(\x04\x42\x07\n\x05\x65vent\"b\n\x11RoutedExpertsPart\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12)\n\x0erouted_experts\x18\x03 \x01(\x0b\x32\x11.meshrl.v1.Tensor\"\x8c\x06\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08task_key\x18\x03 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\t\x12\r\n\x05\x61gent\x18\x05 \x01(\t\x12\"\n\x07samples\x18\x06 \x03(\x0b\x32\x11.meshrl.v1.Sample\x12\x13\n\x06reward\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x39\n\x0creward_parts\x18\x08 \x03(\x0b\x32#.meshrl.v1.Rollout.RewardPartsEntry\x12\x30\n\x07metrics\x18\t \x03(\x0b\x32\x1f.meshrl.v1.Rollout.MetricsEntry\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12\x11\n\ttruncated\x18\x0b \x01(\x08\x12\x11\n\tnum_turns\x18\x0c \x01(\r\x12\x33\n\ttimings_s\x18\r \x03(\x0b\x32 .meshrl.v1.Rollout.TimingsSEntry\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x12\n\ncompletion\x18\x0f \x01(\t\x12\x12\n\nepisode_id\x18\x10 \x01(\t\x12\x15\n\rconversations\x18\x11 \x03(\t\x12\x0e\n\x06run_id\x18\x12 \x01(\t\x12.\n\nstart_time\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x0b\x61ttestation\x18\x15 \x01(\x0b\x32\x16.meshrl.v1.Attestation\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTimingsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"W\n\x0b\x41ttestation\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\x12\x18\n\x10statement_digest\x18\x03 \x01(\x0c\x12\x10\n\x08\x65vidence\x18\x04 \x01(\x0c\"\xf4\x02\n\x06Sample\x12$\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12$\n\tloss_mask\x18\x02 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12#\n\x08logprobs\x18\x03 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12-\n\rversion_spans\x18\x04 \x03(\x0b\x32\x16.meshrl.v1.VersionSpan\x12-\n\rmessage_spans\x18\x05 \x03(\x0b\x32\x16.meshrl.v1.MessageSpan\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12)\n\x0erouted_experts\x18\x07 \x01(\x0b\x32\x11.meshrl.v1.Tensor\x12\x1f\n\x05media\x18\x08 \x03(\x0b\x32\x10.meshrl.v1.Media\x12%\n\nadvantages\x18\t \x01(\x0b\x32\x11.meshrl.v1.TensorB\x0e\n\x0c_temperature\"\xc8\x01\n\x05Media\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12.\n\x07tensors\x18\x06 \x03(\x0b\x32\x1d.meshrl.v1.Media.TensorsEntry\x1a\x41\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12 \n\x05value\x18\x02 \x01(\x0b\x32\x11.meshrl.v1.Tensor:\x02\x38\x01\"j\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x1b\n\x0eprompt_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_prompt_version\"\x9d\x01\n\x0bMessageSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x1a\n\rcontent_start\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x63ontent_end\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x10\n\x0e_content_startB\x0e\n\x0c_content_end\"\x7f\n\x0eRolloutFailure\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x11\n\tretryable\x18\x05 \x01(\x08\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"]\n\x0eRolloutSummary\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\r\x12\x11\n\tcancelled\x18\x03 \x01(\r\x12\x16\n\x0esampled_tokens\x18\x04 \x01(\x04\">\n\x15\x43\x61ncelRolloutsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\"+\n\x16\x43\x61ncelRolloutsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"\x19\n\x17GetRolloutStatusRequest\"\xdf\x02\n\x18GetRolloutStatusResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x43\n\x08\x66\x61ilures\x18\x04 \x03(\x0b\x32\x31.meshrl.v1.GetRolloutStatusResponse.FailuresEntry\x12\x16\n\x0erollouts_per_s\x18\x05 \x01(\x01\x12*\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x19.meshrl.v1.EngineEndpoint\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x1b\n\x0emax_concurrent\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0climit_reason\x18\t \x01(\t\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x11\n\x0f_max_concurrent\"\xe8\x01\n\x0e\x45ngineEndpoint\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0f\n\x07healthy\x18\x02 \x01(\x08\x12\x14\n\x07version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tin_flight\x18\x04 \x01(\r\x12\x15\n\rlogprobs_mode\x18\x05 \x01(\t\x12\x12\n\x05slots\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tkv_tokens\x18\x07 \x01(\x04H\x02\x88\x01\x01\x12(\n\x06served\x18\x08 \x03(\x0b\x32\x18.meshrl.v1.ServedVersionB\n\n\x08_versionB\x08\n\x06_slotsB\x0c\n\n_kv_tokens\"i\n\x1aRolloutServiceDrainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\ndeadline_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07message\x18\x03 \x01(\tB\r\n\x0b_deadline_s\"0\n\x1bRolloutServiceDrainResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r2\xf3\x03\n\x0eRolloutService\x12\x64\n\x10ListEnvironments\x12\".meshrl.v1.ListEnvironmentsRequest\x1a#.meshrl.v1.ListEnvironmentsResponse\"\x07\xa2\xbb\x18\x03\x07\x08\t\x12V\n\x0bRunRollouts\x12\x1d.meshrl.v1.RunRolloutsRequest\x1a\x1e.meshrl.v1.RunRolloutsResponse\"\x06\xa2\xbb\x18\x02\x07\x08\x30\x01\x12]\n\x0e\x43\x61ncelRollouts\x12 .meshrl.v1.CancelRolloutsRequest\x1a!.meshrl.v1.CancelRolloutsResponse\"\x06\xa2\xbb\x18\x02\x07\x08\x12\x64\n\x10GetRolloutStatus\x12\".meshrl.v1.GetRolloutStatusRequest\x1a#.meshrl.v1.GetRolloutStatusResponse\"\x07\xa2\xbb\x18\x03\x07\x08\t\x12^\n\x05\x44rain\x12%.meshrl.v1.RolloutServiceDrainRequest\x1a&.meshrl.v1.RolloutServiceDrainResponse\"\x06\xa2\xbb\x18\x02\x07\x08\x42@\n\rdev.meshrl.v1P\x01Z!meshrl.dev/api/meshrl/v1;meshrlv1\xaa\x02\tMeshrl.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshrl.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.meshrl.v1P\001Z!meshrl.dev/api/meshrl/v1;meshrlv1\252\002\tMeshrl.V1'
   _globals['_ROLLOUT_REWARDPARTSENTRY']._loaded_options = None
   _globals['_ROLLOUT_REWARDPARTSENTRY']._serialized_options = b'8\001'
   _globals['_ROLLOUT_METRICSENTRY']._loaded_options = None
   _globals['_ROLLOUT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ROLLOUT_TIMINGSSENTRY']._loaded_options = None
   _globals['_ROLLOUT_TIMINGSSENTRY']._serialized_options = b'8\001'
+  _globals['_MEDIA_TENSORSENTRY']._loaded_options = None
+  _globals['_MEDIA_TENSORSENTRY']._serialized_options = b'8\001'
   _globals['_GETROLLOUTSTATUSRESPONSE_FAILURESENTRY']._loaded_options = None
   _globals['_GETROLLOUTSTATUSRESPONSE_FAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=62
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=113
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=115
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=213
-  _globals['_ENVIRONMENT']._serialized_start=216
-  _globals['_ENVIRONMENT']._serialized_end=386
-  _globals['_SAMPLING']._serialized_start=389
-  _globals['_SAMPLING']._serialized_end=623
-  _globals['_RUNROLLOUTSREQUEST']._serialized_start=626
-  _globals['_RUNROLLOUTSREQUEST']._serialized_end=1006
-  _globals['_RUNROLLOUTSRESPONSE']._serialized_start=1009
-  _globals['_RUNROLLOUTSRESPONSE']._serialized_end=1231
-  _globals['_ROUTEDEXPERTSPART']._serialized_start=1233
-  _globals['_ROUTEDEXPERTSPART']._serialized_end=1331
-  _globals['_ROLLOUT']._serialized_start=1334
-  _globals['_ROLLOUT']._serialized_end=1943
-  _globals['_ROLLOUT_REWARDPARTSENTRY']._serialized_start=1796
-  _globals['_ROLLOUT_REWARDPARTSENTRY']._serialized_end=1846
-  _globals['_ROLLOUT_METRICSENTRY']._serialized_start=1848
-  _globals['_ROLLOUT_METRICSENTRY']._serialized_end=1894
-  _globals['_ROLLOUT_TIMINGSSENTRY']._serialized_start=1896
-  _globals['_ROLLOUT_TIMINGSSENTRY']._serialized_end=1943
-  _globals['_SAMPLE']._serialized_start=1946
-  _globals['_SAMPLE']._serialized_end=2225
-  _globals['_VERSIONSPAN']._serialized_start=2227
-  _globals['_VERSIONSPAN']._serialized_end=2333
-  _globals['_MESSAGESPAN']._serialized_start=2336
-  _globals['_MESSAGESPAN']._serialized_end=2493
-  _globals['_ROLLOUTFAILURE']._serialized_start=2495
-  _globals['_ROLLOUTFAILURE']._serialized_end=2622
-  _globals['_ROLLOUTSUMMARY']._serialized_start=2624
-  _globals['_ROLLOUTSUMMARY']._serialized_end=2717
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=2719
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=2781
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=2783
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=2826
-  _globals['_GETROLLOUTSTATUSREQUEST']._serialized_start=2828
-  _globals['_GETROLLOUTSTATUSREQUEST']._serialized_end=2853
-  _globals['_GETROLLOUTSTATUSRESPONSE']._serialized_start=2856
-  _globals['_GETROLLOUTSTATUSRESPONSE']._serialized_end=3183
-  _globals['_GETROLLOUTSTATUSRESPONSE_FAILURESENTRY']._serialized_start=3136
-  _globals['_GETROLLOUTSTATUSRESPONSE_FAILURESENTRY']._serialized_end=3183
-  _globals['_ENGINEENDPOINT']._serialized_start=3186
-  _globals['_ENGINEENDPOINT']._serialized_end=3376
-  _globals['_ROLLOUTSERVICE']._serialized_start=3379
-  _globals['_ROLLOUTSERVICE']._serialized_end=3748
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ListEnvironments']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['ListEnvironments']._serialized_options = b'\242\273\030\003\007\010\t'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['RunRollouts']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['RunRollouts']._serialized_options = b'\242\273\030\002\007\010'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['CancelRollouts']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['CancelRollouts']._serialized_options = b'\242\273\030\002\007\010'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GetRolloutStatus']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['GetRolloutStatus']._serialized_options = b'\242\273\030\003\007\010\t'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['Drain']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['Drain']._serialized_options = b'\242\273\030\002\007\010'
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=141
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=214
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=216
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=336
+  _globals['_ENVIRONMENT']._serialized_start=339
+  _globals['_ENVIRONMENT']._serialized_end=509
+  _globals['_SAMPLING']._serialized_start=512
+  _globals['_SAMPLING']._serialized_end=746
+  _globals['_RUNROLLOUTSREQUEST']._serialized_start=749
+  _globals['_RUNROLLOUTSREQUEST']._serialized_end=1201
+  _globals['_RUNROLLOUTSRESPONSE']._serialized_start=1204
+  _globals['_RUNROLLOUTSRESPONSE']._serialized_end=1439
+  _globals['_ROUTEDEXPERTSPART']._serialized_start=1441
+  _globals['_ROUTEDEXPERTSPART']._serialized_end=1539
+  _globals['_ROLLOUT']._serialized_start=1542
+  _globals['_ROLLOUT']._serialized_end=2322
+  _globals['_ROLLOUT_REWARDPARTSENTRY']._serialized_start=2164
+  _globals['_ROLLOUT_REWARDPARTSENTRY']._serialized_end=2214
+  _globals['_ROLLOUT_METRICSENTRY']._serialized_start=2216
+  _globals['_ROLLOUT_METRICSENTRY']._serialized_end=2262
+  _globals['_ROLLOUT_TIMINGSSENTRY']._serialized_start=2264
+  _globals['_ROLLOUT_TIMINGSSENTRY']._serialized_end=2311
+  _globals['_ATTESTATION']._serialized_start=2324
+  _globals['_ATTESTATION']._serialized_end=2411
+  _globals['_SAMPLE']._serialized_start=2414
+  _globals['_SAMPLE']._serialized_end=2786
+  _globals['_MEDIA']._serialized_start=2789
+  _globals['_MEDIA']._serialized_end=2989
+  _globals['_MEDIA_TENSORSENTRY']._serialized_start=2924
+  _globals['_MEDIA_TENSORSENTRY']._serialized_end=2989
+  _globals['_VERSIONSPAN']._serialized_start=2991
+  _globals['_VERSIONSPAN']._serialized_end=3097
+  _globals['_MESSAGESPAN']._serialized_start=3100
+  _globals['_MESSAGESPAN']._serialized_end=3257
+  _globals['_ROLLOUTFAILURE']._serialized_start=3259
+  _globals['_ROLLOUTFAILURE']._serialized_end=3386
+  _globals['_ROLLOUTSUMMARY']._serialized_start=3388
+  _globals['_ROLLOUTSUMMARY']._serialized_end=3481
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=3483
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=3545
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=3547
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=3590
+  _globals['_GETROLLOUTSTATUSREQUEST']._serialized_start=3592
+  _globals['_GETROLLOUTSTATUSREQUEST']._serialized_end=3617
+  _globals['_GETROLLOUTSTATUSRESPONSE']._serialized_start=3620
+  _globals['_GETROLLOUTSTATUSRESPONSE']._serialized_end=3971
+  _globals['_GETROLLOUTSTATUSRESPONSE_FAILURESENTRY']._serialized_start=3905
+  _globals['_GETROLLOUTSTATUSRESPONSE_FAILURESENTRY']._serialized_end=3952
+  _globals['_ENGINEENDPOINT']._serialized_start=3974
+  _globals['_ENGINEENDPOINT']._serialized_end=4206
+  _globals['_ROLLOUTSERVICEDRAINREQUEST']._serialized_start=4208
+  _globals['_ROLLOUTSERVICEDRAINREQUEST']._serialized_end=4313
+  _globals['_ROLLOUTSERVICEDRAINRESPONSE']._serialized_start=4315
+  _globals['_ROLLOUTSERVICEDRAINRESPONSE']._serialized_end=4363
+  _globals['_ROLLOUTSERVICE']._serialized_start=4366
+  _globals['_ROLLOUTSERVICE']._serialized_end=4865
 # @@protoc_insertion_point(module_scope)

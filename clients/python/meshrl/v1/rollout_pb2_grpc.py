@@ -63,6 +63,11 @@ class RolloutServiceStub(object):
                 request_serializer=meshrl_dot_v1_dot_rollout__pb2.GetRolloutStatusRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_rollout__pb2.GetRolloutStatusResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/meshrl.v1.RolloutService/Drain',
+                request_serializer=meshrl_dot_v1_dot_rollout__pb2.RolloutServiceDrainRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_rollout__pb2.RolloutServiceDrainResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -90,14 +95,18 @@ class RolloutServiceServicer(object):
         Order: whichever finishes first comes first; the last message is the summary.
         Idempotency: a request_id that is running or was seen lately (ten minutes, or the last 10,000
         requests, whichever is less) is refused with ALREADY_EXISTS, so that a group that is asked for
-        twice is played once.
+        twice is played once. A request with after_seq is not refused: it attaches to its group.
+        Broken streams: where the request sets linger_s, its group goes on without its stream, and a caller
+        attaches to it again with the same request, the same request_id and after_seq. It gets every later
+        event again, then those to come. A second stream ends the first with CANCELLED. OUT_OF_RANGE
+        (REVISION_EXPIRED) when the server no longer has those events: what did not arrive is asked for in a new request.
         Tasks: of a finite taskset every task_index below num_tasks is a task; of an infinite one (num_tasks
         unset) every task_index is, and the same index is the same task for as long as the server runs.
         Deadline: deadline_s counts from the arrival of the call. Rollouts that have not ended by then come
         back as failures (DEADLINE_PASSED), whatever they wait for: their task, a place, an engine. The
         summary follows, and the stream ends within 10 s of deadline_s, never with DEADLINE_EXCEEDED of
         the server's own. Give the call a deadline that is 15 s longer. Cancelling the call cancels its
-        rollouts.
+        rollouts, at once or with linger_s after that; CancelRollouts does so at once.
         Errors: NOT_FOUND for an unknown environment or task index; FAILED_PRECONDITION with RetryInfo
         while no engine holds the required version; UNAVAILABLE while draining; RESOURCE_EXHAUSTED
         when max_concurrent rollouts are running and the queue is full.
@@ -117,6 +126,14 @@ class RolloutServiceServicer(object):
 
     def GetRolloutStatus(self, request, context):
         """What is running, waiting and failing now. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Stops accepting groups, finishes those that are there, then ends the process. Returns when none is left.
+        Idempotent. Since 1.1; UNIMPLEMENTED from servers without the capability "drain".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +161,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetRolloutStatus,
                     request_deserializer=meshrl_dot_v1_dot_rollout__pb2.GetRolloutStatusRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_rollout__pb2.GetRolloutStatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=meshrl_dot_v1_dot_rollout__pb2.RolloutServiceDrainRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_rollout__pb2.RolloutServiceDrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +285,33 @@ class RolloutService(object):
             '/meshrl.v1.RolloutService/GetRolloutStatus',
             meshrl_dot_v1_dot_rollout__pb2.GetRolloutStatusRequest.SerializeToString,
             meshrl_dot_v1_dot_rollout__pb2.GetRolloutStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.RolloutService/Drain',
+            meshrl_dot_v1_dot_rollout__pb2.RolloutServiceDrainRequest.SerializeToString,
+            meshrl_dot_v1_dot_rollout__pb2.RolloutServiceDrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,3 +1,8 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from meshrl.v1 import access_pb2 as _access_pb2
+from meshrl.v1 import runs_pb2 as _runs_pb2
 from meshrl.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -15,20 +20,33 @@ class StepState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STEP_STATE_RUNNING: _ClassVar[StepState]
     STEP_STATE_DONE: _ClassVar[StepState]
     STEP_STATE_FAILED: _ClassVar[StepState]
+
+class CheckpointState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHECKPOINT_STATE_UNSPECIFIED: _ClassVar[CheckpointState]
+    CHECKPOINT_STATE_SAVING: _ClassVar[CheckpointState]
+    CHECKPOINT_STATE_DURABLE: _ClassVar[CheckpointState]
+    CHECKPOINT_STATE_FAILED: _ClassVar[CheckpointState]
 STEP_STATE_UNSPECIFIED: StepState
 STEP_STATE_QUEUED: StepState
 STEP_STATE_RUNNING: StepState
 STEP_STATE_DONE: StepState
 STEP_STATE_FAILED: StepState
+CHECKPOINT_STATE_UNSPECIFIED: CheckpointState
+CHECKPOINT_STATE_SAVING: CheckpointState
+CHECKPOINT_STATE_DURABLE: CheckpointState
+CHECKPOINT_STATE_FAILED: CheckpointState
 
 class GetTrainerRequest(_message.Message):
-    __slots__ = ("contract_version",)
+    __slots__ = ("contract_version", "capabilities")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
-    def __init__(self, contract_version: _Optional[str] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, contract_version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetTrainerResponse(_message.Message):
-    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes", "min_shared_prefix", "router_replay")
+    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes", "min_shared_prefix", "router_replay", "capabilities", "max_runs", "max_adapter_rank", "adapter_bytes_total", "adapter_bytes_used", "losses")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +60,12 @@ class GetTrainerResponse(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MIN_SHARED_PREFIX_FIELD_NUMBER: _ClassVar[int]
     ROUTER_REPLAY_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     world_size: int
     dp_size: int
@@ -55,7 +79,13 @@ class GetTrainerResponse(_message.Message):
     max_message_bytes: int
     min_shared_prefix: float
     router_replay: RoutedShape
-    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., min_shared_prefix: _Optional[float] = ..., router_replay: _Optional[_Union[RoutedShape, _Mapping]] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    max_runs: int
+    max_adapter_rank: int
+    adapter_bytes_total: int
+    adapter_bytes_used: int
+    losses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., min_shared_prefix: _Optional[float] = ..., router_replay: _Optional[_Union[RoutedShape, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., max_runs: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ..., adapter_bytes_total: _Optional[int] = ..., adapter_bytes_used: _Optional[int] = ..., losses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoutedShape(_message.Message):
     __slots__ = ("layers", "per_token", "experts")
@@ -68,20 +98,40 @@ class RoutedShape(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., per_token: _Optional[int] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run_id", "step", "version", "epoch", "revision", "durable_step")
+    __slots__ = ("run_id", "step", "version", "epoch", "revision", "durable_step", "state", "suspension", "spec", "create_time", "update_time", "tokens", "queued_batches", "used_share", "oldest_revision", "adapter_bytes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SUSPENSION_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    USED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_REVISION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     version: int
     epoch: int
     revision: int
     durable_step: int
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., durable_step: _Optional[int] = ...) -> None: ...
+    state: _runs_pb2.RunState
+    suspension: _runs_pb2.Suspension
+    spec: _runs_pb2.RunSpec
+    create_time: _timestamp_pb2.Timestamp
+    update_time: _timestamp_pb2.Timestamp
+    tokens: int
+    queued_batches: int
+    used_share: float
+    oldest_revision: int
+    adapter_bytes: int
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., durable_step: _Optional[int] = ..., state: _Optional[_Union[_runs_pb2.RunState, str]] = ..., suspension: _Optional[_Union[_runs_pb2.Suspension, _Mapping]] = ..., spec: _Optional[_Union[_runs_pb2.RunSpec, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., tokens: _Optional[int] = ..., queued_batches: _Optional[int] = ..., used_share: _Optional[float] = ..., oldest_revision: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class SubmitBatchRequest(_message.Message):
     __slots__ = ("header", "micro_batch")
@@ -166,15 +216,19 @@ class SubmitBatchResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class WatchStepsRequest(_message.Message):
-    __slots__ = ("run_id", "after_revision")
+    __slots__ = ("run_id", "after_revision", "from_now", "bookmark_s")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     AFTER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    FROM_NOW_FIELD_NUMBER: _ClassVar[int]
+    BOOKMARK_S_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     after_revision: int
-    def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ...) -> None: ...
+    from_now: bool
+    bookmark_s: float
+    def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ..., from_now: bool = ..., bookmark_s: _Optional[float] = ...) -> None: ...
 
 class WatchStepsResponse(_message.Message):
-    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step", "logprobs", "entropies")
+    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step", "logprobs", "entropies", "bookmark", "time")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +255,8 @@ class WatchStepsResponse(_message.Message):
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENTROPIES_FIELD_NUMBER: _ClassVar[int]
+    BOOKMARK_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
     revision: int
     step: int
     state: StepState
@@ -213,7 +269,9 @@ class WatchStepsResponse(_message.Message):
     durable_step: int
     logprobs: _containers.RepeatedCompositeFieldContainer[RolloutLogprobs]
     entropies: _tensor_pb2.Tensor
-    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RolloutLogprobs, _Mapping]]] = ..., entropies: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    bookmark: bool
+    time: _timestamp_pb2.Timestamp
+    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RolloutLogprobs, _Mapping]]] = ..., entropies: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bookmark: bool = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class RolloutLogprobs(_message.Message):
     __slots__ = ("rollout_id", "logprobs")
@@ -224,30 +282,84 @@ class RolloutLogprobs(_message.Message):
     def __init__(self, rollout_id: _Optional[str] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("request_id", "run_id", "weights_only")
+    __slots__ = ("request_id", "run_id", "weights_only", "name", "return_at_once")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RETURN_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     run_id: str
     weights_only: bool
-    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., weights_only: bool = ...) -> None: ...
+    name: str
+    return_at_once: bool
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., weights_only: bool = ..., name: _Optional[str] = ..., return_at_once: bool = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
-    __slots__ = ("step", "path")
+    __slots__ = ("step", "path", "checkpoint")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     step: int
     path: str
-    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    checkpoint: Checkpoint
+    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
+
+class Checkpoint(_message.Message):
+    __slots__ = ("run_id", "step", "state", "path", "weights_only", "name", "request_id", "create_time", "end_time", "num_bytes", "reason", "message")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    step: int
+    state: CheckpointState
+    path: str
+    weights_only: bool
+    name: str
+    request_id: str
+    create_time: _timestamp_pb2.Timestamp
+    end_time: _timestamp_pb2.Timestamp
+    num_bytes: int
+    reason: str
+    message: str
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., state: _Optional[_Union[CheckpointState, str]] = ..., path: _Optional[str] = ..., weights_only: bool = ..., name: _Optional[str] = ..., request_id: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_bytes: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ListCheckpointsRequest(_message.Message):
+    __slots__ = ("run_id", "page_size", "page_token")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    page_size: int
+    page_token: str
+    def __init__(self, run_id: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListCheckpointsResponse(_message.Message):
+    __slots__ = ("checkpoints", "next_page_token")
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
+    next_page_token: str
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
-    __slots__ = ("request_id", "run_id")
+    __slots__ = ("request_id", "run_id", "spec")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     run_id: str
-    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
+    spec: _runs_pb2.RunSpec
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., spec: _Optional[_Union[_runs_pb2.RunSpec, _Mapping]] = ...) -> None: ...
 
 class CreateRunResponse(_message.Message):
     __slots__ = ("run",)
@@ -255,17 +367,35 @@ class CreateRunResponse(_message.Message):
     run: Run
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
-class ListRunsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+class GetRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
-class ListRunsResponse(_message.Message):
-    __slots__ = ("runs",)
-    RUNS_FIELD_NUMBER: _ClassVar[int]
-    runs: _containers.RepeatedCompositeFieldContainer[Run]
-    def __init__(self, runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+class GetRunResponse(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: Run
+    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
-class DeleteRunRequest(_message.Message):
+class SuspendRunRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    message: str
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class SuspendRunResponse(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: Run
+    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
+
+class ResumeRunRequest(_message.Message):
     __slots__ = ("request_id", "run_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -273,16 +403,58 @@ class DeleteRunRequest(_message.Message):
     run_id: str
     def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
 
+class ResumeRunResponse(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: Run
+    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
+
+class ListRunsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListRunsResponse(_message.Message):
+    __slots__ = ("runs", "next_page_token")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    next_page_token: str
+    def __init__(self, runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeleteRunRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "keep_checkpoints", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    keep_checkpoints: bool
+    message: str
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., keep_checkpoints: bool = ..., message: _Optional[str] = ...) -> None: ...
+
 class DeleteRunResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("request_id", "deadline_s", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    deadline_s: float
+    message: str
+    def __init__(self, request_id: _Optional[str] = ..., deadline_s: _Optional[float] = ..., message: _Optional[str] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "dropped_batches")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BATCHES_FIELD_NUMBER: _ClassVar[int]
     step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    dropped_batches: int
+    def __init__(self, step: _Optional[int] = ..., dropped_batches: _Optional[int] = ...) -> None: ...

@@ -63,10 +63,30 @@ class TrainerServiceStub(object):
                 request_serializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.ListCheckpoints = channel.unary_unary(
+                '/meshrl.v1.TrainerService/ListCheckpoints',
+                request_serializer=meshrl_dot_v1_dot_trainer__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trainer__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
         self.CreateRun = channel.unary_unary(
                 '/meshrl.v1.TrainerService/CreateRun',
                 request_serializer=meshrl_dot_v1_dot_trainer__pb2.CreateRunRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_trainer__pb2.CreateRunResponse.FromString,
+                _registered_method=True)
+        self.GetRun = channel.unary_unary(
+                '/meshrl.v1.TrainerService/GetRun',
+                request_serializer=meshrl_dot_v1_dot_trainer__pb2.GetRunRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trainer__pb2.GetRunResponse.FromString,
+                _registered_method=True)
+        self.SuspendRun = channel.unary_unary(
+                '/meshrl.v1.TrainerService/SuspendRun',
+                request_serializer=meshrl_dot_v1_dot_trainer__pb2.SuspendRunRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trainer__pb2.SuspendRunResponse.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/meshrl.v1.TrainerService/ResumeRun',
+                request_serializer=meshrl_dot_v1_dot_trainer__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trainer__pb2.ResumeRunResponse.FromString,
                 _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/meshrl.v1.TrainerService/ListRuns',
@@ -121,9 +141,10 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchSteps(self, request, context):
-        """Streams the events of a run after a revision, history first, then live. Never ends by itself
-        but for a drain. Revisions grow by one a run, so a client that reconnects with the last one
-        it saw misses nothing. OUT_OF_RANGE when after_revision is older than the kept history.
+        """Streams the events of a run after a revision, history first, then live. Never ends by itself but for a
+        drain. Revisions grow by one a run, so a client that reconnects with the last one it saw misses nothing.
+        OUT_OF_RANGE (REVISION_EXPIRED) when after_revision is older than the kept history: the metadata
+        "oldest_revision" of its ErrorInfo has the smallest after_revision that may be asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,15 +153,49 @@ class TrainerServiceServicer(object):
     def SaveCheckpoint(self, request, context):
         """Writes a checkpoint of the last finished step and returns when it is durable. Idempotent by
         request_id: the answers to the last 1,024 requests are kept while the trainer runs; the same id with
-        another request is ALREADY_EXISTS. Deadline: minutes for large models.
+        another request is ALREADY_EXISTS. Deadline: minutes for large models; with return_at_once seconds, and
+        ListCheckpoints then shows how it goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCheckpoints(self, request, context):
+        """Lists the checkpoints of a run, newest first: those on the trainer's disk, those being written, and those
+        that failed while this trainer runs. Idempotent. Since 1.1; UNIMPLEMENTED from servers without the
+        capability "checkpoints.list".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateRun(self, request, context):
-        """Adds a run to this trainer. RESOURCE_EXHAUSTED where it holds as many as it may; ALREADY_EXISTS for a
-        run_id in use. Idempotent by request_id.
+        """Adds a run to this trainer. RESOURCE_EXHAUSTED where it holds as many as it may (RUN_LIMIT_REACHED) or
+        has no memory for it (NO_ROOM_FOR_RUN); ALREADY_EXISTS for a run_id in use; INVALID_ARGUMENT for a spec
+        that it cannot train, by the path of each field. Idempotent by request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRun(self, request, context):
+        """Reads one run. NOT_FOUND for an unknown one. Idempotent. Since 1.1.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SuspendRun(self, request, context):
+        """Suspends a run: the step that trains is finished, batches that wait stay queued, new ones are refused
+        (RUN_SUSPENDED), and its client finds the reason in the run. Idempotent: a suspended run stays as it is.
+        Since 1.1.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Ends a suspension. Idempotent: an active run stays as it is. Since 1.1.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,8 +209,9 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Removes a run that CreateRun added. NOT_FOUND for an unknown one; FAILED_PRECONDITION for the
-        trainer's own run. Idempotent by request_id.
+        """Removes a run that CreateRun added: its batches that wait are dropped, a step that trains is finished
+        first, and its versions are retired. NOT_FOUND for an unknown one; FAILED_PRECONDITION for the trainer's
+        own run. Idempotent by request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +219,7 @@ class TrainerServiceServicer(object):
 
     def Drain(self, request, context):
         """Stops accepting batches, finishes those queued, then ends the process. Returns when the queue
-        is empty. Idempotent.
+        is empty, or at the deadline of the request. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,10 +248,30 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
             ),
+            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCheckpoints,
+                    request_deserializer=meshrl_dot_v1_dot_trainer__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trainer__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
             'CreateRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRun,
                     request_deserializer=meshrl_dot_v1_dot_trainer__pb2.CreateRunRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_trainer__pb2.CreateRunResponse.SerializeToString,
+            ),
+            'GetRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRun,
+                    request_deserializer=meshrl_dot_v1_dot_trainer__pb2.GetRunRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trainer__pb2.GetRunResponse.SerializeToString,
+            ),
+            'SuspendRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.SuspendRun,
+                    request_deserializer=meshrl_dot_v1_dot_trainer__pb2.SuspendRunRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trainer__pb2.SuspendRunResponse.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=meshrl_dot_v1_dot_trainer__pb2.ResumeRunRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trainer__pb2.ResumeRunResponse.SerializeToString,
             ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
@@ -341,6 +417,33 @@ class TrainerService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.TrainerService/ListCheckpoints',
+            meshrl_dot_v1_dot_trainer__pb2.ListCheckpointsRequest.SerializeToString,
+            meshrl_dot_v1_dot_trainer__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CreateRun(request,
             target,
             options=(),
@@ -357,6 +460,87 @@ class TrainerService(object):
             '/meshrl.v1.TrainerService/CreateRun',
             meshrl_dot_v1_dot_trainer__pb2.CreateRunRequest.SerializeToString,
             meshrl_dot_v1_dot_trainer__pb2.CreateRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.TrainerService/GetRun',
+            meshrl_dot_v1_dot_trainer__pb2.GetRunRequest.SerializeToString,
+            meshrl_dot_v1_dot_trainer__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SuspendRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.TrainerService/SuspendRun',
+            meshrl_dot_v1_dot_trainer__pb2.SuspendRunRequest.SerializeToString,
+            meshrl_dot_v1_dot_trainer__pb2.SuspendRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.TrainerService/ResumeRun',
+            meshrl_dot_v1_dot_trainer__pb2.ResumeRunRequest.SerializeToString,
+            meshrl_dot_v1_dot_trainer__pb2.ResumeRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,3 +1,8 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from meshrl.v1 import access_pb2 as _access_pb2
+from meshrl.v1 import runs_pb2 as _runs_pb2
 from meshrl.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -48,6 +53,12 @@ class ActivationPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ACTIVATION_POLICY_UNSPECIFIED: _ClassVar[ActivationPolicy]
     ACTIVATION_POLICY_GANG: _ClassVar[ActivationPolicy]
     ACTIVATION_POLICY_ROLLING: _ClassVar[ActivationPolicy]
+
+class ManifestView(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MANIFEST_VIEW_UNSPECIFIED: _ClassVar[ManifestView]
+    MANIFEST_VIEW_HEADER: _ClassVar[ManifestView]
+    MANIFEST_VIEW_FULL: _ClassVar[ManifestView]
 TRANSPORT_UNSPECIFIED: Transport
 TRANSPORT_FILESYSTEM: Transport
 TRANSPORT_STREAM: Transport
@@ -74,6 +85,9 @@ AGENT_STATE_POISONED: AgentState
 ACTIVATION_POLICY_UNSPECIFIED: ActivationPolicy
 ACTIVATION_POLICY_GANG: ActivationPolicy
 ACTIVATION_POLICY_ROLLING: ActivationPolicy
+MANIFEST_VIEW_UNSPECIFIED: ManifestView
+MANIFEST_VIEW_HEADER: ManifestView
+MANIFEST_VIEW_FULL: ManifestView
 
 class TensorEntry(_message.Message):
     __slots__ = ("name", "dtype", "shape", "offset", "num_bytes", "digest")
@@ -174,7 +188,7 @@ class AdapterConfig(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., lora_alpha: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., base_model: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("contract_version", "engine_id", "url", "engine_pool", "transports", "layout_signature", "held_version", "held_root", "collective_ranks", "collective_backend", "host", "can_sleep")
+    __slots__ = ("contract_version", "engine_id", "url", "engine_pool", "transports", "layout_signature", "held_version", "held_root", "collective_ranks", "collective_backend", "host", "can_sleep", "capabilities", "max_adapters", "max_adapter_rank", "adapter_targets", "served")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +201,11 @@ class RegisterRequest(_message.Message):
     COLLECTIVE_BACKEND_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     CAN_SLEEP_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_TARGETS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     engine_id: str
     url: str
@@ -199,24 +218,31 @@ class RegisterRequest(_message.Message):
     collective_backend: str
     host: str
     can_sleep: bool
-    def __init__(self, contract_version: _Optional[str] = ..., engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., layout_signature: _Optional[bytes] = ..., held_version: _Optional[int] = ..., held_root: _Optional[bytes] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., host: _Optional[str] = ..., can_sleep: bool = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    max_adapters: int
+    max_adapter_rank: int
+    adapter_targets: _containers.RepeatedScalarFieldContainer[str]
+    served: _containers.RepeatedCompositeFieldContainer[_runs_pb2.ServedVersion]
+    def __init__(self, contract_version: _Optional[str] = ..., engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., layout_signature: _Optional[bytes] = ..., held_version: _Optional[int] = ..., held_root: _Optional[bytes] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., host: _Optional[str] = ..., can_sleep: bool = ..., capabilities: _Optional[_Iterable[str]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ..., adapter_targets: _Optional[_Iterable[str]] = ..., served: _Optional[_Iterable[_Union[_runs_pb2.ServedVersion, _Mapping]]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("contract_version", "lease_id", "lease_s", "max_chunk_bytes", "committed_version")
+    __slots__ = ("contract_version", "lease_id", "lease_s", "max_chunk_bytes", "committed_version", "capabilities")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     lease_id: str
     lease_s: float
     max_chunk_bytes: int
     committed_version: int
-    def __init__(self, contract_version: _Optional[str] = ..., lease_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ..., committed_version: _Optional[int] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, contract_version: _Optional[str] = ..., lease_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ..., committed_version: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied", "group_generation", "target_artifact_id", "sleeping", "sleep_answered")
+    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied", "group_generation", "target_artifact_id", "sleeping", "sleep_answered", "run_id", "served", "target_epoch")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +253,9 @@ class SessionRequest(_message.Message):
     TARGET_ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     SLEEPING_FIELD_NUMBER: _ClassVar[int]
     SLEEP_ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     state: AgentState
     serving_version: int
@@ -237,7 +266,10 @@ class SessionRequest(_message.Message):
     target_artifact_id: str
     sleeping: bool
     sleep_answered: int
-    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ..., group_generation: _Optional[int] = ..., target_artifact_id: _Optional[str] = ..., sleeping: bool = ..., sleep_answered: _Optional[int] = ...) -> None: ...
+    run_id: str
+    served: _containers.RepeatedCompositeFieldContainer[_runs_pb2.ServedVersion]
+    target_epoch: int
+    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ..., group_generation: _Optional[int] = ..., target_artifact_id: _Optional[str] = ..., sleeping: bool = ..., sleep_answered: _Optional[int] = ..., run_id: _Optional[str] = ..., served: _Optional[_Iterable[_Union[_runs_pb2.ServedVersion, _Mapping]]] = ..., target_epoch: _Optional[int] = ...) -> None: ...
 
 class AgentFault(_message.Message):
     __slots__ = ("reason", "message")
@@ -248,21 +280,23 @@ class AgentFault(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ApplyReport(_message.Message):
-    __slots__ = ("version", "root", "pause_s", "prepare_s", "requests_kept")
+    __slots__ = ("version", "root", "pause_s", "prepare_s", "requests_kept", "run_id")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     version: int
     root: bytes
     pause_s: float
     prepare_s: float
     requests_kept: int
-    def __init__(self, version: _Optional[int] = ..., root: _Optional[bytes] = ..., pause_s: _Optional[float] = ..., prepare_s: _Optional[float] = ..., requests_kept: _Optional[int] = ...) -> None: ...
+    run_id: str
+    def __init__(self, version: _Optional[int] = ..., root: _Optional[bytes] = ..., pause_s: _Optional[float] = ..., prepare_s: _Optional[float] = ..., requests_kept: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("prepare", "commit", "abort", "resume", "drain", "join_group", "sleep")
+    __slots__ = ("prepare", "commit", "abort", "resume", "drain", "join_group", "sleep", "retire")
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +304,7 @@ class SessionResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     JOIN_GROUP_FIELD_NUMBER: _ClassVar[int]
     SLEEP_FIELD_NUMBER: _ClassVar[int]
+    RETIRE_FIELD_NUMBER: _ClassVar[int]
     prepare: Prepare
     commit: Commit
     abort: Abort
@@ -277,37 +312,70 @@ class SessionResponse(_message.Message):
     drain: DrainAgent
     join_group: JoinGroup
     sleep: Sleep
-    def __init__(self, prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., drain: _Optional[_Union[DrainAgent, _Mapping]] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ...) -> None: ...
+    retire: Retire
+    def __init__(self, prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., drain: _Optional[_Union[DrainAgent, _Mapping]] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ..., retire: _Optional[_Union[Retire, _Mapping]] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("version", "artifact_id")
+    __slots__ = ("version", "artifact_id", "run_id", "epoch")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     version: int
     artifact_id: str
-    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ...) -> None: ...
+    run_id: str
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("version", "artifact_id", "hold")
+    __slots__ = ("version", "artifact_id", "hold", "run_id", "epoch")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     version: int
     artifact_id: str
     hold: bool
-    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., hold: bool = ...) -> None: ...
+    run_id: str
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., hold: bool = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "artifact_id", "run_id", "epoch")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    artifact_id: str
+    run_id: str
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "artifact_id", "run_id", "epoch")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    artifact_id: str
+    run_id: str
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Retire(_message.Message):
+    __slots__ = ("version", "artifact_id", "run_id", "epoch")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    artifact_id: str
+    run_id: str
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DrainAgent(_message.Message):
     __slots__ = ()
@@ -338,12 +406,14 @@ class Sleep(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
-    __slots__ = ("manifest", "chunk")
+    __slots__ = ("manifest", "chunk", "manifest_part")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_PART_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     chunk: Chunk
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    manifest_part: ManifestPart
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., manifest_part: _Optional[_Union[ManifestPart, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "data", "crc32c")
@@ -388,18 +458,20 @@ class SealVersionResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
 
 class AbortVersionRequest(_message.Message):
-    __slots__ = ("request_id", "run_id", "epoch", "version", "message")
+    __slots__ = ("request_id", "run_id", "epoch", "version", "message", "artifact_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     run_id: str
     epoch: int
     version: int
     message: str
-    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    artifact_id: str
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., message: _Optional[str] = ..., artifact_id: _Optional[str] = ...) -> None: ...
 
 class AbortVersionResponse(_message.Message):
     __slots__ = ("version",)
@@ -408,20 +480,26 @@ class AbortVersionResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
 
 class ActivateVersionRequest(_message.Message):
-    __slots__ = ("request_id", "run_id", "version", "policy", "min_ready", "prepare_deadline_s")
+    __slots__ = ("request_id", "run_id", "version", "policy", "min_ready", "prepare_deadline_s", "artifact_id", "epoch", "return_when_decided")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MIN_READY_FIELD_NUMBER: _ClassVar[int]
     PREPARE_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RETURN_WHEN_DECIDED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     run_id: str
     version: int
     policy: ActivationPolicy
     min_ready: int
     prepare_deadline_s: float
-    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., version: _Optional[int] = ..., policy: _Optional[_Union[ActivationPolicy, str]] = ..., min_ready: _Optional[int] = ..., prepare_deadline_s: _Optional[float] = ...) -> None: ...
+    artifact_id: str
+    epoch: int
+    return_when_decided: bool
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., version: _Optional[int] = ..., policy: _Optional[_Union[ActivationPolicy, str]] = ..., min_ready: _Optional[int] = ..., prepare_deadline_s: _Optional[float] = ..., artifact_id: _Optional[str] = ..., epoch: _Optional[int] = ..., return_when_decided: bool = ...) -> None: ...
 
 class ActivateVersionResponse(_message.Message):
     __slots__ = ("version", "engines", "commit_s", "lag_s")
@@ -444,23 +522,29 @@ class EngineReport(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ...) -> None: ...
 
 class WatchVersionsRequest(_message.Message):
-    __slots__ = ("run_id", "after_revision")
+    __slots__ = ("run_id", "after_revision", "from_now", "bookmark_s")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     AFTER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    FROM_NOW_FIELD_NUMBER: _ClassVar[int]
+    BOOKMARK_S_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     after_revision: int
-    def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ...) -> None: ...
+    from_now: bool
+    bookmark_s: float
+    def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ..., from_now: bool = ..., bookmark_s: _Optional[float] = ...) -> None: ...
 
 class WatchVersionsResponse(_message.Message):
-    __slots__ = ("revision", "version")
+    __slots__ = ("revision", "version", "bookmark")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    BOOKMARK_FIELD_NUMBER: _ClassVar[int]
     revision: int
     version: VersionInfo
-    def __init__(self, revision: _Optional[int] = ..., version: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
+    bookmark: bool
+    def __init__(self, revision: _Optional[int] = ..., version: _Optional[_Union[VersionInfo, _Mapping]] = ..., bookmark: bool = ...) -> None: ...
 
 class VersionInfo(_message.Message):
-    __slots__ = ("run_id", "epoch", "version", "artifact_id", "state", "num_bytes", "transport", "traceparent")
+    __slots__ = ("run_id", "epoch", "version", "artifact_id", "state", "num_bytes", "transport", "traceparent", "create_time", "seal_time", "decide_time", "commit_time")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +553,10 @@ class VersionInfo(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    SEAL_TIME_FIELD_NUMBER: _ClassVar[int]
+    DECIDE_TIME_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_TIME_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     version: int
@@ -477,31 +565,79 @@ class VersionInfo(_message.Message):
     num_bytes: int
     transport: Transport
     traceparent: str
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    create_time: _timestamp_pb2.Timestamp
+    seal_time: _timestamp_pb2.Timestamp
+    decide_time: _timestamp_pb2.Timestamp
+    commit_time: _timestamp_pb2.Timestamp
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., seal_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., decide_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., commit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("run_id", "version", "artifact_id", "held_root", "gzip_ok")
+    __slots__ = ("run_id", "version", "artifact_id", "held_root", "gzip_ok", "view")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     HELD_ROOT_FIELD_NUMBER: _ClassVar[int]
     GZIP_OK_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     artifact_id: str
     held_root: bytes
     gzip_ok: bool
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., held_root: _Optional[bytes] = ..., gzip_ok: bool = ...) -> None: ...
+    view: ManifestView
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., held_root: _Optional[bytes] = ..., gzip_ok: bool = ..., view: _Optional[_Union[ManifestView, str]] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest", "artifact_id", "steps")
+    __slots__ = ("manifest", "artifact_id", "steps", "size", "step_artifact_ids")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    STEP_ARTIFACT_IDS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     artifact_id: str
     steps: _containers.RepeatedCompositeFieldContainer[Manifest]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., artifact_id: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[Manifest, _Mapping]]] = ...) -> None: ...
+    size: ManifestSize
+    step_artifact_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., artifact_id: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[Manifest, _Mapping]]] = ..., size: _Optional[_Union[ManifestSize, _Mapping]] = ..., step_artifact_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ManifestSize(_message.Message):
+    __slots__ = ("num_tensors", "num_chunks", "num_files", "message_bytes")
+    NUM_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FILES_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_tensors: int
+    num_chunks: int
+    num_files: int
+    message_bytes: int
+    def __init__(self, num_tensors: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_files: _Optional[int] = ..., message_bytes: _Optional[int] = ...) -> None: ...
+
+class ManifestPart(_message.Message):
+    __slots__ = ("tensors", "chunks", "files")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
+    files: _containers.RepeatedCompositeFieldContainer[FileEntry]
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
+
+class FetchManifestRequest(_message.Message):
+    __slots__ = ("artifact_id",)
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    artifact_id: str
+    def __init__(self, artifact_id: _Optional[str] = ...) -> None: ...
+
+class FetchManifestResponse(_message.Message):
+    __slots__ = ("header", "part", "size")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    header: Manifest
+    part: ManifestPart
+    size: ManifestSize
+    def __init__(self, header: _Optional[_Union[Manifest, _Mapping]] = ..., part: _Optional[_Union[ManifestPart, _Mapping]] = ..., size: _Optional[_Union[ManifestSize, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("artifact_id", "ranges", "chunk_bytes")
@@ -586,21 +722,36 @@ class SleepEnginesResponse(_message.Message):
     def __init__(self, asleep: _Optional[int] = ..., awake: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ListEnginesRequest(_message.Message):
-    __slots__ = ("engine_pool",)
+    __slots__ = ("engine_pool", "page_size", "page_token")
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     engine_pool: str
-    def __init__(self, engine_pool: _Optional[str] = ...) -> None: ...
+    page_size: int
+    page_token: str
+    def __init__(self, engine_pool: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListEnginesResponse(_message.Message):
-    __slots__ = ("engines", "epoch")
+    __slots__ = ("engines", "epoch", "next_page_token", "run_epochs")
+    class RunEpochsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RUN_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     epoch: int
-    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    next_page_token: str
+    run_epochs: _containers.ScalarMap[str, int]
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., epoch: _Optional[int] = ..., next_page_token: _Optional[str] = ..., run_epochs: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep", "layout_signature")
+    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep", "layout_signature", "served", "last_seen_time", "max_adapters", "max_adapter_rank")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
@@ -617,6 +768,10 @@ class EngineInfo(_message.Message):
     SLEEPING_FIELD_NUMBER: _ClassVar[int]
     CAN_SLEEP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_TIME_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     url: str
     engine_pool: str
@@ -633,4 +788,36 @@ class EngineInfo(_message.Message):
     sleeping: bool
     can_sleep: bool
     layout_signature: bytes
-    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ..., sleeping: bool = ..., can_sleep: bool = ..., layout_signature: _Optional[bytes] = ...) -> None: ...
+    served: _containers.RepeatedCompositeFieldContainer[_runs_pb2.ServedVersion]
+    last_seen_time: _timestamp_pb2.Timestamp
+    max_adapters: int
+    max_adapter_rank: int
+    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ..., sleeping: bool = ..., can_sleep: bool = ..., layout_signature: _Optional[bytes] = ..., served: _Optional[_Iterable[_Union[_runs_pb2.ServedVersion, _Mapping]]] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
+
+class CloseRunRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class CloseRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WeightSyncDrainRequest(_message.Message):
+    __slots__ = ("request_id", "deadline_s", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    deadline_s: float
+    message: str
+    def __init__(self, request_id: _Optional[str] = ..., deadline_s: _Optional[float] = ..., message: _Optional[str] = ...) -> None: ...
+
+class WeightSyncDrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

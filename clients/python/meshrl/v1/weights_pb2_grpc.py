@@ -85,6 +85,11 @@ class WeightSyncStub(object):
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_weights__pb2.GetManifestResponse.FromString,
                 _registered_method=True)
+        self.FetchManifest = channel.unary_stream(
+                '/meshrl.v1.WeightSync/FetchManifest',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.FetchManifestRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.FetchManifestResponse.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/meshrl.v1.WeightSync/Fetch',
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.FetchRequest.SerializeToString,
@@ -104,6 +109,16 @@ class WeightSyncStub(object):
                 '/meshrl.v1.WeightSync/ListEngines',
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.ListEnginesRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_weights__pb2.ListEnginesResponse.FromString,
+                _registered_method=True)
+        self.CloseRun = channel.unary_unary(
+                '/meshrl.v1.WeightSync/CloseRun',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.CloseRunRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.CloseRunResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/meshrl.v1.WeightSync/Drain',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.WeightSyncDrainRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.WeightSyncDrainResponse.FromString,
                 _registered_method=True)
 
 
@@ -132,7 +147,7 @@ class WeightSyncServicer(object):
 
     def Session(self, request_iterator, context):
         """The agent's line to the hub. Up: heartbeats and state reports. Down: prepare, commit, abort,
-        drain. Messages are ordered; a command is idempotent by (version, artifact). The stream ends
+        drain. Messages are ordered; a command is idempotent by (run, version, artifact). The stream ends
         with NOT_FOUND when the lease expired: register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -163,7 +178,8 @@ class WeightSyncServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortVersion(self, request, context):
-        """Drops a version that is not committing yet. Idempotent.
+        """Drops a version that is not committing yet. Idempotent. ALREADY_EXISTS (VERSION_CONFLICT) when
+        artifact_id is not that of the version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +190,8 @@ class WeightSyncServicer(object):
         decision is durable before the first engine is told; from then on it only goes forward: an
         engine that fails leaves the pool. Idempotent: a version already committed returns the first
         answer, until the hub forgets it, long after it was retired. Errors: NOT_FOUND;
-        FAILED_PRECONDITION when it is not sealed or a newer version is committed; DEADLINE_EXCEEDED when
+        FAILED_PRECONDITION when it is not sealed or a newer version is committed; ALREADY_EXISTS
+        (VERSION_CONFLICT) when artifact_id or epoch is not that of the version; DEADLINE_EXCEEDED when
         fewer than min_ready engines prepared in time (the version stays sealed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -182,26 +199,37 @@ class WeightSyncServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchVersions(self, request, context):
-        """Streams changes of version states after a revision, the current state of each version first.
-        Versions that were retired or aborted long ago are left out.
+        """Streams changes of version states after a revision, the current state of each version first, unless the
+        request is from now. Versions that were retired or aborted long ago are left out. Any after_revision may
+        be asked for: the states that are newer come first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """Returns the manifest of a version that is sealed or later; by its artifact_id also that of one
-        whose chunks arrive. Idempotent.
+        """Returns the manifest of a version that is sealed or later; by its artifact_id also that of one whose
+        chunks arrive. Idempotent. A manifest that is too large for one message, 64 MiB or what the caller takes,
+        is asked for with view HEADER here and in parts with FetchManifest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchManifest(self, request, context):
+        """Streams a manifest in parts of at most 1 MiB: its header, then tensors, chunks and files in order.
+        Together they are the manifest that artifact_id names. Errors as of GetManifest. Idempotent. Since 1.1;
+        UNIMPLEMENTED from servers without the capability "manifest.parts".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Streams byte ranges of a version in chunks, each with its checksum. Resume by asking for the
-        ranges still missing. Of a version that is not sealed, chunks are sent as they arrive, with an empty
-        one every second while none do; UNAVAILABLE when no more of them come. Idempotent. NOT_FOUND once a version is retired; DATA_LOSS when the bytes
-        at rest no longer match the manifest.
+        """Streams byte ranges of a version in chunks, each with its checksum. Resume by asking for the ranges still
+        missing. Of a version that is not sealed, chunks are sent as they arrive, with an empty one every second
+        while none do; UNAVAILABLE when no more of them come. Idempotent. NOT_FOUND once a version is retired;
+        DATA_LOSS when the bytes at rest no longer match the manifest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,6 +260,25 @@ class WeightSyncServicer(object):
     def ListEngines(self, request, context):
         """The engines the hub knows, with the version each serves, and the epoch whose publications it
         takes. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseRun(self, request, context):
+        """Ends a run at the hub: its versions are retired on every engine, and its next publication begins at any
+        epoch beyond its last. Idempotent by request_id; a run that the hub does not have is no error.
+        FAILED_PRECONDITION (STALE_EPOCH) for an older epoch. Since 1.1; UNIMPLEMENTED from hubs that hold one
+        run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Stops accepting uploads, activations and registrations, finishes commits that are decided, then ends the
+        process. Returns when none is under way. Idempotent. Since 1.1; UNIMPLEMENTED from servers without the
+        capability "drain".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +327,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     request_deserializer=meshrl_dot_v1_dot_weights__pb2.GetManifestRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_weights__pb2.GetManifestResponse.SerializeToString,
             ),
+            'FetchManifest': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchManifest,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.FetchManifestRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.FetchManifestResponse.SerializeToString,
+            ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
                     request_deserializer=meshrl_dot_v1_dot_weights__pb2.FetchRequest.FromString,
@@ -299,6 +351,16 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.ListEngines,
                     request_deserializer=meshrl_dot_v1_dot_weights__pb2.ListEnginesRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_weights__pb2.ListEnginesResponse.SerializeToString,
+            ),
+            'CloseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseRun,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.CloseRunRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.CloseRunResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.WeightSyncDrainRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.WeightSyncDrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -539,6 +601,33 @@ class WeightSync(object):
             _registered_method=True)
 
     @staticmethod
+    def FetchManifest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/meshrl.v1.WeightSync/FetchManifest',
+            meshrl_dot_v1_dot_weights__pb2.FetchManifestRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.FetchManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Fetch(request,
             target,
             options=(),
@@ -636,6 +725,60 @@ class WeightSync(object):
             '/meshrl.v1.WeightSync/ListEngines',
             meshrl_dot_v1_dot_weights__pb2.ListEnginesRequest.SerializeToString,
             meshrl_dot_v1_dot_weights__pb2.ListEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.WeightSync/CloseRun',
+            meshrl_dot_v1_dot_weights__pb2.CloseRunRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.CloseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.WeightSync/Drain',
+            meshrl_dot_v1_dot_weights__pb2.WeightSyncDrainRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.WeightSyncDrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -84,6 +84,8 @@ class Reason(enum.Enum):
     ENGINES_NOT_READY = (_Code.DEADLINE_EXCEEDED, True, "too few engines prepared the version in time")
     NOT_SUPPORTED = (_Code.UNIMPLEMENTED, False, "this server does not offer what was asked")
     CONTRACT_MISMATCH = (_Code.FAILED_PRECONDITION, False, "the peers speak different contract versions")
+    RUN_SUSPENDED = (_Code.FAILED_PRECONDITION, True, "the run is suspended and takes no work until it is resumed")
+    NO_ROOM_FOR_RUN = (_Code.RESOURCE_EXHAUSTED, False, "no memory is left for another run or adapter")
     UNREACHABLE = (_Code.UNAVAILABLE, True, "no connection to the server")
     INTERNAL = (_Code.INTERNAL, False, "the server met a defect; its log has the traceback")
     UNAUTHENTICATED = (

@@ -27,6 +27,7 @@ from meshrl.wire.types import (
     JoinGroup,
     Prepare,
     Resume,
+    Retire,
     Sleep,
 )
 
@@ -163,6 +164,8 @@ class AgentMachine:
                 return [] if self.state is AgentState.APPLYING else [Leave()]
             case JoinGroup():
                 return self._join(command)
+            case Retire():
+                return []
             case Sleep():
                 has_work = self.state is not AgentState.READY or self._leaving
                 return self.slept(command.number) if has_work else [StartSleep(number=command.number)]

@@ -21,16 +21,18 @@ from typing import Any, TypeVar
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
-from meshrl.v1 import rollout_pb2, tensor_pb2, trainer_pb2, weights_pb2
+from meshrl.v1 import rollout_pb2, runs_pb2, tensor_pb2, trainer_pb2, weights_pb2
 from meshrl.wire import tensors
 from meshrl.wire import types as wire_types
 from meshrl.wire.convert.fields import CHECKS, FieldReader
-from meshrl.wire.types import ActivationPolicy, AgentState
+from meshrl.wire.types import ActivationPolicy, AgentState, RunDrive, RunState
 from meshrl.wire.types.routes import Routes
 
 T = TypeVar("T")
 
+_MODULES = (rollout_pb2, runs_pb2, trainer_pb2, weights_pb2)
 _OTHER_NAMES = {
     "AgentRegistration": "RegisterRequest",
     "AgentReport": "SessionRequest",
@@ -52,6 +54,8 @@ _OTHER_NAMES = {
 _UNKNOWN: Mapping[type[enum.Enum], enum.Enum] = {
     AgentState: AgentState.JOINING,
     ActivationPolicy: ActivationPolicy.ROLLING,
+    RunDrive: RunDrive.BATCHES,
+    RunState: RunState.ACTIVE,  # a trainer of 1.0 states none
 }
 """What a value of a newer peer is taken for: a state that vouches for nothing, a policy that pauses no other engine."""
 
@@ -63,7 +67,7 @@ Read = Callable[[Any, FieldReader, str], Any]
 def message_of(kind: type) -> Any:
     """The class of the message that a dataclass of `wire.types` stands for."""
     name = _OTHER_NAMES.get(kind.__name__, kind.__name__)
-    return next(getattr(module, name) for module in (rollout_pb2, trainer_pb2, weights_pb2) if hasattr(module, name))
+    return next(getattr(module, name) for module in _MODULES if hasattr(module, name))
 
 
 def to_proto(value: Any, **others: object) -> Any:
@@ -116,7 +120,7 @@ def _encoder(field: FieldDescriptor) -> Callable[[Any], Any] | None:
             return None
         if field.message_type.name == "RolloutLogprobs":
             return _logprobs_to_proto
-        each = tensors.encode if field.message_type is tensor_pb2.Tensor.DESCRIPTOR else to_proto
+        each = _LEAVES.get(field.message_type.full_name, to_proto)
     elif field.enum_type is not None:
         each = _numbers(field).__getitem__
     elif field.type == FieldDescriptor.TYPE_BYTES:
@@ -126,6 +130,18 @@ def _encoder(field: FieldDescriptor) -> Callable[[Any], Any] | None:
     if field.is_repeated:
         return lambda values: [each(value) for value in values]
     return lambda value: None if value is None else each(value)
+
+
+def _timestamp(epoch_s: float) -> Timestamp:
+    seconds, fraction = divmod(epoch_s, 1.0)
+    return Timestamp(seconds=int(seconds), nanos=int(fraction * 1e9))
+
+
+_LEAVES: Mapping[str, Callable[[Any], Any]] = {
+    "google.protobuf.Timestamp": _timestamp,
+    "meshrl.v1.Tensor": tensors.encode,
+}
+"""How a message is made of a value that is no dataclass, by the message's name."""
 
 
 def _numbers(field: FieldDescriptor) -> dict[Any, int]:
@@ -194,6 +210,8 @@ def _one(field: FieldDescriptor, inner: Any) -> Read | None:
             return lambda value, reader, path: reader.routes(value, path)
         dtype = _dtype_of(inner)
         return lambda value, reader, path: reader.vector(value, path, dtype)
+    if field.message_type is Timestamp.DESCRIPTOR:
+        return lambda value, reader, path: value.seconds + value.nanos / 1e9
     if field.message_type is not None:
         return lambda value, reader, path: read(inner, value, reader, f"{path}.")
     if field.enum_type is not None:

@@ -16,6 +16,7 @@ from meshrl.wire.types import (
     JoinGroup,
     Prepare,
     Resume,
+    Retire,
     Sleep,
     VersionEvent,
     VersionInfo,
@@ -29,6 +30,7 @@ _COMMANDS: Mapping[str, type[AgentCommand]] = {
     "drain": DrainAgent,
     "join_group": JoinGroup,
     "sleep": Sleep,
+    "retire": Retire,
 }
 _FIELDS = {kind: field for field, kind in _COMMANDS.items()}
 _POLICIES: Mapping[ActivationPolicy, pb.ActivationPolicy] = {

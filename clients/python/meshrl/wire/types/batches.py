@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.wire.types.routes import Routes
+from meshrl.wire.types.runs import RunInfo
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,21 +104,6 @@ class BatchHeader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """One run of a trainer; `epoch` grows each time the trainer of this run restarts.
-
-    `durable_step` is the last step that a checkpoint on the trainer's disk holds: where it goes on after a crash.
-    """
-
-    run_id: str
-    step: int
-    version: int
-    epoch: int
-    revision: int
-    durable_step: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoutedShape:
     """What the routes of a token are for a model: `per_token` of `experts` experts, at each of `layers` routers."""
 
@@ -138,10 +124,15 @@ class TrainerInfo:
     model: str
     runs: tuple[RunInfo, ...]
     max_queued_batches: int
-    vocab_size: int = 0  # of the model; 0 when the trainer does not say
-    max_message_bytes: int = 0  # of a message of SubmitBatch; 0 when the trainer does not say
+    vocab_size: int | None = None  # of the model; None or 0: not known
+    max_message_bytes: int | None = None  # of a message of SubmitBatch; None or 0: not known
     min_shared_prefix: float | None = None  # least share of a batch's tokens to leave out; None: it takes no prefixes
     router_replay: RoutedShape | None = None  # of the routes that rows carry; None: it replays none
+    max_runs: int = 0  # 0 from a trainer of 1.0, which holds one
+    max_adapter_rank: int | None = None  # None: it trains no adapters
+    adapter_bytes_total: int | None = None  # with their gradients and optimizers
+    adapter_bytes_used: int | None = None
+    losses: tuple[str, ...] = ()  # that a LossSpec may name
 
 
 class StepState(enum.Enum):
@@ -171,3 +162,4 @@ class StepEvent:
     durable_step: int = 0  # of the run, when this event was made
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by rollout id, (N,) each
     entropies: NDArray[np.float32] | None = None
+    time: float | None = None  # when it was made, in seconds of the epoch

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.wire.types.routes import Routes
+from meshrl.wire.types.runs import ServedVersion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,8 @@ class RolloutRequest:
 
     `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training. `conversations`: the
     rollouts are to hold their messages. `routed_experts`: their samples are to hold the experts that tokens went
-    through.
+    through. `run_id`: the run whose policy plays, empty for the engines' only one. `linger_s`: the group goes on for so
+    long after its stream broke; `after_seq` attaches to it again, behind that event.
     """
 
     request_id: str
@@ -75,6 +77,9 @@ class RolloutRequest:
     scores_only: bool = False
     conversations: bool = False
     routed_experts: bool = False
+    run_id: str = ""
+    linger_s: float = 0.0
+    after_seq: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +151,9 @@ class Rollout:
     completion: str = ""
     episode_id: str = ""  # of all agents' rollouts that one episode gave; empty: not said
     conversations: tuple[str, ...] = ()  # where asked for: JSON of {"messages", "tools"}, one for each history
+    run_id: str = ""
+    start_time: float | None = None  # seconds of the epoch
+    end_time: float | None = None
 
     def without_routes(self) -> Rollout:
         """The same rollout without the experts that its tokens went through."""
@@ -221,13 +229,14 @@ class EngineEndpoint:
     logprobs_mode: str = ""
     slots: int | None = None
     kv_tokens: int | None = None
+    served: tuple[ServedVersion, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
     """What a rollout server is doing; counts of rollouts, not groups.
 
-    At most `max_concurrent` run at once now, for `limit_reason`; 0 if the server does not report it.
+    At most `max_concurrent` run at once now, for `limit_reason`; None or 0 if the server does not report it.
     """
 
     running: int
@@ -237,5 +246,5 @@ class RolloutStatus:
     rollouts_per_s: float
     engines: tuple[EngineEndpoint, ...]
     draining: bool
-    max_concurrent: int = 0
+    max_concurrent: int | None = None
     limit_reason: str = ""

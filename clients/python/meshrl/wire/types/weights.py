@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from meshrl.wire.types.runs import ServedVersion
 from meshrl.wire.values import YOUNGER
 
 
@@ -153,6 +154,10 @@ class AgentRegistration:
     collective_backend: str = ""
     host: str = ""
     can_sleep: bool = False
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
+    served: tuple[ServedVersion, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +185,14 @@ class ApplyReport:
     pause_s: float
     prepare_s: float
     requests_kept: int
+    run_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
     """One message from an agent; doubles as a heartbeat. `target_artifact_id` is the content of `target_version`.
+
+    `run_id` is the run that state, target, fault and applied are of; `served` are the versions of all runs.
 
     `sleep_answered` is the number of the last Sleep that was carried out or declined; `sleeping` is true if it was
     carried out.
@@ -200,12 +208,17 @@ class AgentReport:
     target_artifact_id: str = ""
     sleeping: bool = False
     sleep_answered: int | None = None
+    run_id: str = ""
+    served: tuple[ServedVersion, ...] = ()
+    target_epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
     version: int
     artifact_id: str
+    run_id: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,16 +228,34 @@ class Commit:
     version: int
     artifact_id: str
     hold: bool = False
+    run_id: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
     version: int
+    artifact_id: str = ""
+    run_id: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
     version: int
+    artifact_id: str = ""
+    run_id: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retire:
+    """Let go of a version of a run once its last request ends."""
+
+    version: int
+    artifact_id: str
+    run_id: str
+    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +283,7 @@ class Sleep:
     number: int
 
 
-AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent | JoinGroup | Sleep
+AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent | JoinGroup | Sleep | Retire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +323,7 @@ class StagedVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionInfo:
-    """A version as the hub sees it."""
+    """A version as the hub sees it; times are in seconds of the epoch."""
 
     run_id: str
     epoch: int
@@ -302,6 +333,10 @@ class VersionInfo:
     num_bytes: int
     transport: Transport
     traceparent: str = ""
+    create_time: float | None = None
+    seal_time: float | None = None
+    decide_time: float | None = None
+    commit_time: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,6 +381,10 @@ class EngineInfo:
     sleeping: bool = False
     can_sleep: bool = False
     layout_signature: bytes = b""
+    served: tuple[ServedVersion, ...] = ()
+    last_seen_time: float | None = None  # seconds of the epoch
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
