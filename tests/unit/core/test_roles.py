@@ -1,4 +1,4 @@
-"""The table of who may call what names every RPC of the contract, and roles that make sense."""
+"""Every RPC of the contract has the roles that may call it, and they make sense."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ import pytest
 
 from meshrl.client.trust import Role
 from meshrl.core.rpc.roles import ROLES_OF
+from meshrl.v1 import access_pb2
 
 NAMES_OF_RPCS = """
 import importlib, pathlib
@@ -24,12 +25,21 @@ def test_the_table_names_every_rpc_of_the_contract_and_no_other() -> None:
     listed = subprocess.run([sys.executable, "-c", NAMES_OF_RPCS], capture_output=True, text=True, timeout=60)
     assert listed.returncode == 0, listed.stderr
     assert sorted(ROLES_OF) == sorted(listed.stdout.split())
+    assert [method for method, roles in ROLES_OF.items() if not roles] == ["meshrl.v1.EnrollmentService/Enroll"]
+
+
+def test_the_contract_and_the_credentials_have_the_same_roles() -> None:
+    of_contract = {name.removeprefix("ROLE_").lower() for name in access_pb2.Role.DESCRIPTOR.values_by_name}
+    assert of_contract - {"unspecified", "any"} == set(Role)
 
 
 @pytest.mark.parametrize(
     ("method", "nobody_but"),
     [
         ("TrainerService/Drain", {Role.ORCHESTRATOR, Role.OPERATOR}),  # ends a run
+        ("RolloutService/Drain", {Role.ORCHESTRATOR, Role.OPERATOR}),
+        ("WeightSync/Drain", {Role.ORCHESTRATOR, Role.OPERATOR}),
+        ("TrainerService/SuspendRun", {Role.ORCHESTRATOR, Role.OPERATOR}),
         ("TrainerService/SubmitBatch", {Role.ORCHESTRATOR}),
         ("WeightSync/CreateVersion", {Role.PUBLISHER}),  # replaces its policy
         ("WeightSync/ActivateVersion", {Role.ORCHESTRATOR, Role.OPERATOR}),
