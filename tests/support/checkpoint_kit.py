@@ -14,7 +14,7 @@ from loss_curves import stream_batch
 from meshrl.algorithms.losses import dppo_kl_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.training.build import build_learner
-from meshrl.training.checkpoints.train_state import reshard, run_tensors
+from meshrl.training.checkpoints.train_state import run_tensors
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
@@ -78,7 +78,6 @@ def _digest(values: np.ndarray[Any, Any]) -> float:
 
 def state(trained: Trained) -> dict[str, torch.Tensor]:
     """Copies of all that a checkpoint must bring back, whole; collective where the model is sharded."""
-    reshard(trained.learner.policy)
     with trained.run.optimizer.state_open():
         tensors = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -59,7 +59,8 @@ def stream_batch(
 
 def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
     """One training. `prompt` and `share` among the settings are the stream's, `max_logits_bytes` and `optim` the
-    trainer's, the rest the model's."""
+    trainer's, the rest the model's. With `evaluate`, each batch is evaluated between its backward pass and its step."""
+    evaluate = settings.pop("evaluate", False)
     stream = {name: settings.pop(name) for name in ("prompt", "share") if name in settings}
     logits_bytes = settings.pop("max_logits_bytes", None)
     optim = OptimConfig.model_validate({"lr": 1e-3, **settings.pop("optim", {})})
@@ -72,10 +73,13 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
         optim_cpu_offload=config.optim_cpu_offload,
     )
     vocab_size = int(trained.model.config.vocab_size)
-    results = [
-        trained.step(stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size, **stream))
-        for step in range(steps)
-    ]
+    results = []
+    for step in range(steps):
+        rows = stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size, **stream)
+        trained.learner.forward_backward(trained.run, rows)
+        if evaluate:
+            trained.learner.evaluate(trained.run, rows)
+        results.append(trained.learner.optim_step(trained.run))
     weights = gather_state(trained.model)
     return {
         "loss": [result.loss for result in results],

@@ -1,7 +1,8 @@
 """Chooses the settings that are `auto`, by model, row length and memory; called before a learner is built.
 
 Activation checkpointing: the least with which a row of seq_len tokens fits beside weights, gradients, optimizer and
-the snapshot of a version that is being published.
+the snapshot of a version that is being published. Parameters stay gathered over the rows of a step where there is room
+for them beside that, and for gradients that are not sharded.
 Compilation: on for the blocks of large models on a GPU. Logits: the output head works in pieces that leave room for the
 rest. Settings that a user gave stay as they are. Both trainers log what was chosen.
 
@@ -25,6 +26,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -118,12 +120,21 @@ class Chosen:
     logits_bytes: int
     activation_bytes: int
     fits: bool  # what was planned for, at this checkpointing
+    gathered: bool  # whether all parameters fit as well, with their gradients, at the checkpointing to be
 
 
 def choose(
-    shape: BlockShape, need: MemoryNeed, *, seq_len: int, on_gpu: bool, free_bytes: int | None, itemsize: int
+    shape: BlockShape,
+    need: MemoryNeed,
+    *,
+    seq_len: int,
+    on_gpu: bool,
+    free_bytes: int | None,
+    itemsize: int,
+    given: AcMode | Literal["auto"] | None = "auto",
 ) -> Chosen:
-    """The least checkpointing that fits, and what goes with it. `free_bytes` is before the model is loaded.
+    """The least checkpointing that fits, and what goes with it, which is for the `given` checkpointing where one is.
+    `free_bytes` is before the model is loaded.
 
     If the free memory is unknown, everything is taken to fit.
     """
@@ -139,12 +150,14 @@ def choose(
     }
     fitting = [mode for mode in order if room is None or planned[mode] + 2 * logits <= room]
     mode = fitting[0] if fitting else "full"
+    beside = planned[mode if given == "auto" else given] + 2 * logits + need.parameters * itemsize + need.unsharded
     return Chosen(
         ac=mode,
         compiled=on_gpu and need.parameters >= COMPILE_FROM,
         logits_bytes=logits if on_gpu else most,
         activation_bytes=planned[mode],
         fits=bool(fitting),
+        gathered=room is None or beside <= room,
     )
 
 
@@ -201,7 +214,8 @@ def resolve_auto(
     model = empty_model(config, dtype=torch.bfloat16)
     need = memory_need(config, optim, parallel, publishes=publishes)
     planned = functools.partial(choose, BlockShape.of(model), on_gpu=on_gpu, free_bytes=least, itemsize=dtype.itemsize)
-    chosen = planned(need, seq_len=seq_len)
+    given = config.ac.mode if isinstance(config.ac, ActivationCheckpointConfig) else config.ac
+    chosen = planned(need, seq_len=seq_len, given=given)
     if config.ac == "auto" and not chosen.fits and parallel.plan.leads:
 
         def fits(config: TrainerModelConfig, times: int, tokens: int) -> bool:
@@ -223,6 +237,11 @@ def resolve_auto(
     if config.compile == "auto":
         changes["compile"] = CompileConfig() if chosen.compiled else None
         decisions.append(f"model.compile {'on' if chosen.compiled else 'off'}")
+    if config.reshard_after_forward == "auto":
+        gathered = parallel.mesh is not None and chosen.gathered
+        changes["reshard_after_forward"] = not gathered
+        if gathered:
+            decisions.append("model.reshard_after_forward off")
     logits_bytes = max_logits_mib * 2**20 if max_logits_mib is not None else chosen.logits_bytes
     if max_logits_mib is None:
         decisions.append(f"max_logits_mib {logits_bytes // 2**20}")

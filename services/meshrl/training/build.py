@@ -19,7 +19,7 @@ from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig, TrainerModelConfig
 from meshrl.training.parallel.check import check_layout
 from meshrl.training.parallel.experts import divide_experts
-from meshrl.training.parallel.fsdp import prepare_blocks, shard
+from meshrl.training.parallel.fsdp import GatheredStep, prepare_blocks, shard
 from meshrl.training.parallel.rank_group import RankGroup
 
 LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
@@ -70,8 +70,10 @@ def build_learner(
     )
     divided = [] if parallel.experts is None else divide_experts(model, parallel.experts)
     prepare_blocks(policy, config)
+    gathered = None
     if parallel.mesh is not None:
         shard(policy, config, parallel, compute_dtype, divided)
+        gathered = GatheredStep(policy, config)
     torch.manual_seed(seed)
     policy.to_empty(device="cpu" if config.fsdp_cpu_offload else parallel.device)
     if parallel.mesh is None:
@@ -83,7 +85,7 @@ def build_learner(
     if config.lora is not None:
         reset_lora(model, seed)
     seed_rank(seed, 0, parallel.plan.rank)  # dropout must not fall alike on every rank
-    return Learner(policy, parallel)
+    return Learner(policy, parallel, gathered)
 
 
 def add_adapters(model: nn.Module, config: TrainerModelConfig) -> None:

@@ -25,6 +25,7 @@ from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
 from meshrl.training.optim import clip_gradients, gradient_zeros
+from meshrl.training.parallel.fsdp import GatheredStep, reshard
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.routing import RoutingWatch
 from meshrl.training.run_state import PassResult, RunState, TokenRecord
@@ -76,8 +77,12 @@ class Learner:
     `optim_step` makes a step of it, and `step` does both.
     """
 
-    def __init__(self, policy: PackedPolicy, parallel: RankGroup | None = None) -> None:
+    def __init__(
+        self, policy: PackedPolicy, parallel: RankGroup | None = None, gathered: GatheredStep | None = None
+    ) -> None:
+        """`gathered` is that of a sharded policy."""
         self.policy = policy
+        self._gathered_step = gathered
         self.model = policy.model
         self.parallel = parallel or RankGroup(device=self.model.device)
         self.device = self.parallel.device
@@ -111,7 +116,11 @@ class Learner:
             self._name_unseen_positions(micro_batches)
         self._routing.begin()
         with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
-            rows = [self._forward_backward(run, micro_batch, counts) for micro_batch in own]
+            rows = []
+            for number, micro_batch in enumerate(own, start=1):
+                if self._gathered_step is not None:
+                    self._gathered_step.before_row(last=number == len(own))
+                rows.append(self._forward_backward(run, micro_batch, counts))
             # The loss and the objective's metrics, summed over rows; ranks that share rows have the same.
             sums = _added({"total": row.loss.total, **row.loss.metrics} for row in rows)
             metrics = self.parallel.sum_named(sums if self.parallel.plan.reports else dict.fromkeys(sums, 0.0))
@@ -182,6 +191,8 @@ class Learner:
             yield
         except BaseException as error:
             run.drop_gradient()
+            if self._gathered_step is not None:
+                self._gathered_step.drop()
             # torch has an error type of its own for GPUs only
             out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if not self.parallel.plan.is_alone or not isinstance(error, RuntimeError) or not out_of_memory:
@@ -213,6 +224,7 @@ class Learner:
             )
         finally:
             self.policy.train()
+            reshard(self.policy)
 
     def _name_unseen_positions(self, micro_batches: Sequence[MicroBatch]) -> None:
         meant = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -254,6 +266,7 @@ class Learner:
             return np.zeros(2)
         micro_batch = replace(self.parallel.plan.own_rows(micro_batches)[0], routed_experts=None)
         logprobs, _ = self.policy(to_row(micro_batch, self.device, self.policy.kernels))
+        reshard(self.policy)
         tokens = to_tokens(micro_batch, logprobs)
         log_ratio = (tokens.logprobs - tokens.inference_logprobs)[tokens.rl_mask].double()
         mismatch = float((log_ratio.exp() - log_ratio - 1.0).sum())

@@ -35,6 +35,7 @@ class MemoryNeed:
     gradients: int
     optimizer: int
     snapshot: int = 0  # its rows of the version that is published while the next step is trained
+    unsharded: int = 0  # what gradients take beyond that where no rank divides them
 
     @property
     def total(self) -> int:
@@ -66,6 +67,7 @@ def memory_need(
         weights=0 if config.fsdp_cpu_offload else sum(p.numel() * p.itemsize for p in parameters) // shards,
         gradients=0 if config.fsdp_cpu_offload else trained * GRADIENT_BYTES // shards,
         optimizer=0 if config.fsdp_cpu_offload or config.optim_cpu_offload else trained * state_bytes // shards,
+        unsharded=trained * GRADIENT_BYTES - (0 if config.fsdp_cpu_offload else trained * GRADIENT_BYTES // shards),
         snapshot=trained * resolve_dtype(config).itemsize // shards if publishes and not in_host_memory else 0,
     )
 

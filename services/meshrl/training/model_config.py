@@ -75,8 +75,9 @@ class TrainerModelConfig(ModelConfig):
     compile: CompileConfig | Literal["auto"] | None = "auto"
     """torch.compile of each block; auto: of large models on a GPU, false: none."""
 
-    reshard_after_forward: bool = True
-    """Free a block's gathered parameters after its forward pass; without it they stay until its backward pass."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Free a block's gathered parameters after each pass, and sum its gradients there. false: once a step, after its
+    last row, which takes memory for all parameters and float32 gradients. auto: false where that fits."""
 
     dp_replicate: int = Field(default=1, ge=1)
     """HSDP: groups of ranks that each hold the whole model, sharded within; 1 is plain FSDP."""

@@ -19,7 +19,13 @@ STEPS = 10
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "hsdp": {"dp_replicate": 2},
-    "fsdp without reshard": {"reshard_after_forward": False},
+    "fsdp gathered once a step": {"reshard_after_forward": False},
+    "fsdp gathered once a step, reduced in half precision": {
+        "reshard_after_forward": False,
+        "reduce_dtype": "bfloat16",
+    },
+    "evaluated before its step": {"evaluate": True},
+    "gathered and evaluated": {"evaluate": True, "reshard_after_forward": False},
     "fsdp with checkpointing": {"ac": {}},
     "fsdp on the host": {"fsdp_cpu_offload": True},
     "fsdp with optimizer state on the host": {"optim_cpu_offload": True},
@@ -43,7 +49,11 @@ ALONE: dict[str, dict[str, Any]] = {
 OF_THEIR_OWN = {name: ON_TWO_RANKS[name] for name in ("muon", "lora", "lora of half precision")} | {
     "shared prompts": {"prompt": 12, "share": False},
 }
-TOLERANCES = {"muon": 1e-4, "lora of half precision": 1e-2}  # muon makes matrices orthogonal in bfloat16
+TOLERANCES = {
+    "muon": 1e-4,
+    "lora of half precision": 1e-2,
+    "fsdp gathered once a step, reduced in half precision": 1e-2,
+}  # muon makes matrices orthogonal in bfloat16
 
 
 @pytest.fixture(scope="module")

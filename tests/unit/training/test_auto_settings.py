@@ -80,6 +80,24 @@ def test_what_does_not_fit_is_checkpointed_in_full_and_said() -> None:
     assert [(one.ac, one.fits) for one in chosen("32b", 79, lora=True)] == [("full", False)] * 3
 
 
+@pytest.mark.parametrize(
+    ("shape", "gigabytes", "ranks", "lora", "expected"),
+    [
+        ("0.6b", 79, 1, False, [True, True, True]),
+        ("0.6b", 79, 8, False, [True, True, True]),
+        ("4b", 79, 1, False, [False, False, False]),
+        ("4b", 138, 1, False, [True, True, True]),
+        ("4b", 79, 1, True, [True, True, True]),
+        ("4b", 79, 8, False, [True, True, False]),  # 24 GB of parameters and gradients that ranks would divide
+        ("8b", 79, 8, False, [False, False, False]),
+    ],
+)
+def test_parameters_stay_gathered_over_a_step_where_they_fit(
+    shape: str, gigabytes: float, ranks: int, lora: bool, expected: list[bool]
+) -> None:
+    assert [one.gathered for one in chosen(shape, gigabytes, ranks=ranks, lora=lora)] == expected
+
+
 def test_logits_shrink_with_the_room_and_never_exceed_the_row() -> None:
     roomy, tight = chosen("4b", 138)[0], chosen("4b", 79)[0]
     assert tight.logits_bytes < roomy.logits_bytes <= 2**31
@@ -121,10 +139,13 @@ def test_what_a_user_gave_stays_and_the_rest_is_chosen(capsys: pytest.CaptureFix
         device="cpu",
         ac=ActivationCheckpointConfig(mode="full", freq=2),
         compile=CompileConfig(backend="aot_eager"),
+        reshard_after_forward=False,
     )
     config, logits = resolve_auto(given, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=7)
     assert (config, logits) == (given, 7 * 2**20)
-    off = TrainerModelConfig.model_validate({"name": name, "device": "cpu", "ac": None, "compile": None})
+    off = TrainerModelConfig.model_validate(
+        {"name": name, "device": "cpu", "ac": None, "compile": None, "reshard_after_forward": True}
+    )
     assert resolve_auto(off, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None) == (off, LOGITS_CPU)
     config, _ = resolve_auto(
         TrainerModelConfig(name=name, device="cpu"), OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None

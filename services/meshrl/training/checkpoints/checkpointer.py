@@ -292,7 +292,6 @@ class Checkpointer:
 
     def _job(self, *, weights_only: bool) -> _Job:
         step = self._run.step_done
-        train_state.reshard(self._learner.policy)
         if not self._on_branch:
             self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         wanted = [self._weights_folder(step)] + ([] if weights_only else [self._folder(step)])

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.fsdp import FSDPModule
 
 from meshrl.training.checkpoints.files import CheckpointError
 from meshrl.training.run_state import RunState
@@ -54,13 +53,6 @@ def _owners(run: RunState) -> dict[torch.Tensor, torch.optim.Optimizer]:
     return {
         parameter: part for part in run.optimizer.parts for group in part.param_groups for parameter in group["params"]
     }
-
-
-def reshard(policy: nn.Module) -> None:
-    """Frees what a pass without a backward pass has left gathered, so that parameters are the master weights."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Path) -> dict[str, torch.Tensor]:

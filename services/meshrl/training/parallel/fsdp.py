@@ -100,6 +100,7 @@ def shard(
     what `divide_experts` gave: modules that are sharded over the ranks that have the same experts.
     """
     assert parallel.mesh is not None, "a group of one on a CPU shards nothing"
+    reshard = config.reshard_after_forward is not False
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
@@ -109,16 +110,56 @@ def shard(
     if parallel.experts is not None:
         *copies, ranks, _ = parallel.experts.mesh_dim_names or ()
         for module in divided:
-            apply(module, mesh=parallel.experts[(*copies, ranks)], reshard_after_forward=config.reshard_after_forward)
+            apply(module, mesh=parallel.experts[(*copies, ranks)], reshard_after_forward=reshard)
     for block in transformer_blocks(policy.model):
-        apply(block, mesh=parallel.mesh, reshard_after_forward=config.reshard_after_forward)
+        apply(block, mesh=parallel.mesh, reshard_after_forward=reshard)
     apply(policy, mesh=parallel.mesh, reshard_after_forward=False)  # its backward begins where its forward ends
     if parallel.mesh.size() == 1:
         return  # a sum of one; the factor would cost another pass over all gradients
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):  # sums, not means: right for any number of ranks that share rows or experts
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # which not all backends can do while they scale
+    for unit in _units(policy):  # sums, not means: right for any number of ranks that share rows or experts
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # which not all backends can do while they scale
+
+
+class GatheredStep:
+    """Parameters of a sharded policy that stay gathered over the rows of a step, and gradients that are summed after
+    the last, as `reshard_after_forward` false has it.
+
+    Rows then add to a gradient in `reduce_dtype` on each rank; ranks and master weights see it once.
+    """
+
+    def __init__(self, policy: nn.Module, config: TrainerModelConfig) -> None:
+        self._units = _units(policy) if config.reshard_after_forward is False else []
+        self._sums_once = config.reduce_dtype == "float32"  # rows are never added up in bfloat16
+        self._used: set[nn.Module] = set()
+        for unit in self._units:
+            unit.register_forward_pre_hook(lambda module, _: self._used.add(module))
+
+    def before_row(self, *, last: bool) -> None:
+        """To be called before the forward and backward pass of each row."""
+        for unit in self._units:
+            unit.set_reshard_after_backward(last, recurse=False)
+            # A unit that no row goes through has no place for a gradient yet.
+            unit.set_requires_gradient_sync(last or not self._sums_once or unit not in self._used, recurse=False)
+
+    def drop(self) -> None:
+        """Forgets what rows have added so far, after a failure among them."""
+        for unit in self._units:
+            group = unit._get_fsdp_state()._fsdp_param_group  # torch has no other way to it
+            for parameter in () if group is None else group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def reshard(policy: nn.Module) -> None:
+    """Frees what a pass without a backward pass has left gathered, so that parameters are the master weights."""
+    for unit in _units(policy):
+        unit.reshard()
+
+
+def _units(policy: nn.Module) -> list[FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
 def _set_forward(block: nn.Module, forward: Callable[..., object]) -> None:
