@@ -7,7 +7,7 @@ The streams of chunks bypass protobuf (`wire.frames`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -54,12 +54,11 @@ class RelayService(weights_pb2_grpc.WeightSyncServicer):
         return MeshError(Reason.NOT_SUPPORTED, text)
 
 
-def _fields(request: Message) -> dict[str, Any]:
-    """The fields of a request by their names, but for its request_id."""
-    values = ((field, getattr(request, field.name)) for field in request.DESCRIPTOR.fields)
-    found = {field.name: tuple(value) if field.is_repeated else value for field, value in values}
-    found.pop("request_id", None)
-    return found
+def _fields(request: Message, *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a request by their names, but for its request_id and those that the hub does not read."""
+    fields = (field for field in request.DESCRIPTOR.fields if field.name not in ("request_id", *without))
+    values = ((field, getattr(request, field.name)) for field in fields)
+    return {field.name: tuple(value) if field.is_repeated else value for field, value in values}
 
 
 def _checked(
@@ -91,13 +90,16 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     )
     AbortVersion = _checked(
         validate.validate_abort_request,
-        lambda hub, request: hub.abort_version(**_fields(request)),
+        lambda hub, request: hub.abort_version(**_fields(request, without=("artifact_id",))),
         lambda info: pb.AbortVersionResponse(version=convert.to_proto(info)),
     )
     ActivateVersion = _checked(
         validate.validate_activate_request,
         lambda hub, request: hub.activate_version(
-            **{**_fields(request), "policy": convert.activation_policy_from_proto(request.policy)}
+            **{
+                **_fields(request, without=("artifact_id", "epoch", "return_when_decided")),
+                "policy": convert.activation_policy_from_proto(request.policy),
+            }
         ),
         convert.to_proto,
     )
