@@ -15,8 +15,8 @@ class OptimConfig(BaseConfig):
     type: Literal["adamw", "muon", "sgd"] = "adamw"
     """Optimizer; muon is for matrices, and everything else then has adamw."""
 
-    lr: float = Field(default=1e-6, gt=0.0)
-    """Peak learning rate."""
+    lr: float = Field(default=1e-6, ge=0.0)
+    """Peak learning rate; at 0 the weights never change, which measures the run's noise (`meshrl doctor --drift`)."""
 
     weight_decay: float = Field(default=0.01, ge=0.0)
     """Decoupled weight decay; vectors (norms, biases) are exempt."""

@@ -19,8 +19,8 @@ from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.trace_file import read_lines
 from meshrl.cli.ui import views
-from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.server import Page, ShownRun, serve
+from meshrl.diagnosis.history import MetricsHistory
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ async def client(run_path: Path) -> AsyncIterator[TestClient]:
 def test_points_are_the_means_of_equal_stretches(run_path: Path) -> None:
     history = MetricsHistory(run_path / "metrics.jsonl")
     assert history.read_on()
-    assert history.series(["reward/all/mean", "nobody/wrote/it"], 5) == {
+    assert history.points(["reward/all/mean", "nobody/wrote/it"], 5) == {
         "reward/all/mean": ([2, 4, 6, 8, 10], pytest.approx([0.15, 0.35, 0.55, 0.75, 0.95]))
     }
-    assert history.series(["reward/all/mean"], 100)["reward/all/mean"][0] == list(range(1, 11))
+    assert history.points(["reward/all/mean"], 100)["reward/all/mean"][0] == list(range(1, 11))
     assert not history.read_on()
 
 
@@ -56,7 +56,7 @@ def test_a_file_is_read_whole_in_pieces_that_cut_its_lines(run_path: Path, monke
     monkeypatch.setattr("meshrl.wire.growing_file._READ_BYTES", 7)
     history = MetricsHistory(run_path / "metrics.jsonl")
     assert history.read_on()
-    assert history.series(["time/step"], 100) == {"time/step": (list(range(1, 11)), [1.0] * 10)}
+    assert history.points(["time/step"], 100) == {"time/step": (list(range(1, 11)), [1.0] * 10)}
     assert not history.read_on()
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def test_statistics_are_over_all_and_by_environment(make_rollout, make_group) ->
     assert (metrics["empty_rollouts/math"], metrics["empty_rollouts/echo"]) == (1.0, 0.0)
     assert (metrics["errored_rollouts/math"], metrics["errored_rollouts/all"]) == (0.5, 0.25)
     assert (metrics["seq_len/echo/mean"], metrics["completion_len/all/mean"]) == (5.0, 2.0)
+
+
+def test_completions_of_several_tasks_are_counted(make_rollout, make_group) -> None:
+    one, other = make_rollout("a"), replace(make_rollout("b"), task_key="t1")  # the same tokens
+    own = make_rollout("c", sampled=4)
+    metrics = rollout_metrics([make_group("g0", (one, own)), make_group("g1", (other, make_rollout("d", sampled=0)))])
+    assert metrics["repeated_completions/all"] == 0.5
+    siblings = rollout_metrics([make_group("g0", (one, make_rollout("e")))])
+    assert siblings["repeated_completions/all"] == 0.0, "a right answer may be given twice"
 
 
 def test_values_that_are_not_finite_do_not_spoil_a_mean() -> None:

@@ -1,4 +1,4 @@
-"""`meshrl doctor`: looks at this machine, and at a run where there is one, for what commonly goes wrong."""
+"""`meshrl doctor`: looks at this machine, at a run's services and at its metrics for what commonly goes wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +18,7 @@ from meshrl.cli.command import folder_option, json_option, print_json, print_tab
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.machine.fitness import Diagnosis, open_files, room_of
 from meshrl.client.machine.memory import machine_memory
+from meshrl.diagnosis.causes import Ailment, diagnose
 
 LOW_MTU = 1280
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -123,7 +124,12 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
     from meshrl.cli.status import read_status  # gRPC, which a machine is examined without
 
     if not folder.is_held():
-        yield Diagnosis(what="run", state="ok", found=f"none is running in {folder.path}")
+        found, ended_by = f"none is running in {folder.path}", folder.why_it_ended()
+        if ended_by:
+            remedy = "meshrl logs has what came before"
+            yield Diagnosis(what="run", state="warn", found=f"{found}; it ended by: {ended_by}", remedy=remedy)
+        else:
+            yield Diagnosis(what="run", state="ok", found=found)
         return
     for row in run(read_status(folder)).rows:
         remedy = "" if row.is_well else "see its log: meshrl logs"
@@ -131,17 +137,51 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
         yield Diagnosis(what=row.service, state="ok" if row.is_well else "fail", found=found, remedy=remedy)
 
 
+def causes(folder: RunFolder) -> list[Diagnosis]:
+    """The causes of trouble that the run's metrics show, the one that explains most first; none without metrics."""
+    return [
+        Diagnosis(what=one.cause, state="warn", found=f"{one.symptom}: {one.evidence}", remedy=_remedy(folder, one))
+        for one in diagnose(folder.observed())
+    ]
+
+
+def _remedy(folder: RunFolder, found: Ailment) -> str:
+    """What to do, with the value that the key has in the run."""
+    program, *path = found.key.split(".")
+    value: object = folder.config(program)
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    now = f"{found.key} is {value}" if isinstance(value, int | float | str) and path else found.key
+    return f"{now}: {found.remedy}" if now else found.remedy
+
+
 @click.command()
 @folder_option
 @json_option
 def doctor(folder: RunFolder, as_json: bool) -> None:
-    """Examine this machine and the run in the output folder. Exits with 1 when something fails."""
-    diagnoses = list(examine(folder))
+    """Examine this machine and the run in the output folder, one that is over as well.
+
+    Lists causes for a reward that is flat, a loss of 0, GPUs that idle and the like, the one that explains most first,
+    with the evidence and the key to change. Exits with 1 when something fails.
+    """
+    machine, run_causes = list(examine(folder)), causes(folder)
     if as_json:
-        print_json([asdict(diagnosis) for diagnosis in diagnoses])
+        print_json([asdict(diagnosis) for diagnosis in [*machine, *run_causes]])
     else:
         print_table(
             ("what", "state", "found", "what to do"),
-            [(diagnosis.what, diagnosis.state, diagnosis.found, diagnosis.remedy) for diagnosis in diagnoses],
+            [(diagnosis.what, diagnosis.state, diagnosis.found, diagnosis.remedy) for diagnosis in machine],
         )
-    raise SystemExit(1 if any(diagnosis.state == "fail" for diagnosis in diagnoses) else 0)
+        _print_causes(folder, run_causes)
+    raise SystemExit(1 if any(diagnosis.state == "fail" for diagnosis in machine) else 0)
+
+
+def _print_causes(folder: RunFolder, found: Sequence[Diagnosis]) -> None:
+    last = folder.last_step()
+    if not found:
+        if last is not None:
+            click.echo(f"\nnothing is wrong with the {last['step']} steps of {folder.path}")
+        return
+    click.echo(f"\nwhat is wrong with {folder.path}, the cause that explains most first:")
+    for rank, one in enumerate(found, 1):
+        click.echo(f"{rank}. {one.what}: {one.found}\n   {one.remedy}")

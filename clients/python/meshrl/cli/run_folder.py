@@ -13,6 +13,7 @@ import sqlite3
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING
 import zstandard
 
 from meshrl.cli.trace_file import read_lines, spans_of, trace_files
+from meshrl.diagnosis.causes import Observed
+from meshrl.diagnosis.history import MetricsHistory
 from meshrl.wire.growing_file import json_records, lines_from_the_end
 from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
@@ -143,6 +146,26 @@ class RunFolder:
             if level == "ERROR":
                 return message.partition(". Ending all other")[0]
         return ""
+
+    def observed(self) -> Observed:
+        """What the causes of trouble are looked for in: metrics, event loops and, without a step, dropped rollouts."""
+        history = MetricsHistory(self.path / "metrics.jsonl")
+        history.read_on()
+        return Observed(
+            columns=history.series.columns,
+            synchronous=self.config("orchestrator").get("max_async_level") == 0,
+            loop_lags_s={name: state.loop_lag_s for name, state in self.states().items()} if self.is_running() else {},
+            dropped=self._dropped() if history.last is None else {},
+        )
+
+    def _dropped(self) -> dict[str, int]:
+        """Dropped rollouts by reason."""
+        ledger = self.ledger()
+        if ledger is None:
+            return {}
+        with closing(ledger):
+            query = "SELECT reason, COUNT(*) AS count FROM rollouts WHERE state = 'dropped' GROUP BY reason"
+            return {row["reason"]: row["count"] for row in ledger.execute(query)}
 
     def ledger(self) -> sqlite3.Connection | None:
         """A read-only connection to the run's ledger, None when there is none; the caller closes it."""

@@ -37,6 +37,7 @@ ROLLOUTS = (
     _orchestrator("is_truncated/{scope}", "share", "rollouts cut off at their token limit", MEAN),
     _orchestrator("num_turns/{scope}", "turns", "model calls of a rollout", MEAN, MOST),
     _orchestrator("empty_rollouts/{scope}", "share", "rollouts in which the policy sampled no token"),
+    _orchestrator("repeated_completions/{scope}", "share", "rollouts with the very completion of another task's"),
     _orchestrator("errored_rollouts/{scope}", "share", "of dispatched rollouts that failed or never came back"),
     _orchestrator("reward_parts/{environment}/{part}", "reward", "one reward function of an environment", MEAN),
     _orchestrator("metrics/{environment}/{metric}", "its own", "what an environment measures of its rollouts", MEAN),

@@ -111,6 +111,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
         metrics |= distribution(f"time/group/{scope}", [group.seconds for group in members], "mean max")
         if rollouts:
             metrics[f"empty_rollouts/{scope}"] = sum(map(is_empty, rollouts)) / len(rollouts)
+            metrics[f"repeated_completions/{scope}"] = _repeated(members) / len(rollouts)
         if total:
             metrics[f"errored_rollouts/{scope}"] = sum(group.errors for group in members) / total
     for name in environments:
@@ -118,6 +119,18 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
         metrics |= _named_means(f"reward_parts/{name}", rollouts, lambda rollout: rollout.reward_parts)
         metrics |= _named_means(f"metrics/{name}", rollouts, lambda rollout: rollout.metrics)
     return metrics
+
+
+def _repeated(groups: Sequence[RolloutGroup]) -> int:
+    """Rollouts whose sampled tokens are those of a rollout of another task as well."""
+    tasks: dict[bytes, set[str]] = {}
+    rollouts: Counter[bytes] = Counter()
+    for group in groups:
+        for rollout in group.rollouts:
+            said = b"".join(sample.token_ids[sample.loss_mask].tobytes() for sample in rollout.samples)
+            tasks.setdefault(said, set()).add(rollout.task_key)
+            rollouts[said] += 1
+    return sum(count for said, count in rollouts.items() if said and len(tasks[said]) > 1)
 
 
 def staleness_metrics(groups: Sequence[ReadyGroup], *, step: int, law: StalenessLaw) -> Metrics:

@@ -25,11 +25,11 @@ from aiohttp.typedefs import Middleware
 
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
-from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.pieces import TokenPieces
 from meshrl.cli.ui.views import WINDOW, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
 from meshrl.client.idle_connections import IdleConnections
 from meshrl.client.machine.ports import bound, port_of
+from meshrl.diagnosis.history import MetricsHistory
 from meshrl.wire.values import JsonObject
 
 _T = TypeVar("_T")
@@ -172,7 +172,7 @@ class Page:
             run.history.read_on()
             if not names:
                 return {"names": run.history.names, "last": run.history.last}
-            return {"series": run.history.series(names, most)}
+            return {"series": run.history.points(names, most)}
 
         return _json(await run.read(read))
 

@@ -1,10 +1,11 @@
-"""The metrics of a run as columns, read from metrics.jsonl as it grows; what the page's charts are drawn from."""
+"""The metrics of a run as columns; what charts are drawn from, and what the causes of trouble are looked for in."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,38 +32,55 @@ class Column:
         return steps, values
 
 
+class RunSeries:
+    """A column for each metric of a run's records, which are taken one by one."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """`most`: points that are kept of each metric, the newest; None keeps all."""
+        self._most = most
+        self.columns: dict[str, Column] = {}
+
+    def take(self, record: Mapping[str, object]) -> None:
+        """Adds a record, which has its `step`. Values that are no finite numbers are left out."""
+        step = record["step"]
+        assert isinstance(step, int)
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                column = self.columns.setdefault(name, Column())
+                column.steps.append(step)
+                column.values.append(value)
+                if self._most is not None and len(column.steps) >= 2 * self._most:
+                    del column.steps[: -self._most], column.values[: -self._most]
+
+
 class MetricsHistory:
-    """Columns of one metrics.jsonl. A call of `read_on` takes what the file has gained; not for several threads."""
+    """The series of one metrics.jsonl. A call of `read_on` takes what the file has gained; not for several threads."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path)
-        self._columns: dict[str, Column] = {}
+        self.series = RunSeries()
         self.last: JsonObject | None = None
         """The newest record of a step."""
 
     @property
     def names(self) -> list[str]:
         """Every metric that a record has had."""
-        return sorted(self._columns)
+        return sorted(self.series.columns)
 
     def read_on(self) -> bool:
         """Reads whole lines that are new; returns whether there were any. A file that shrank is read anew."""
         if self._file.shrank():
-            self._columns, self.last = {}, None
+            self.series, self.last = RunSeries(), None
         before = self._file.offset
         for record in json_records(self._file.read_on()):
             if not isinstance(record.get("step"), int):
                 continue
-            step: int = record["step"]
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float):
-                    column = self._columns.setdefault(name, Column())
-                    column.steps.append(step)
-                    column.values.append(value)
+            self.series.take(record)
             if "time/step" in record:
                 self.last = record
         return self._file.offset != before
 
-    def series(self, names: Iterable[str], most: int) -> dict[str, tuple[list[int], list[float]]]:
+    def points(self, names: Iterable[str], most: int) -> dict[str, tuple[list[int], list[float]]]:
         """At most `most` points of each of the metrics; those that nobody wrote are left out."""
-        return {name: self._columns[name].points(most) for name in names if name in self._columns}
+        columns = self.series.columns
+        return {name: columns[name].points(most) for name in names if name in columns}
