@@ -179,6 +179,7 @@ def build_loop(
             logprob_check=config.logprob_check,
             rollout_samples=config.rollout_samples,
             log_extras=config.log_extras,
+            ignored_alerts=config.alerts.ignore,
             keep_records=config.bench,
         ),
         uploader=uploader,

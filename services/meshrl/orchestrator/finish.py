@@ -48,6 +48,7 @@ class FinishSettings:
     logprob_check: LogprobCheckConfig
     rollout_samples: RolloutSamplesConfig | None
     log_extras: LogExtrasConfig | None
+    ignored_alerts: Sequence[str] = ()
     keep_records: bool = False
     """For the table of a benchmark; other runs may be long."""
 
@@ -83,7 +84,7 @@ class StepFinisher:
         kept, folder = settings.rollout_samples, Layout(settings.output_dir).rollouts
         self._samples = None if kept is None else RolloutSamplesWriter(kept, folder)
         self._logprobs = LogprobCheck(settings.logprob_check)
-        self._alerts = Alerts(synchronous=self._synchronous)
+        self._alerts = Alerts(synchronous=self._synchronous, ignored=settings.ignored_alerts)
         self._step_began_s = clock.now()
         self._evaluated = run.journal.starting_point.evaluated
 
@@ -198,9 +199,12 @@ class StepFinisher:
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=record.trainer_metrics(done))
-        metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.check(metrics, run.waits.lags_s))
+        lasting, begun = self._alerts.check(submitted.step, metrics, run.waits.lags_s)
+        metrics |= CATALOGUE.record(Source.ORCHESTRATOR, lasting)
         run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
+        if begun:
+            await asyncio.to_thread(self._monitor.log_alerts, submitted.step, begun)
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)
         if self._samples is not None:
             await asyncio.to_thread(self._samples.write, submitted, done.logprobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -17,7 +18,7 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.exposition import RecordMetrics, registry_of
 from meshrl.core.telemetry.monitor import Sink
 from meshrl.core.telemetry.prime import PrimeSink
-from meshrl.core.telemetry.sinks import open_monitor
+from meshrl.core.telemetry.sinks import WebhookSink, open_monitor
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, standing_in
@@ -102,7 +103,7 @@ async def _train(
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
     try:
-        more = [shown, *await asyncio.to_thread(_registered_sinks, config, mesh.trainer.model)]
+        more = [shown, *_webhooks(config), *await asyncio.to_thread(_registered_sinks, config, mesh.trainer.model)]
         monitor = await asyncio.to_thread(
             open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more
         )
@@ -129,6 +130,20 @@ async def _train(
             await asyncio.to_thread(journal.close)
         finally:  # a disk that takes no ledger may still take what waits for metrics.jsonl
             await asyncio.to_thread(monitor.close)
+
+
+def _webhooks(config: OrchestratorConfig) -> list[Sink]:
+    """Where alerts are posted to. Raises ConfigError for a variable that is not set to a URL."""
+    variable = config.alerts.webhook_var
+    if variable is None:
+        return []
+    url = os.environ.get(variable, "")
+    if not url.startswith(("https://", "http://")):
+        raise ConfigError(
+            f"orchestrator.alerts.webhook_var is {variable!r}, but this environment variable holds no http(s):// URL;"
+            " set it, or leave the key out"
+        )
+    return [WebhookSink(url, config.output_dir)]
 
 
 def _registered_sinks(config: OrchestratorConfig, base_model: str) -> list[Sink]:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import math
 import sqlite3
@@ -7,17 +8,24 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from loguru import logger
 
+from http_servers import serving_http
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.paths import Layout
-from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow
-from meshrl.core.telemetry.sinks import WandbSink, open_monitor
+from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, Sink
+from meshrl.core.telemetry.sinks import WandbSink, WebhookSink, open_monitor
+from meshrl.diagnosis.causes import Ailment
 from small_disk import fill, mounted
 from tensorboard_values import tensorboard_values
 
 SAMPLE = SampleRow(environment="echo", task_key="t", prompt="say abc", completion="abc", reward=1.0, advantage=0.5)
+
+FLAT = Ailment(
+    cause="zero_learning_rate", symptom="flat reward", evidence="optim/lr is 0", key="trainer.optim.lr", remedy="raise"
+)
 
 
 @pytest.fixture
@@ -81,6 +89,8 @@ def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> No
         sink.write(step, {"a": 1.0})
         sink.write_samples(step, [SAMPLE])
         sink.write_distributions(step, {"distributions/reward": [0.0, 1.0]})
+    sink.write_alerts(2, [FLAT])
+    assert sink._run is not None, "an alert failed"
     sink.close()
     (run,) = tmp_path.glob("wandb/offline-run-*")
     tables = [json.loads(path.read_text()) for path in run.glob("files/media/table/samples_*.table.json")]
@@ -114,7 +124,7 @@ def test_wandb_without_a_key_is_warned_about_once_with_the_remedy(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-class FailingSink:
+class FailingSink(Sink):
     """Fails in a way that nobody foresaw, until it is mended."""
 
     def __init__(self) -> None:
@@ -140,6 +150,28 @@ def test_a_destination_that_fails_is_warned_about_once_and_the_others_go_on(
     assert (sink.steps, warnings_said) == ([3], ["the service is gone; the run goes on"])
     monitor.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+async def test_a_webhook_gets_each_alert_and_one_that_refuses_it_is_warned_about(
+    tmp_path: Path, warnings_said: list[str]
+) -> None:
+    posted: list[dict[str, object]] = []
+
+    async def take(request: web.Request) -> web.Response:
+        posted.append(await request.json())
+        return web.Response(status=200 if len(posted) == 1 else 404)
+
+    app = web.Application()
+    app.router.add_post("/hook", take)
+    async with serving_http(app) as address:
+        monitor = Monitor([WebhookSink(f"{address}/hook", tmp_path)])
+        await asyncio.to_thread(monitor.log_alerts, 7, [FLAT])
+        assert warnings_said == []
+        await asyncio.to_thread(monitor.log_alerts, 8, [FLAT])
+    assert posted[0]["text"] == f"{tmp_path}, step 7: zero_learning_rate: optim/lr is 0; trainer.optim.lr: raise"
+    assert {"step": 7, "run": str(tmp_path), "key": "trainer.optim.lr"}.items() <= posted[0].items()
+    (said,) = warnings_said
+    assert said.startswith("the webhook does not take the alert zero_learning_rate: HTTP Error 404")
 
 
 def test_records_that_a_full_disk_refuses_follow_once_there_is_room(small_disk: Path, warnings_said: list[str]) -> None:

@@ -1,15 +1,17 @@
-"""Each alert is said once when it begins, is in the record while it lasts, and is silent in a run that is well."""
+"""Each alert is logged once when it begins, is in the record while it lasts, and is silent in a run that is well."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from loguru import logger
 
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
+from meshrl.diagnosis.causes import RECENT
 from meshrl.orchestrator.reports.alerts import Alerts
 
 WELL = {
+    "time/step": 4.0,
     "reward/all/mean": 0.6,
     "mismatch_kl/all/mean": 1e-3,
     "time/wait_for_batch": 0.5,
@@ -27,12 +29,22 @@ def said() -> Iterator[list[str]]:
     logger.remove(sink)
 
 
-def after(alerts: Alerts, steps: int, **changed: float) -> dict[str, float]:
-    """What the last of so many steps gets, which are well but for what is `changed` (dots for slashes)."""
-    found: dict[str, float] = {}
-    for _ in range(steps):
-        found = alerts.check({**WELL, **changed}, {"trainer": 0.01})
-    return found
+class Watched:
+    """A run whose steps are looked at one by one."""
+
+    def __init__(self, alerts: Alerts) -> None:
+        self._alerts = alerts
+        self._step = 0
+        self.begun: list[str] = []
+
+    def after(self, steps: int, changed: Mapping[str, float]) -> dict[str, float]:
+        """What the last of so many steps gets, which are well but for what is `changed`."""
+        found: dict[str, float] = {}
+        for _ in range(steps):
+            self._step += 1
+            found, begun = self._alerts.check(self._step, {**WELL, **changed}, {"trainer": 0.01})
+            self.begun += [finding.cause for finding in begun]
+        return found
 
 
 @pytest.mark.parametrize(
@@ -42,34 +54,45 @@ def after(alerts: Alerts, steps: int, **changed: float) -> dict[str, float]:
         ({"mismatch_kl/all/mean": 0.5}, "mismatch_growth", "mismatch_kl of the last 5 steps is 0.5, and was 0.001"),
         ({"time/wait_for_batch": 3.5}, "starved_trainer", "of the last 5 steps: sampling is what takes long"),
         ({"weights/engines": 1.0}, "stale_engine", "1 of 2 engines took the version"),
-        ({"errored_rollouts/all": 0.06}, "errored_rollouts", "6% of the rollouts fail"),
+        ({"errored_rollouts/all": 0.06}, "errored_rollouts", "6% of the rollouts of step 31 failed"),
     ],
 )
-def test_an_alert_is_said_once_and_is_in_every_record_while_it_lasts(
+def test_an_alert_is_logged_once_and_is_in_every_record_while_it_lasts(
     said: list[str], changed: dict[str, float], name: str, words: str
 ) -> None:
-    alerts = Alerts(synchronous=False)
-    assert after(alerts, 30) == {}
-    found = after(alerts, 6, **changed)
+    run = Watched(Alerts(synchronous=False))
+    assert run.after(30, {}) == {}
+    found = run.after(6, changed)
     assert found == {f"alert/{name}": 1.0}
     assert CATALOGUE.record(Source.ORCHESTRATOR, found) == found
     (line,) = said
     assert line.startswith(f"alert {name}: ")
     assert words in line
-    assert after(alerts, 6) == {}
-    after(alerts, 6, **changed)
-    assert len(said) == 2, "it has begun anew"
+    assert run.after(1, {}) == {f"alert/{name}": 1.0}, "one that comes and goes is one alert"
+    assert run.after(2 * RECENT, {}) == {}
+    run.after(6, changed)
+    assert run.begun == [name, name], "it has begun anew"
+    assert len(said) == 2
+
+
+def test_an_alert_that_is_ignored_is_not_looked_for(said: list[str]) -> None:
+    run = Watched(Alerts(synchronous=False, ignored=["stale_engine"]))
+    run.after(5, {})
+    assert run.after(5, {"weights/engines": 1.0}) == {}
+    assert said == []
 
 
 def test_a_late_event_loop_is_named(said: list[str]) -> None:
     alerts = Alerts(synchronous=False)
-    assert alerts.check(WELL, {"trainer": 0.2, "rollout_worker_2": 12.5}) == {"alert/loop_lag": 1.0}
-    assert said == ["alert loop_lag: rollout_worker_2 answers 12.5 s late"]
+    lasting, _ = alerts.check(1, WELL, {"trainer": 0.2, "rollout_worker_2": 12.5})
+    assert lasting == {"alert/loop_lag": 1.0}
+    assert said[0].startswith("alert loop_lag: rollout_worker_2 answers 12.5 s late")
 
 
 def test_a_run_that_learns_and_a_synchronous_one_are_not_alarmed(said: list[str]) -> None:
     alerts = Alerts(synchronous=True)
-    for step in range(60):
+    for step in range(1, 60):
         noisy = 0.2 + 0.01 * step + (0.1 if step % 2 else -0.1)
-        assert alerts.check({**WELL, "reward/all/mean": noisy, "time/wait_for_batch": 3.9}, {}) == {}
+        lasting, _ = alerts.check(step, {**WELL, "reward/all/mean": noisy, "time/wait_for_batch": 3.9}, {})
+        assert lasting == {}
     assert said == []

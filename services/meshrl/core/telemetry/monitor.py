@@ -17,6 +17,7 @@ from typing import Protocol
 from loguru import logger
 
 from meshrl.core.durable import append_whole
+from meshrl.diagnosis.causes import Ailment
 
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("reward/all/mean", "reward", ".4f"),
@@ -55,17 +56,18 @@ class SinkError(Exception):
 
 
 class Sink(Protocol):
-    """One destination. Calls come from one thread at a time, may block, and may raise.
+    """One destination. Calls come from one thread at a time, may block, and may raise. It inherits what it ignores."""
 
-    A destination of numbers alone, with nothing to close, inherits all but `write`.
-    """
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        return
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         return
 
     def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        return
+
+    def write_alerts(self, step: int, alerts: Sequence[Ailment]) -> None:
         return
 
     def close(self) -> None:
@@ -92,6 +94,10 @@ class Monitor:
 
     def log_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         self._each(lambda sink: sink.write_distributions(step, values))
+
+    def log_alerts(self, step: int, alerts: Sequence[Ailment]) -> None:
+        """Sends the alerts that begin with a step."""
+        self._each(lambda sink: sink.write_alerts(step, alerts))
 
     def close(self) -> None:
         if not self._closed:

@@ -21,7 +21,7 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.core.config.shared import PrimeMonitorConfig
-from meshrl.core.telemetry.monitor import SampleRow, SinkError
+from meshrl.core.telemetry.monitor import SampleRow, Sink, SinkError
 from meshrl.wire.values import JsonObject
 
 CALL_S = 30.0
@@ -31,7 +31,7 @@ _STORED = Path(".prime") / "config.json"
 """Where `prime login` keeps the key, below the home folder."""
 
 
-class PrimeSink:
+class PrimeSink(Sink):
     """One run of the platform. RUN_ID of the environment names one that the platform has registered itself."""
 
     def __init__(self, config: PrimeMonitorConfig, run: JsonObject) -> None:

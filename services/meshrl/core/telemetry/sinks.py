@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,16 @@ from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import LogConfig, WandbConfig
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, Sink, SinkError
+from meshrl.diagnosis.causes import Ailment
 
 WANDB_FINISH_S = 60.0
 """How long a run that ends waits for W&B to take what is left, unless WANDB_FINISH_TIMEOUT says otherwise."""
 
+WEBHOOK_S = 10.0
+"""How long a webhook may take to answer."""
 
-class WandbSink:
+
+class WandbSink(Sink):
     """A Weights & Biases run. A service that fails, or cannot be reached at the start, is warned about and left out."""
 
     def __init__(
@@ -85,6 +93,13 @@ class WandbSink:
             )
         )
 
+    def write_alerts(self, step: int, alerts: Sequence[Ailment]) -> None:
+        def alert() -> None:
+            for one in alerts:
+                self._run.alert(title=one.cause, text=f"step {step}: {one.evidence}; {one.what_to_do}", level="WARN")
+
+        self._guarded(alert)
+
     def close(self) -> None:
         def finish() -> None:
             kept = Path(self._run.dir).parent
@@ -105,7 +120,30 @@ class WandbSink:
             self._run = None
 
 
-class TensorBoardSink:
+class WebhookSink(Sink):
+    """Posts each alert that begins as JSON: `text` for chats, and its parts for programs."""
+
+    def __init__(self, url: str, output_dir: Path) -> None:
+        self._url = url
+        self._run = str(output_dir)
+
+    def write_alerts(self, step: int, alerts: Sequence[Ailment]) -> None:
+        """Raises SinkError where it is not taken."""
+        for one in alerts:
+            text = f"{self._run}, step {step}: {one.cause}: {one.evidence}; {one.what_to_do}"
+            body = json.dumps({"text": text, "run": self._run, "step": step, **asdict(one)}).encode()
+            asked = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(asked, timeout=WEBHOOK_S):
+                    pass
+            except (OSError, http.client.HTTPException) as error:
+                raise SinkError(
+                    f"the webhook does not take the alert {one.cause}: {error}; correct the URL in the variable that"
+                    " orchestrator.alerts.webhook_var names"
+                ) from error
+
+
+class TensorBoardSink(Sink):
     """Event files for TensorBoard: metrics, samples as text, distributions as histograms; written by tensorboardX."""
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +176,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class TrackioSink:
+class TrackioSink(Sink):
     """A run in a local Trackio database; one that is started again in its folder goes on in the same run."""
 
     def __init__(self, output_dir: Path, settings: Mapping[str, object]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
@@ -22,6 +22,7 @@ from meshrl.core.config.shared import (
     refuse_repeated_names,
 )
 from meshrl.core.private_folders import ReadableBy
+from meshrl.diagnosis.causes import CAUSES
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
@@ -44,6 +45,25 @@ class FilterConfig(BaseConfig):
 
     empty: bool = True
     """Drop rollouts in which the policy sampled no token."""
+
+
+class AlertsConfig(BaseConfig):
+    """The alerts of a run: the causes of `meshrl doctor`, looked for after each step. The log and W&B get them."""
+
+    ignore: list[str] = Field(default_factory=list)
+    """Causes that are not looked for, such as idle_engines."""
+
+    webhook_var: str | None = None
+    """Name of the environment variable with the URL that each alert is posted to when it begins, as JSON with `text`;
+    None posts nothing."""
+
+    @field_validator("ignore")
+    @classmethod
+    def _known(cls, ignored: list[str]) -> list[str]:
+        known = [cause.name for cause in CAUSES]
+        if unknown := sorted(set(ignored) - set(known)):
+            raise ValueError(f"orchestrator.alerts.ignore: unknown cause {unknown[0]!r}; there are {', '.join(known)}")
+        return ignored
 
 
 class DeadlinesConfig(BaseConfig):
@@ -161,6 +181,9 @@ class OrchestratorConfig(BaseConfig):
 
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """Longest waits for other programs."""
+
+    alerts: AlertsConfig = AlertsConfig()
+    """What is looked for in the metrics of each step, and who gets it."""
 
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
     """Check whether the logprobs of engines and trainer agree, in the first step with enough data."""
