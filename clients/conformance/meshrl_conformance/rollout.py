@@ -10,7 +10,7 @@ from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
-from meshrl.wire.types import Rollout
+from meshrl.wire.types import Rollout, capabilities
 from meshrl_conformance.every_service import FAR_VERSION
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, broken_by, checks, must
 
@@ -164,6 +164,32 @@ async def _sample(probe: Probe) -> None:
 async def _duplicate(probe: Probe) -> None:
     request, _ = await _played(probe)
     await probe.refused("RunRollouts", request, reason=Reason.DUPLICATE_REQUEST)
+
+
+@checks("rollout.reattach")
+async def _reattach(probe: Probe) -> None:
+    (answer,) = await probe.call("ListEnvironments", pb.ListEnvironmentsRequest())
+    if capabilities.REATTACH not in answer.capabilities:
+        raise NotCheckedError(f"the server does not list the capability {capabilities.REATTACH}")
+    await _rollouts(probe)  # there is an engine
+    request = await _request(probe, linger_s=probe.deadline_s)
+    (first,) = await probe.call("RunRollouts", request, until=lambda answers: True)
+    must(first.seq == 1, f"the first event of a group has the number {first.seq}")
+
+    async def attached(after_seq: int) -> list[Any]:
+        again = pb.RunRolloutsRequest()
+        again.CopyFrom(request)
+        again.after_seq = after_seq
+        return await probe.call("RunRollouts", again)
+
+    events = await attached(0)
+    must(events[:1] == [first], "the first event of a group is another one when it is sent again")
+    numbers = [event.seq for event in events]
+    must(numbers == list(range(1, len(events) + 1)), f"the events of a group have the numbers {numbers}")
+    ended = events[-1]
+    must(ended.HasField("summary"), "a group that is attached to again does not end with its summary")
+    must(ended.summary.cancelled == 0, f"{ended.summary.cancelled} rollouts were cancelled with the stream")
+    must(await attached(1) == events[1:], "attached behind event 1, other events came than those behind it")
 
 
 @checks("rollout.deadline")

@@ -59,6 +59,8 @@ _ROLLOUT_FULL = {
     "rollout.sample": "Each sample keeps the rules of Sample: shapes, loss_mask, logprobs, version_spans,"
     " message_spans, temperature.",
     "rollout.duplicate": "A request_id that is running or was seen lately is ALREADY_EXISTS (DUPLICATE_REQUEST).",
+    "rollout.reattach": "With linger_s a group goes on without its stream: the same request with after_seq gets the"
+    " events behind that number again, each once and unchanged.",
     "rollout.deadline": "A group ends within 10 s of its deadline_s; rollouts that had not ended are failures"
     " (DEADLINE_PASSED).",
 }

@@ -10,10 +10,11 @@ import grpc.aio
 
 from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.rollout.group_runner import GroupRunner
+from meshrl.rollout.streams import GroupStreams
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
-from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
+from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest, capabilities
 
 SERVICE = "meshrl.v1.RolloutService"
 
@@ -36,10 +37,11 @@ def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
 
 
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
-    """Thin: every decision is in `group_runner` and `groups`."""
+    """Thin: every decision is in `group_runner` and `groups`, and in `streams` for calls that attach again."""
 
     def __init__(self, runner: GroupRunner) -> None:
         self._runner = runner
+        self._streams = GroupStreams(runner.run)
         self._cancels: FirstAnswers[int] = FirstAnswers()
 
     async def ListEnvironments(  # noqa: N802  # the name of the RPC
@@ -48,20 +50,18 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         validate.validate_contract_version(request.contract_version)
         infos = [player.info for player in self._runner.environments.values()]
         return pb.ListEnvironmentsResponse(
-            contract_version=CONTRACT_VERSION, environments=[convert.to_proto(info) for info in infos]
+            contract_version=CONTRACT_VERSION,
+            environments=[convert.to_proto(info) for info in infos],
+            capabilities=capabilities.ROLLOUT,
         )
 
     async def RunRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.RunRolloutsResponse | bytes, None]:
         validate.validate_rollout_request(request)
-        async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
-            async for event in events:
-                if isinstance(event, bytes):
-                    yield event
-                    continue
-                for message in convert.rollout_messages(event):
-                    yield message
+        async with aclosing(self._streams.follow(convert.from_proto(RolloutRequest, request))) as messages:
+            async for message in messages:
+                yield message
 
     async def CancelRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.CancelRolloutsRequest, context: grpc.aio.ServicerContext

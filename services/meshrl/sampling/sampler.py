@@ -30,6 +30,8 @@ Problems = Sequence[tuple[str, str]]
 
 _GROUP_ERRORS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
 _GRACE_S = 30.0
+LINGER_S = 10.0
+"""For so long a group whose stream broke goes on at its service and is attached to again, before others are asked."""
 _NAMED_AFTER_S = 10.0
 """A version takes a moment to reach the engines; who refuses a group for longer has something to tell."""
 
@@ -170,6 +172,7 @@ class GroupSampler:
             scores_only=scores_only,
             conversations=conversations,
             routed_experts=self._routed_experts and not scores_only,
+            linger_s=LINGER_S,
         )
 
     async def _gather(

@@ -25,7 +25,6 @@ from meshrl.core.rpc.serve import GrpcServer, server_options
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.v1 import rollout_pb2 as pb
-from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -110,8 +109,28 @@ class PlaysTwice(RolloutServicer):
     """It plays a group again that is asked for twice."""
 
     async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
-        if request.request_id:
+        if request.request_id and not request.linger_s:
             request.request_id = str(uuid.uuid4())
+        async for event in super().RunRollouts(request, context):
+            yield event
+
+
+class BeginsAnew(RolloutServicer):
+    """It attaches by playing the group once more."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        if request.HasField("after_seq"):
+            request.ClearField("after_seq")
+            request.request_id, request.group_id = str(uuid.uuid4()), str(uuid.uuid4())
+        async for event in super().RunRollouts(request, context):
+            yield event
+
+
+class EndsWithItsStream(RolloutServicer):
+    """It lists that groups outlive their streams, and cancels them with these."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        request.linger_s = 0.0
         async for event in super().RunRollouts(request, context):
             yield event
 
@@ -119,6 +138,8 @@ class PlaysTwice(RolloutServicer):
 @pytest.mark.parametrize(
     ("servicer", "rule", "words"),
     [
+        (BeginsAnew, "rollout.reattach", "is another one when it is sent again"),
+        (EndsWithItsStream, "rollout.reattach", ""),
         (CountsWrong, "rollout.summary", "streamed were"),
         (SpansElsewhere, "rollout.sample", "version_spans"),
         (HostsEverything, "rollout.unknown-environment", "must end with NOT_FOUND"),
@@ -177,7 +198,7 @@ class BareStatus(RolloutServicer):
 async def stranger(servicer: RolloutServicer, health: Any, max_message_bytes: int) -> AsyncIterator[str]:
     """A server without the mesh's interceptor, as another language's would be."""
     server = grpc.aio.server(options=server_options(max_message_bytes, 5.0))
-    pb_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+    add_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
+from typing import Any
 
 from opentelemetry.trace import Tracer
 
+from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.client.channel import ChannelOptions, ServiceClient
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc
@@ -22,8 +25,14 @@ from meshrl.wire.types import (
     RolloutRequest,
     RolloutStatus,
     RolloutSummary,
+    capabilities,
 )
 from meshrl.wire.validate import validate_contract_version
+
+_REFUSED = "Connection refused"
+"""In gRPC's words for a server whose process is gone, and with it what it kept."""
+CANCEL_DEADLINE_S = 2.0
+"""For the call that ends a group whose stream was closed and which would go on without it."""
 
 
 class RolloutClient(ServiceClient):
@@ -36,38 +45,83 @@ class RolloutClient(ServiceClient):
     def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
         super().__init__(address, options, tracer=tracer)
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._ending: set[asyncio.Task[None]] = set()
+        self.capabilities: frozenset[str] = frozenset()
+        """Of the server, once it has listed its environments."""
+
+    async def close(self) -> None:
+        """Ends the channel; calls in flight are cancelled, and groups that were left are ended."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=CANCEL_DEADLINE_S)
+        await super().close()
 
     async def list_environments(self, deadline_s: float | None = None) -> tuple[EnvironmentInfo, ...]:
         """Returns the hosted environments; raises CONTRACT_MISMATCH for a server of another major version."""
-        request = pb.ListEnvironmentsRequest(contract_version=CONTRACT_VERSION)
+        request = pb.ListEnvironmentsRequest(
+            contract_version=CONTRACT_VERSION, capabilities=capabilities.ROLLOUT_CALLER
+        )
         response = await self._unary(self._stub.ListEnvironments, "ListEnvironments", request, deadline_s)
         validate_contract_version(response.contract_version)
+        self.capabilities = frozenset(response.capabilities)
         return tuple(convert.from_proto(EnvironmentInfo, environment) for environment in response.environments)
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Yields the rollouts and failures of one group in order of completion, then its summary.
 
         A rollout that cannot be read comes as a failure with reason BAD_ROLLOUT; those after it are not lost.
-        Closing the iterator (`contextlib.aclosing`) cancels the group. A stream that ends without its summary raises
+        Closing the iterator (`contextlib.aclosing`) cancels the group. A stream that breaks is attached to again, for
+        up to `linger_s` of the request, where the server can; else, and if it ends without its summary, it raises
         UNREACHABLE.
         """
-        message = convert.to_proto(
-            request if request.traceparent else replace(request, traceparent=current_traceparent())
-        )
-        deadline_s = request.deadline_s + self.options.stream_margin_s
+        asked = request if request.traceparent else replace(request, traceparent=current_traceparent())
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + request.deadline_s + self.options.stream_margin_s
         summary: RolloutSummary | None = None
-        reader = convert.RolloutReader()
-        call = self._stub.RunRollouts
-        async with aclosing(self._stream(call, "RunRollouts", message, deadline_s, with_span=True)) as stream:
-            async for response in stream:
-                event = reader.read(response)
-                if isinstance(event, RolloutSummary):
-                    summary = event  # given out once the call has ended, so that closing then cancels nothing
-                elif event is not None:
-                    yield event
-        if summary is None:
-            raise MeshError(Reason.UNREACHABLE, f"the stream of group {request.group_id} ended before its summary")
+        reader, seq = convert.RolloutReader(), 0
+        lost_s, backoff = ends_s, Backoff(*AWAY_S)
+        try:
+            while summary is None:
+                try:
+                    async with aclosing(self._events(asked, ends_s - loop.time())) as stream:
+                        async for response in stream:
+                            lost_s, seq = ends_s, response.seq
+                            event = reader.read(response)
+                            if isinstance(event, RolloutSummary):
+                                summary = event  # given out once the call has ended: closing then cancels nothing
+                            elif event is not None:
+                                yield event
+                    if summary is None:
+                        raise MeshError(
+                            Reason.UNREACHABLE, f"the stream of group {request.group_id} ended before its summary"
+                        )
+                except MeshError as error:
+                    if error.reason is Reason.REVISION_EXPIRED:  # it has come back without the group
+                        raise MeshError(Reason.UNREACHABLE, error.message) from error
+                    lost_s, wait_s = min(lost_s, loop.time()), backoff.next_s()
+                    can = seq > 0 or capabilities.REATTACH in self.capabilities
+                    if error.reason is not Reason.UNREACHABLE or not can or _REFUSED in error.message:
+                        raise
+                    if loop.time() + wait_s > min(ends_s, lost_s + request.linger_s):
+                        raise
+                    await asyncio.sleep(wait_s)
+                    asked = replace(asked, after_seq=seq)
+        except (asyncio.CancelledError, GeneratorExit):
+            if request.linger_s > 0:
+                ending = asyncio.create_task(self._end_group(request.group_id))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+            raise
         yield summary
+
+    def _events(self, request: RolloutRequest, deadline_s: float) -> AsyncGenerator[Any, None]:
+        message = convert.to_proto(request)
+        return self._stream(self._stub.RunRollouts, "RunRollouts", message, deadline_s, with_span=True)
+
+    async def _end_group(self, group_id: str) -> None:
+        """Ends a group that goes on without its stream. Where that fails, the server ends it after its linger_s."""
+        request = pb.CancelRolloutsRequest(request_id=str(uuid.uuid4()), group_ids=[group_id])
+        with suppress(MeshError):
+            await self._unary(self._stub.CancelRollouts, "CancelRollouts", request, CANCEL_DEADLINE_S)
 
     async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int:
         """Stops the groups named, or all; returns the number of rollouts that were running."""

@@ -13,21 +13,21 @@ class RunDrive(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RUN_DRIVE_BATCHES: _ClassVar[RunDrive]
     RUN_DRIVE_COMMANDS: _ClassVar[RunDrive]
 
-class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class RunPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    RUN_STATE_UNSPECIFIED: _ClassVar[RunState]
-    RUN_STATE_CREATING: _ClassVar[RunState]
-    RUN_STATE_ACTIVE: _ClassVar[RunState]
-    RUN_STATE_SUSPENDED: _ClassVar[RunState]
-    RUN_STATE_DELETING: _ClassVar[RunState]
+    RUN_PHASE_UNSPECIFIED: _ClassVar[RunPhase]
+    RUN_PHASE_CREATING: _ClassVar[RunPhase]
+    RUN_PHASE_ACTIVE: _ClassVar[RunPhase]
+    RUN_PHASE_SUSPENDED: _ClassVar[RunPhase]
+    RUN_PHASE_DELETING: _ClassVar[RunPhase]
 RUN_DRIVE_UNSPECIFIED: RunDrive
 RUN_DRIVE_BATCHES: RunDrive
 RUN_DRIVE_COMMANDS: RunDrive
-RUN_STATE_UNSPECIFIED: RunState
-RUN_STATE_CREATING: RunState
-RUN_STATE_ACTIVE: RunState
-RUN_STATE_SUSPENDED: RunState
-RUN_STATE_DELETING: RunState
+RUN_PHASE_UNSPECIFIED: RunPhase
+RUN_PHASE_CREATING: RunPhase
+RUN_PHASE_ACTIVE: RunPhase
+RUN_PHASE_SUSPENDED: RunPhase
+RUN_PHASE_DELETING: RunPhase
 
 class RunSpec(_message.Message):
     __slots__ = ("adapter", "optimizer", "schedule", "loss", "seed", "share", "max_queued_batches", "drive", "start_from", "checkpoints", "labels")

@@ -98,14 +98,14 @@ class RoutedShape(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., per_token: _Optional[int] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run_id", "step", "version", "epoch", "revision", "durable_step", "state", "suspension", "spec", "create_time", "update_time", "tokens", "queued_batches", "used_share", "oldest_revision", "adapter_bytes")
+    __slots__ = ("run_id", "step", "version", "epoch", "revision", "durable_step", "phase", "suspension", "spec", "create_time", "update_time", "tokens", "queued_batches", "used_share", "oldest_revision", "adapter_bytes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
     SUSPENSION_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -121,7 +121,7 @@ class Run(_message.Message):
     epoch: int
     revision: int
     durable_step: int
-    state: _runs_pb2.RunState
+    phase: _runs_pb2.RunPhase
     suspension: _runs_pb2.Suspension
     spec: _runs_pb2.RunSpec
     create_time: _timestamp_pb2.Timestamp
@@ -131,7 +131,7 @@ class Run(_message.Message):
     used_share: float
     oldest_revision: int
     adapter_bytes: int
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., durable_step: _Optional[int] = ..., state: _Optional[_Union[_runs_pb2.RunState, str]] = ..., suspension: _Optional[_Union[_runs_pb2.Suspension, _Mapping]] = ..., spec: _Optional[_Union[_runs_pb2.RunSpec, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., tokens: _Optional[int] = ..., queued_batches: _Optional[int] = ..., used_share: _Optional[float] = ..., oldest_revision: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., durable_step: _Optional[int] = ..., phase: _Optional[_Union[_runs_pb2.RunPhase, str]] = ..., suspension: _Optional[_Union[_runs_pb2.Suspension, _Mapping]] = ..., spec: _Optional[_Union[_runs_pb2.RunSpec, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., tokens: _Optional[int] = ..., queued_batches: _Optional[int] = ..., used_share: _Optional[float] = ..., oldest_revision: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class SubmitBatchRequest(_message.Message):
     __slots__ = ("header", "micro_batch")

@@ -78,6 +78,8 @@ def validate_rollout_request(message: rollout_pb2.RunRolloutsRequest) -> None:
     violations.check(message.WhichOneof("task") is not None, "task", "set task_index or task_payload")
     violations.check(message.group_size >= 1, "group_size", "must be at least 1")
     violations.positive_s(message.deadline_s, "deadline_s")
+    lingers = math.isfinite(message.linger_s) and message.linger_s >= 0
+    violations.check(lingers, "linger_s", f"must be 0 or a positive number of seconds, got {message.linger_s:g}")
     _check_sampling(violations, message.sampling, "sampling")
     violations.done("the rollout request")
 

@@ -235,7 +235,7 @@ class ExchangeWorker:
         status = self._runner.status()
         if status.draining or self._outbox.held_bytes >= self._config.spool_max_mib * 2**20:
             return 0
-        return max(0, status.max_concurrent + self._max_queued - status.running - status.queued)
+        return max(0, (status.max_concurrent or 0) + self._max_queued - status.running - status.queued)
 
     # --- what comes down --------------------------------------------------------------------------
 

@@ -122,6 +122,8 @@ class PooledGroup:
         message.CopyFrom(self._message)
         message.request_id = str(uuid.uuid4())
         message.deadline_s = left_s
+        message.ClearField("linger_s")  # of the front's stream; a worker's group ends with its call
+        message.ClearField("after_seq")
         if self._seed is not None:
             message.sampling.seed = self._seed + index
         return message

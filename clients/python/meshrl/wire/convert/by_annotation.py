@@ -27,7 +27,7 @@ from meshrl.v1 import rollout_pb2, runs_pb2, tensor_pb2, trainer_pb2, weights_pb
 from meshrl.wire import tensors
 from meshrl.wire import types as wire_types
 from meshrl.wire.convert.fields import CHECKS, FieldReader
-from meshrl.wire.types import ActivationPolicy, AgentState, RunDrive, RunState
+from meshrl.wire.types import ActivationPolicy, AgentState, RunDrive, RunPhase
 from meshrl.wire.types.routes import Routes
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ _UNKNOWN: Mapping[type[enum.Enum], enum.Enum] = {
     AgentState: AgentState.JOINING,
     ActivationPolicy: ActivationPolicy.ROLLING,
     RunDrive: RunDrive.BATCHES,
-    RunState: RunState.ACTIVE,  # a trainer of 1.0 states none
+    RunPhase: RunPhase.ACTIVE,  # a trainer of 1.0 states none
 }
 """What a value of a newer peer is taken for: a state that vouches for nothing, a policy that pauses no other engine."""
 

@@ -91,7 +91,7 @@ class RunSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-class RunState(enum.Enum):
+class RunPhase(enum.Enum):
     CREATING = "creating"
     ACTIVE = "active"
     SUSPENDED = "suspended"
@@ -121,7 +121,7 @@ class RunInfo:
     epoch: int
     revision: int
     durable_step: int = 0
-    state: RunState = RunState.ACTIVE
+    phase: RunPhase = RunPhase.ACTIVE
     suspension: Suspension | None = None
     spec: RunSpec | None = None
     create_time: float | None = None
