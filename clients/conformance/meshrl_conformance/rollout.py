@@ -11,6 +11,7 @@ from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout, capabilities
+from meshrl.wire.validate import at_least
 from meshrl_conformance.every_service import FAR_VERSION
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, broken_by, checks, must
 
@@ -158,6 +159,17 @@ async def _sample(probe: Probe) -> None:
             broken_by(error)
         for path, problem in rollout_problems(rollout, vocab_size=None):
             raise RuleBrokenError(f"{path} {problem}")
+
+
+@checks("rollout.presence")
+async def _presence(probe: Probe) -> None:
+    (answer,) = await probe.call("ListEnvironments", pb.ListEnvironmentsRequest())
+    if not at_least(answer.contract_version, "1.1"):
+        raise NotCheckedError(f"the server's contract is {answer.contract_version}, which has no presence")
+    _, rollouts = await _rollouts(probe)
+    for rollout in rollouts:
+        must(rollout.HasField("reward"), "a rollout has no reward")
+        must(all(sample.HasField("temperature") for sample in rollout.samples), "a sample has no temperature")
 
 
 @checks("rollout.duplicate")

@@ -58,6 +58,8 @@ _ROLLOUT_FULL = {
     "rollout.identity": "Every rollout has an id of its own and carries the group and the environment of the request.",
     "rollout.sample": "Each sample keeps the rules of Sample: shapes, loss_mask, logprobs, version_spans,"
     " message_spans, temperature.",
+    "rollout.presence": "From contract 1.1 on a rollout has its reward and each sample its temperature, also where"
+    " these are 0.",
     "rollout.duplicate": "A request_id that is running or was seen lately is ALREADY_EXISTS (DUPLICATE_REQUEST).",
     "rollout.reattach": "With linger_s a group goes on without its stream: the same request with after_seq gets the"
     " events behind that number again, each once and unchanged.",

@@ -115,6 +115,16 @@ class PlaysTwice(RolloutServicer):
             yield event
 
 
+class ForgetsZeros(RolloutServicer):
+    """It leaves out a reward, as servers of 1.0 do with one that is 0."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        async for event in super().RunRollouts(request, context):
+            message = pb.RunRolloutsResponse.FromString(event)
+            message.rollout.ClearField("reward") if message.HasField("rollout") else None
+            yield message
+
+
 class BeginsAnew(RolloutServicer):
     """It attaches by playing the group once more."""
 
@@ -138,6 +148,7 @@ class EndsWithItsStream(RolloutServicer):
 @pytest.mark.parametrize(
     ("servicer", "rule", "words"),
     [
+        (ForgetsZeros, "rollout.presence", "a rollout has no reward"),
         (BeginsAnew, "rollout.reattach", "is another one when it is sent again"),
         (EndsWithItsStream, "rollout.reattach", ""),
         (CountsWrong, "rollout.summary", "streamed were"),

@@ -46,8 +46,9 @@ class RolloutClient(ServiceClient):
         super().__init__(address, options, tracer=tracer)
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._ending: set[asyncio.Task[None]] = set()
+        self.contract_version = ""
         self.capabilities: frozenset[str] = frozenset()
-        """Of the server, once it has listed its environments."""
+        """Of the server, as its version, once it has listed its environments."""
 
     async def close(self) -> None:
         """Ends the channel; calls in flight are cancelled, and groups that were left are ended."""
@@ -62,7 +63,7 @@ class RolloutClient(ServiceClient):
         )
         response = await self._unary(self._stub.ListEnvironments, "ListEnvironments", request, deadline_s)
         validate_contract_version(response.contract_version)
-        self.capabilities = frozenset(response.capabilities)
+        self.contract_version, self.capabilities = response.contract_version, frozenset(response.capabilities)
         return tuple(convert.from_proto(EnvironmentInfo, environment) for environment in response.environments)
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
@@ -77,7 +78,7 @@ class RolloutClient(ServiceClient):
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + request.deadline_s + self.options.stream_margin_s
         summary: RolloutSummary | None = None
-        reader, seq = convert.RolloutReader(), 0
+        reader, seq = convert.RolloutReader(self.contract_version), 0
         lost_s, backoff = ends_s, Backoff(*AWAY_S)
         try:
             while summary is None:

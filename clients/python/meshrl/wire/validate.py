@@ -52,6 +52,12 @@ def validate_contract_version(peer: str) -> None:
         )
 
 
+def at_least(peer: str, version: str) -> bool:
+    """Whether a peer has stated this contract version or a later one; one that stated none has not."""
+    stated = peer.split(".")
+    return all(part.isdigit() for part in stated) and [*map(int, stated)] >= [*map(int, version.split("."))]
+
+
 def _check_sampling(violations: _Violations, message: rollout_pb2.Sampling, field: str) -> None:
     """Notes values outside the range that each field's comment gives."""
     check = violations.check

@@ -60,6 +60,7 @@ class DialedInWorker:
         self.address = PREFIX + name
         self.owner = ""
         self.incarnation = ""
+        self._contract_version = ""
         self.attachments = 0
         self.left_out: Callable[[], str] = lambda: ""
         self._config = config
@@ -89,7 +90,7 @@ class DialedInWorker:
         if self._stream is not None:
             self._stream.close(MeshError(Reason.CANCELLED, f"worker {self.name!r} has opened another stream"))
         stream = self._stream = WorkerStream()
-        self.incarnation = hello.incarnation
+        self.incarnation, self._contract_version = hello.incarnation, hello.contract_version
         self.attachments += 1
         self._environments = tuple(convert.from_proto(EnvironmentInfo, one) for one in hello.environments)
         self._note_status(hello.status, hello.room)
@@ -231,7 +232,7 @@ class DialedInWorker:
         self._requests[call.call_id], self._news[call.call_id] = request, asyncio.Event()
         self._start(call)
         summary: RolloutSummary | None = None
-        reader = convert.RolloutReader()
+        reader = convert.RolloutReader(self._contract_version)
         try:
             end_s = self._now() + request.deadline_s + MARGIN_S
             while True:

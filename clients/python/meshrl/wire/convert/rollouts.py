@@ -10,6 +10,7 @@ from meshrl.wire.convert.by_annotation import from_proto, to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutSummary, RoutedExpertsPart
 from meshrl.wire.types.routes import Routes, joined
+from meshrl.wire.validate import at_least
 
 ROUTES_BYTES = 16 * 2**20
 """Most bytes of routes of experts in one message, and in that of a rollout: messages of 64 MiB are taken."""
@@ -45,7 +46,9 @@ def rollout_messages(event: RolloutEvent) -> list[pb.RunRolloutsResponse]:
 class RolloutReader:
     """The events of one stream of RunRolloutsResponse: what came in parts is put together."""
 
-    def __init__(self) -> None:
+    def __init__(self, contract_version: str = "") -> None:
+        """`contract_version` of the sender: from 1.1 on a reward and a temperature that are absent were forgotten."""
+        self._sends_zeros = at_least(contract_version, "1.1")
         self._parts: dict[str, dict[int, list[Routes]]] = {}  # by rollout and sample
 
     def read(self, message: pb.RunRolloutsResponse) -> RolloutEvent | None:
@@ -58,6 +61,8 @@ class RolloutReader:
                 part = from_proto(RoutedExpertsPart, message.routed_experts_part)
                 self._parts.setdefault(part.rollout_id, {}).setdefault(part.sample, []).append(part.routed_experts)
                 return None
+            if message.WhichOneof("event") == "rollout" and (bad := _unreadable(message.rollout, self._sends_zeros)):
+                raise invalid(bad, "the rollout")
             event = rollout_event_from_proto(message)
             return self._whole(event) if isinstance(event, Rollout) else event
         except MeshError as error:  # of one rollout: the stream goes on
@@ -91,6 +96,22 @@ class RolloutReader:
         if bad:
             raise invalid(bad, "the rollout")
         return replace(rollout, samples=samples)
+
+
+def _unreadable(rollout: pb.Rollout, sends_zeros: bool) -> list[FieldViolation]:
+    """Fields that are missing though their sender can set them, and those that this program would have to ignore."""
+    found = []
+    if sends_zeros and not rollout.HasField("reward"):
+        found.append(FieldViolation("reward", "must be set, also where it is 0"))
+    for place, sample in enumerate(rollout.samples):
+        path = f"samples[{place}]"
+        if sends_zeros and not sample.HasField("temperature"):
+            found.append(FieldViolation(f"{path}.temperature", "must be set"))
+        if sample.media:
+            found.append(FieldViolation(f"{path}.media", "is not supported here: send tokens alone"))
+        if sample.HasField("advantages"):
+            found.append(FieldViolation(f"{path}.advantages", "is not supported here: send rewards"))
+    return found
 
 
 def rollout_event_from_proto(message: pb.RunRolloutsResponse) -> RolloutEvent | None:
