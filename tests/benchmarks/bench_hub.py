@@ -136,17 +136,17 @@ async def measure(num_engines: int, num_versions: int, folder: Path) -> None:
             engines.costs_s.clear()
             print(
                 f"| {version + 1:,} | {statistics.fmean(costs_ms):.3f} | {statistics.median(costs_ms):.3f} "
-                f"| {costs_ms[len(costs_ms) * 99 // 100]:.3f} | {len(hub.coordinator.records)} "
+                f"| {costs_ms[len(costs_ms) * 99 // 100]:.3f} | {len(hub.coordinator.line('run').records)} "
                 f"| {log.stat().st_size / 1024:.0f} |",
                 flush=True,
             )
-    newest, revision = hub.coordinator.newest_decided(), hub.coordinator.revision
+    newest, revision = hub.coordinator.line("").newest_decided(), hub.coordinator.revision
     await hub.stop()
     began_s = time.perf_counter()
     hub = build_hub(config)
     await hub.start()
     restart_s = time.perf_counter() - began_s
-    again = hub.coordinator.newest_decided()
+    again = hub.coordinator.line("").newest_decided()
     assert newest is not None
     assert again is not None
     assert (again.key, again.state, hub.coordinator.revision) == (newest.key, newest.state, revision)

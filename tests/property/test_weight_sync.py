@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from meshrl.weights.coordinator import states as hub
+from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.wire.types import AgentState, Transport, VersionState
 from weight_sync_mesh import SimulatedMesh
 from weight_sync_model import ENGINES, KEPT_ENDED, TORN
@@ -24,28 +25,31 @@ class WeightSync(SimulatedMesh):
     def engines_serve_only_whole_decided_versions(self) -> None:
         decided = self.decided_artifacts()
         for engine in self.engines.values():
-            machine = engine.machine
-            if engine.live == TORN:
-                assert engine.paused
-                assert machine.version is None
-                assert machine.state not in (AgentState.READY, AgentState.FETCHING)
-            elif machine.version is not None:
-                assert engine.live in decided
-                assert machine.version == self.manifests[engine.live].version
+            for run_id, machine in engine.machine.lines.items():
+                line = engine.lines[run_id]
+                if line.live == TORN:
+                    assert line.paused
+                    assert machine.version is None
+                    assert machine.state not in (AgentState.READY, AgentState.FETCHING)
+                elif machine.version is not None:
+                    assert line.live in decided
+                    assert self.manifests[line.live].run_id == run_id
+                    assert machine.version == self.manifests[line.live].version
 
     @invariant()
     def hub_routes_only_to_engines_with_a_decided_version(self) -> None:
         decided = [self.manifests[artifact] for artifact in self.decided_artifacts()]
-        vouched = {(manifest.version, manifest.result_root) for manifest in decided}
-        for info in self.coordinator.pool.infos("", self.coordinator.records.values(), self.now_s):
-            if info.routable:
-                record = self.coordinator.pool.engines[info.engine_id]
-                assert (record.serving, record.root) in vouched
+        vouched = {(manifest.run_id, manifest.version, manifest.result_root) for manifest in decided}
+        for info in self.coordinator.engines("", self.now_s):
+            lines = self.coordinator.pool.engines[info.engine_id].lines
+            assert not info.routable or any((run, line.serving, line.root) in vouched for run, line in lines.items())
 
     @invariant()
     def decisions_only_go_forward(self) -> None:
         decided = [tuple(row["key"]) for row in self.rows_in(VersionState.COMMITTING)]
-        assert decided == sorted(set(decided))
+        for run_id in self.RUNS:
+            mine = [key for key in decided if key[0] == run_id]
+            assert mine == sorted(set(mine))
 
     @invariant()
     def log_gives_back_the_same_versions(self) -> None:
@@ -53,84 +57,116 @@ class WeightSync(SimulatedMesh):
             return
         replayed = self.new_hub()
         replayed.recover(self.disk, self.now_s, self.now_s)
-        assert replayed.epoch == self.coordinator.epoch
+        assert replayed.epochs == self.coordinator.epochs
         assert replayed.revision == self.coordinator.revision
         assert replayed.groups.current == self.coordinator.groups.current
-        mine = {key: (r.state, r.artifact_id, r.answer) for key, r in self.coordinator.records.items()}
-        assert {key: (r.state, r.artifact_id, r.answer) for key, r in replayed.records.items()} == mine
+        assert known(replayed) == known(self.coordinator)
 
     @invariant()
     def records_and_log_stay_small(self) -> None:
-        ended = [record for record in self.coordinator.records.values() if record.state not in hub.LIVE]
-        served = [r for r in ended if any(e.serves(r) for e in self.coordinator.pool.engines.values())]
-        assert len(ended) <= KEPT_ENDED + len(served) + SLACK
-        if self.disk is not None:
-            assert len(self.disk.versions) <= len(self.coordinator.records) + SLACK
+        for line in self.coordinator.lines.values():
+            ended = [record for record in line.records.values() if record.state not in hub.LIVE]
+            served = [r for r in ended if any(e.serves(r) for e in line.engines)]
+            assert len(ended) <= KEPT_ENDED + len(served) + SLACK
+            if self.disk is not None:
+                mine = [key for key in self.disk.versions if key.run_id == line.run_id]
+                assert len(mine) <= len(line.records) + SLACK
 
     @invariant()
     def at_most_the_kept_versions_stay_committed(self) -> None:
-        states = [record.state for record in self.coordinator.records.values()]
-        assert states.count(VersionState.COMMITTED) <= 2
+        for line in self.coordinator.lines.values():
+            states = [record.state for record in line.records.values()]
+            assert states.count(VersionState.COMMITTED) <= 2
 
     # --- and what must come in the end ------------------------------------------------------------------
 
     def gone_with_its_trainer(self, record: hub.VersionRecord) -> bool:
         """Its bytes were only ever in the memory of a trainer that is no more."""
-        return record.transport is Transport.NCCL and record.key[0] != self.epoch
+        return record.transport is Transport.NCCL and record.key.epoch != self.epoch[record.key.run_id]
 
-    def publisher_goes_on(self, turn: int) -> None:
+    def publisher_goes_on(self, which: int, turn: int) -> None:
         """A publisher without trouble: it sends the newest version, again where engines lack it, and goes forward."""
-        decided = self.coordinator.newest_decided()
+        run_id = self.run(which)
+        line = self.line(run_id)
+        decided = None if line is None else line.newest_decided()
         if turn == 0 and decided is not None and self.gone_with_its_trainer(decided):
-            self.next_version = max(self.next_version, decided.version)
-            self.publish_and_activate(0, False, 0, Transport.NCCL)
+            self.next_version[run_id] = max(self.next_version[run_id], decided.version)
+            self.publish_and_activate(which, 0, False, 0, Transport.NCCL)
         if turn % 4 == 1:
             self.open_group(True)
-        newest = self.newest()
+        newest = self.newest(run_id)
         if turn % 4 == 2 and newest is not None and newest.state is VersionState.SEALED:
-            self.activate(self.next_version - 1 - newest.version, False, 0)  # only the newest is ever sent again
+            self.activate(
+                which, self.next_version[run_id] - 1 - newest.version, False, 0
+            )  # only the newest comes again
         if turn % 4 == 3:
             self.send()
 
     def teardown(self) -> None:
-        """With no more trouble, every engine comes to serve the newest decided version and none stays paused."""
+        """With no more trouble, every engine comes to serve the newest decided versions and none stays paused."""
         for turn in range(80):
             self.now_s += 1.0
-            self.publisher_goes_on(turn)
+            for which in range(len(self.RUNS)):
+                self.publisher_goes_on(which, turn)
             for name in ENGINES:
                 self.connect(name)
                 self.command_arrives(name, 9)
                 self.join_ends(name, True)
-                self.fetch_ends(name, True)
-                self.apply_ends(name, True)
-                self.resume_ends(name)
+                for which in range(len(self.RUNS)):
+                    self.fetch_ends(name, which, True)
+                    self.apply_ends(name, which, True)
+                    self.resume_ends(name, which)
                 self.report_arrives(name, 9)
             self.time_passes(0.1, True)
             while self.pending:
                 self.perform_one()
-        newest = self.coordinator.newest_decided()
-        if newest is None or self.gone_with_its_trainer(newest):
-            return
+        served = [run_id for run_id in self.RUNS if self.ends_well(run_id)]
+        infos = self.coordinator.engines("", self.now_s)
+        assert not served or [info.routable for info in infos] == [True, True]
+
+    def ends_well(self, run_id: str) -> bool:
+        """Whether a run has a version that must be served; it is, by every engine."""
+        line = self.line(run_id)
+        newest = None if line is None else line.newest_decided()
+        if line is None or newest is None or self.gone_with_its_trainer(newest):
+            return False
         assert newest.state is VersionState.COMMITTED
         for engine in self.engines.values():
-            assert not engine.paused
-            assert engine.machine.state in (AgentState.READY, AgentState.PREPARED)
-            assert engine.machine.version == newest.version
-            assert self.manifests[engine.live].result_root == newest.root
-        infos = self.coordinator.pool.infos("", self.coordinator.records.values(), self.now_s)
-        assert [info.routable for info in infos] == [True, True]
+            machine, mine = engine.machine.lines[run_id], engine.lines[run_id]
+            assert not mine.paused
+            assert machine.state in (AgentState.READY, AgentState.PREPARED)
+            assert machine.version == newest.version
+            assert self.manifests[mine.live].result_root == newest.root
+        assert all(line.routable(engine) for engine in self.coordinator.pool.engines.values())
+        return True
 
 
-WeightSync.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def known(coordinator: Coordinator) -> dict[hub.Key, object]:
+    return {
+        key: (record.state, record.artifact_id, record.answer)
+        for line in coordinator.lines.values()
+        for key, record in line.records.items()
+    }
+
+
+class TwoRuns(WeightSync):
+    """Two adapters on the same engines: neither line does anything to the other."""
+
+    RUNS = ("a", "b")
+
+
+for machine in (WeightSync, TwoRuns):
+    machine.TestCase.settings = settings(
+        max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 test_weight_sync = WeightSync.TestCase
+test_two_runs = TwoRuns.TestCase
 
 
-def walk(seed: int, steps: int) -> WeightSync:
+def walk(kind: type[WeightSync], seed: int, steps: int) -> WeightSync:
     """A long run with the trouble rare enough that versions get through; checks everything after every step."""
     draw = random.Random(seed)
-    mesh = WeightSync()
+    mesh = kind()
     trouble = draw.choice([0.0, 0.02, 0.05, 0.15])
     transports = draw.choice([[Transport.STREAM], [Transport.NCCL], [Transport.STREAM, Transport.NCCL]])
 
@@ -140,19 +176,22 @@ def walk(seed: int, steps: int) -> WeightSync:
     def flip() -> bool:
         return draw.random() < 0.5
 
+    def which() -> int:
+        return draw.randrange(len(mesh.RUNS))
+
     usual: list[tuple[float, Callable[[str], None]]] = [
         (
             publishing,
-            lambda _: mesh.publish(draw.randrange(4), draw.random() < 0.8, 0, draw.choice(transports), flip()),
+            lambda _: mesh.publish(which(), draw.randrange(4), draw.random() < 0.8, 0, draw.choice(transports), flip()),
         ),
-        (1.0, lambda _: mesh.activate(draw.choice([0, 0, 0, 1, 2]), flip(), draw.choice([0, 0, 0, 1, 2]))),
+        (1.0, lambda _: mesh.activate(which(), draw.choice([0, 0, 0, 1, 2]), flip(), draw.choice([0, 0, 0, 1, 2]))),
         (4.0, lambda _: mesh.hub_works(draw.randrange(1, 12))),
         (3.0, lambda name: mesh.connect(name)),
         (4.0, lambda name: mesh.command_arrives(name, draw.randrange(1, 4))),
         (4.0, lambda name: mesh.report_arrives(name, draw.randrange(1, 4))),
-        (3.0, lambda name: mesh.fetch_ends(name, draw.random() > 2 * trouble)),
-        (3.0, lambda name: mesh.apply_ends(name, draw.random() > 3 * trouble)),
-        (3.0, lambda name: mesh.resume_ends(name)),
+        (3.0, lambda name: mesh.fetch_ends(name, which(), draw.random() > 2 * trouble)),
+        (3.0, lambda name: mesh.apply_ends(name, which(), draw.random() > 3 * trouble)),
+        (3.0, lambda name: mesh.resume_ends(name, which())),
         (1.0, lambda _: mesh.time_passes(draw.choice([0.1, 0.5, 2.0]), draw.random() > trouble)),
     ]
     if Transport.NCCL in transports:
@@ -164,8 +203,8 @@ def walk(seed: int, steps: int) -> WeightSync:
         ]
     rare: list[Callable[[str], None]] = [
         lambda _: mesh.hub_crashes_and_restarts(True),
-        lambda _: mesh.trainer_restarts(draw.randrange(3), True),
-        lambda _: mesh.abort(draw.randrange(3), True),
+        lambda _: mesh.trainer_restarts(which(), draw.randrange(3), True),
+        lambda _: mesh.abort(which(), draw.randrange(3), True),
         lambda name: mesh.session_breaks(name, True),
         lambda name: mesh.engine_is_killed(name, True),
         lambda _: mesh.time_passes(25.0, flip()),
@@ -187,15 +226,21 @@ def walk(seed: int, steps: int) -> WeightSync:
     return mesh
 
 
-def test_long_runs_keep_the_law_and_get_versions_through() -> None:
+def walked(kind: type[WeightSync]) -> Counter[str]:
+    """What happened in long runs."""
     kinds: Counter[str] = Counter()
     for seed in range(50):
-        mesh = walk(seed, 400)
+        mesh = walk(kind, seed, 400)
         rows = [row for save in mesh.history for row in save.versions.values()]
         kinds.update("forgotten" if row is None else row["state"] for row in rows)
-        kinds["epoch"] += len({save.run["epoch"] for save in mesh.history})
+        kinds["epoch"] += len({tuple(save.run["epochs"].items()) for save in mesh.history})
         kinds["group"] += sum(len(save.groups) for save in mesh.history)
         kinds["sent"] += mesh.sent
+    return kinds
+
+
+def test_long_runs_keep_the_law_and_get_versions_through() -> None:
+    kinds = walked(WeightSync)
     # The walk would prove nothing if little happened in it.
     assert kinds["committed"] > 50
     assert kinds["retired"] > 15
@@ -204,3 +249,29 @@ def test_long_runs_keep_the_law_and_get_versions_through() -> None:
     assert kinds["group"] > 50
     assert kinds["sent"] > 50
     assert kinds["forgotten"] > 45
+
+
+def test_two_runs_keep_the_law_and_get_versions_through() -> None:
+    kinds = walked(TwoRuns)
+    assert kinds["committed"] > 50
+    assert kinds["retired"] > 15
+    assert kinds["aborted"] > 50
+    assert kinds["epoch"] > 30
+
+
+def test_a_hub_that_is_killed_after_any_entry_brings_both_runs_on() -> None:
+    """Restarts at each entry of the log in turn: what was decided is served in the end, for both runs."""
+    for entry in range(1, 24):
+        mesh = TwoRuns()
+        for turn in range(60):
+            mesh.publish_and_activate(turn, turn % 4, False, 0, Transport.STREAM)
+            for name in ENGINES:
+                mesh.engines_go_on((name,), turn, 8, True)
+            mesh.report_arrives(ENGINES[turn % 2], 3)
+            if len(mesh.history) >= entry:
+                mesh.hub_crashes_and_restarts(True)
+                break
+        mesh.engines_serve_only_whole_decided_versions()
+        mesh.log_gives_back_the_same_versions()
+        mesh.teardown()
+        assert mesh.line("a") is not None

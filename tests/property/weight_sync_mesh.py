@@ -24,7 +24,7 @@ from meshrl.wire.types import (
     Transport,
     VersionState,
 )
-from weight_sync_model import ENGINES, RARELY, TORN, Engine, SimulatedHub, expected
+from weight_sync_model import ENGINES, RARELY, TORN, WHICH, Engine, Line, SimulatedHub, expected
 
 GROUP_BROKEN = AgentFault(reason="GROUP_BROKEN", message="")
 
@@ -34,19 +34,23 @@ class SimulatedMesh(SimulatedHub):
 
     # --- groups -------------------------------------------------------------------------------------
 
-    def newest(self) -> hub.VersionRecord | None:
-        """The newest version that the publisher has sealed."""
-        states = hub.DECIDED | {VersionState.SEALED}
-        mine = [r for r in self.coordinator.records.values() if r.key[0] == self.epoch and r.state in states]
+    def newest(self, run_id: str) -> hub.VersionRecord | None:
+        """The newest version that the publisher of a run has sealed."""
+        states, line = hub.DECIDED | {VersionState.SEALED}, self.line(run_id)
+        records = [] if line is None else line.records.values()
+        mine = [r for r in records if r.key.epoch == self.epoch[run_id] and r.state in states]
         return max(mine, key=lambda record: record.key, default=None)
 
     @rule(again=st.booleans())
     def open_group(self, again: bool) -> None:
         """The publisher opens a group: to send the newest version again to who lacks it, or for what comes next."""
-        newest = self.newest()
+        if self.adapters:
+            return
+        run_id = self.RUNS[0]
+        newest, known = self.newest(run_id), self.coordinator.pool.engines
         lacking = tuple(
             name
-            for name, engine in self.coordinator.pool.engines.items()
+            for name, engine in ((name, record.on(run_id)) for name, record in known.items())
             if newest is not None and not engine.serves(newest) and engine.prepared != newest.artifact_id
         )
         if again and not lacking:
@@ -54,8 +58,8 @@ class SimulatedMesh(SimulatedHub):
         self.groups += 1
         request = GroupRequest(
             request_id=f"group-{self.groups}",
-            run_id="run",
-            epoch=self.epoch,
+            run_id=run_id,
+            epoch=self.epoch[run_id],
             store_address="h:1",
             backend="gloo",
             num_senders=1,
@@ -73,7 +77,7 @@ class SimulatedMesh(SimulatedHub):
             self.break_group(self.group[0])
         while self.pending:  # the answer comes once the group is durable
             self.perform_one()
-        self.group = (opened.generation, self.epoch, frozenset(member.engine_id for member in opened.members))
+        self.group = (opened.generation, self.epoch[run_id], frozenset(member.engine_id for member in opened.members))
 
     @rule(name=st.sampled_from(ENGINES), comes=st.booleans() | st.just(True))
     def join_ends(self, name: str, comes: bool) -> None:
@@ -90,8 +94,9 @@ class SimulatedMesh(SimulatedHub):
     def send(self) -> None:
         """Broadcasts the newest version: it arrives when everybody came and waits for it."""
         generation, epoch, names = self.group
-        newest = self.newest()
-        if newest is None or newest.transport is not Transport.NCCL or not names or epoch != self.epoch:
+        run_id = self.RUNS[0]
+        newest = self.newest(run_id)
+        if newest is None or newest.transport is not Transport.NCCL or not names or epoch != self.epoch[run_id]:
             return
         engines = [self.engines[name] for name in sorted(names)]
         if any(engine.machine.group != generation for engine in engines):
@@ -100,15 +105,16 @@ class SimulatedMesh(SimulatedHub):
             self.break_group(generation)
             return
         for engine in engines:
-            artifact, engine.fetching = engine.fetching, None
+            line, machine = engine.lines[run_id], engine.machine.lines[run_id]
+            artifact, line.fetching = line.fetching, None
             assert artifact is not None
             if artifact == newest.artifact_id:
                 self.sent += 1
-                engine.shadow = artifact
-                self.perform(engine, engine.machine.fetched(artifact))
+                line.shadow = artifact
+                self.perform(engine, machine.fetched(artifact))
             else:
                 fault = AgentFault(reason="DIGEST_MISMATCH", message="")
-                self.perform(engine, engine.machine.fetch_failed(artifact, fault))
+                self.perform(engine, machine.fetch_failed(artifact, fault))
 
     @rule(again=st.booleans(), stop_after=st.integers(1, 8))
     def group_goes_on(self, again: bool, stop_after: int) -> None:
@@ -128,7 +134,8 @@ class SimulatedMesh(SimulatedHub):
                 step(name)
 
     def waits_for_nccl(self, engine: Engine) -> bool:
-        return engine.fetching is not None and self.manifests[engine.fetching].transport is Transport.NCCL
+        fetching = engine.lines[self.RUNS[0]].fetching
+        return fetching is not None and self.manifests[fetching].transport is Transport.NCCL
 
     def break_group(self, generation: int) -> None:
         self.group = (self.group[0], self.group[1], frozenset())
@@ -140,53 +147,58 @@ class SimulatedMesh(SimulatedHub):
         """The engine's group is gone, and with it what was on its way in it."""
         lost = engine.machine.group_lost(engine.machine.group)
         if self.waits_for_nccl(engine):
-            artifact, engine.fetching = engine.fetching, None
+            line = engine.lines[self.RUNS[0]]
+            artifact, line.fetching = line.fetching, None
             assert artifact is not None
-            self.perform(engine, engine.machine.fetch_failed(artifact, GROUP_BROKEN))
+            self.perform(engine, engine.machine.lines[self.RUNS[0]].fetch_failed(artifact, GROUP_BROKEN))
         self.perform(engine, lost)
 
     # --- engines ------------------------------------------------------------------------------------
 
     def perform(self, engine: Engine, actions: list[agent.Action]) -> None:
-        machine = engine.machine
         for action in actions:
             match action:
                 case agent.SendReport():
                     if engine.lease:
                         engine.up.append(self.report_of(engine, action))
                 case agent.StartFetch():
-                    engine.fetching, engine.shadow = action.artifact_id, None
+                    line = engine.lines[action.run_id]
+                    line.fetching, line.shadow = action.artifact_id, None
                 case agent.CancelFetch():
-                    engine.fetching, engine.shadow = None, None
+                    line = engine.lines[action.run_id]
+                    line.fetching, line.shadow = None, None
                 case agent.StartApply():
                     # The heart of it: only what was verified, and what is decided on disk, is ever applied.
-                    assert engine.shadow == action.artifact_id
+                    line = engine.lines[action.run_id]
+                    assert line.shadow == action.artifact_id
+                    assert self.manifests[action.artifact_id].run_id == action.run_id
                     assert action.artifact_id in self.decided_artifacts()
-                    assert engine.applying is None
-                    engine.applying, engine.paused = action, True
+                    assert line.applying is None
+                    line.applying, line.paused = action, True
                 case agent.ResumeEngine():
-                    assert machine.held
-                    engine.resuming = True
+                    assert engine.machine.lines[action.run_id].held
+                    engine.lines[action.run_id].resuming = True
                 case agent.StartJoin():
                     engine.joining = action.group
                     self.lose_group(engine)  # it takes the place of the one before
 
     def report_of(self, engine: Engine, tell: agent.SendReport) -> AgentReport:
-        machine = engine.machine
+        machine = engine.machine.lines[tell.run_id]
         target = machine.target.version if machine.target is not None else None
         return AgentReport(
             lease_id=engine.lease,
+            run_id=tell.run_id,
             state=machine.state,
             serving_version=machine.version,
             target_version=tell.target_version if tell.target_version is not None else target,
             fault=tell.fault,
             applied=tell.applied,
-            group_generation=machine.group,
-            target_artifact_id=self.target_artifact(engine, tell),
+            group_generation=engine.machine.group,
+            target_artifact_id=self.target_artifact(machine, tell),
         )
 
-    def target_artifact(self, engine: Engine, tell: agent.SendReport) -> str:
-        target = engine.machine.target
+    def target_artifact(self, machine: agent.LineMachine, tell: agent.SendReport) -> str:
+        target = machine.target
         about_target = target is not None and tell.target_version in (None, target.version) and tell.fault is None
         return target.artifact_id if target is not None and about_target else ""
 
@@ -199,8 +211,10 @@ class SimulatedMesh(SimulatedHub):
         if engine.lease:
             return
         self.leases += 1
-        held = engine.machine.version
-        root = self.manifests[engine.live].result_root if held is not None else b""
+        held, root = None, b""
+        if not self.adapters and (machine := engine.machine.lines.get(self.RUNS[0])) is not None:
+            held = machine.version
+            root = self.manifests[engine.lines[self.RUNS[0]].live].result_root if held is not None else b""
         registration = AgentRegistration(
             engine_id=name,
             url="http://e",
@@ -254,66 +268,73 @@ class SimulatedMesh(SimulatedHub):
                 self.hang_up(engine)
                 return
 
-    @rule(name=st.sampled_from(ENGINES), sound=st.booleans() | st.just(True))
-    def fetch_ends(self, name: str, sound: bool) -> None:
-        engine = self.engines[name]
+    @rule(name=st.sampled_from(ENGINES), which=WHICH, sound=st.booleans() | st.just(True))
+    def fetch_ends(self, name: str, which: int, sound: bool) -> None:
+        engine, run_id = self.engines[name], self.run(which)
         if self.waits_for_nccl(engine):
             if engine.machine.group is None:
                 self.lose_group(engine)
             elif not sound:
                 self.break_group(engine.machine.group)
             return  # it comes by `send`
-        artifact, engine.fetching = engine.fetching, None
+        line = engine.lines[run_id]
+        artifact, line.fetching = line.fetching, None
         if artifact is None:
             return
+        machine = engine.machine.lines[run_id]
         if sound:
-            engine.shadow = artifact
-            self.perform(engine, engine.machine.fetched(artifact))
+            line.shadow = artifact
+            self.perform(engine, machine.fetched(artifact))
         else:
             fault = AgentFault(reason="DIGEST_MISMATCH", message="")
-            self.perform(engine, engine.machine.fetch_failed(artifact, fault))
+            self.perform(engine, machine.fetch_failed(artifact, fault))
 
-    @rule(name=st.sampled_from(ENGINES), whole=st.booleans() | st.just(True))
-    def apply_ends(self, name: str, whole: bool) -> None:
-        engine = self.engines[name]
-        job, engine.applying = engine.applying, None
+    @rule(name=st.sampled_from(ENGINES), which=WHICH, whole=st.booleans() | st.just(True))
+    def apply_ends(self, name: str, which: int, whole: bool) -> None:
+        engine, run_id = self.engines[name], self.run(which)
+        line = engine.lines[run_id]
+        job, line.applying = line.applying, None
         if job is None:
             return
-        engine.shadow = None
+        line.shadow, machine = None, engine.machine.lines[run_id]
         if not whole:
-            engine.live = TORN
-            self.perform(engine, engine.machine.apply_failed(AgentFault(reason="ENGINE_FAILED", message="")))
+            line.live = TORN
+            self.perform(engine, machine.apply_failed(AgentFault(reason="ENGINE_FAILED", message="")))
             return
-        engine.live = job.artifact_id
-        engine.paused = job.hold
-        self.perform(engine, engine.machine.applied(job.artifact_id, self.applied(engine)))
+        line.live = job.artifact_id
+        line.paused = job.hold
+        self.perform(engine, machine.applied(job.artifact_id, self.applied(line)))
 
-    def applied(self, engine: Engine) -> ApplyReport:
-        manifest = self.manifests[engine.live]
+    def applied(self, line: Line) -> ApplyReport:
+        manifest = self.manifests[line.live]
         return ApplyReport(
             version=manifest.version, root=manifest.result_root, pause_s=0.1, prepare_s=0.1, requests_kept=0
         )
 
-    @rule(name=st.sampled_from(ENGINES))
-    def resume_ends(self, name: str) -> None:
-        engine = self.engines[name]
-        if engine.resuming and engine.machine.held:
-            engine.paused = False
-            self.perform(engine, engine.machine.resumed(self.applied(engine)))
-        engine.resuming = False
+    @rule(name=st.sampled_from(ENGINES), which=WHICH)
+    def resume_ends(self, name: str, which: int) -> None:
+        engine, run_id = self.engines[name], self.run(which)
+        line, machine = engine.lines[run_id], engine.machine.lines.get(run_id)
+        if line.resuming and machine is not None and machine.held:
+            line.paused = False
+            self.perform(engine, machine.resumed(self.applied(line)))
+        line.resuming = False
 
-    @rule(names=st.sampled_from([("a",), ("b",), ("a", "b")]), stop_after=st.integers(1, 8), whole=st.booleans())
-    def engines_go_on(self, names: tuple[str, ...], stop_after: int, whole: bool) -> None:
+    @rule(
+        names=st.sampled_from([("a",), ("b",), ("a", "b")]), which=WHICH, stop_after=st.integers(1, 8),
+        whole=st.booleans(),
+    )  # fmt: skip
+    def engines_go_on(self, names: tuple[str, ...], which: int, stop_after: int, whole: bool) -> None:
         """The next steps of engines without trouble but, perhaps, in the last one; stops anywhere between."""
         steps: tuple[Callable[[str], None], ...] = (
             self.connect,
             lambda _: self.hub_works_off_everything(),
             lambda name: self.command_arrives(name, 3),
-            lambda name: self.fetch_ends(name, True),
+            lambda name: self.fetch_ends(name, which, True),
             lambda name: self.report_arrives(name, 3),
             lambda _: self.hub_works_off_everything(),
             lambda name: self.command_arrives(name, 3),
-            lambda name: self.apply_ends(name, whole),
+            lambda name: self.apply_ends(name, which, whole),
         )
         for step in steps[:stop_after]:
             for name in names:
@@ -325,6 +346,7 @@ class SimulatedMesh(SimulatedHub):
         if beat:
             for engine in self.engines.values():
                 record = self.coordinator.pool.by_lease(engine.lease)
-                if record is not None:
-                    self.take(self.coordinator.report(self.report_of(engine, agent.SendReport()), self.now_s))
+                for run_id in engine.machine.lines if record is not None else ():
+                    tell = agent.SendReport(run_id=run_id)
+                    self.take(self.coordinator.report(self.report_of(engine, tell), self.now_s))
         self.take(self.coordinator.tick(self.now_s))

@@ -6,7 +6,7 @@ the artifact that is live, or TORN while an apply that failed has left them half
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from hub_rules import saved_over
+from hub_rules import LAYOUT, saved_over
 from meshrl.inference.agent import states as agent
 from meshrl.weights.coordinator import states as hub
 from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.line import RunLine
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import artifact_id, build_manifest, digest
+from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, digest
 from meshrl.wire.types import (
     Activation,
     ActivationPolicy,
+    AdapterConfig,
     AgentReport,
     ChunkEntry,
     CollectivePlan,
@@ -40,23 +42,28 @@ TORN = "torn"
 LEASE_S = 10.0
 KEPT_ENDED = 2  # small, so that every run forgets versions
 ENGINES = ("a", "b")
+WHICH = st.integers(0, 1)  # of the runs
 TRANSPORTS = st.sampled_from([Transport.STREAM, Transport.NCCL])
 RARELY = st.sampled_from([False, False, False, False, True])  # else no run gets anywhere
 
 
-def manifest_of(epoch: int, version: int, content: int, transport: Transport = Transport.STREAM) -> Manifest:
+def manifest_of(
+    run_id: str, epoch: int, version: int, content: int, transport: Transport = Transport.STREAM, *, adapter: bool
+) -> Manifest:
     whole = digest(bytes((content,)) * 4)
     collective = transport is Transport.NCCL
     tensor_digest = whole[:16] if collective else whole
     tensor = TensorEntry(name="w", dtype="float32", shape=(1,), offset=0, num_bytes=4, digest=tensor_digest)
+    config = AdapterConfig(rank=1, lora_alpha=1.0, target_modules=("w",))
     return build_manifest(
-        run_id="run",
+        run_id=run_id,
         epoch=epoch,
         version=version,
         transport=transport,
         tensors=(tensor,),
         chunks=() if collective else (ChunkEntry(offset=0, length=4, digest=whole),),
         collective=CollectivePlan(num_senders=1, bucket_bytes=64) if collective else None,
+        adapter=Adapter(config=config, base_layout=LAYOUT) if adapter else None,
     )
 
 
@@ -66,24 +73,37 @@ def expected(error: MeshError, *reasons: Reason) -> None:
 
 
 @dataclass
-class Engine:
-    """One simulated process: an agent's rules and an engine."""
+class Line:
+    """What one run has in a simulated engine."""
 
-    machine: agent.AgentMachine = field(default_factory=agent.AgentMachine)
-    lease: str = ""
     live: str = "base"
     paused: bool = False
     fetching: str | None = None
     shadow: str | None = None
     applying: agent.StartApply | None = None
     resuming: bool = False
+
+
+@dataclass
+class Engine:
+    """One simulated process: an agent's rules and an engine."""
+
+    machine: agent.AgentMachine = field(default_factory=agent.AgentMachine)
+    lease: str = ""
+    lines: dict[str, Line] = field(default_factory=lambda: defaultdict(Line))
     joining: JoinGroup | None = None
     down: deque[Any] = field(default_factory=deque)  # commands on their way
     up: deque[AgentReport] = field(default_factory=deque)  # reports on their way
 
 
 class SimulatedHub(RuleBasedStateMachine):
-    """The hub and its publisher; what engines do comes on top."""
+    """The hub and the publisher of each run; what engines do comes on top.
+
+    Several runs are adapters for one base model, each with its own line. One run trains the base model, through groups
+    as well.
+    """
+
+    RUNS: tuple[str, ...] = ("run",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +113,8 @@ class SimulatedHub(RuleBasedStateMachine):
         self.pending: deque[hub.Action] = deque()
         self.engines = {name: Engine() for name in ENGINES}
         self.manifests: dict[str, Manifest] = {}
-        self.next_version = 0
-        self.epoch = 1
+        self.next_version = dict.fromkeys(self.RUNS, 0)
+        self.epoch = dict.fromkeys(self.RUNS, 1)
         self.leases = 0
         self.groups = 0  # asked for
         self.group: tuple[int, int, frozenset[str]] = (0, 0, frozenset())  # generation, epoch, who should come
@@ -107,6 +127,19 @@ class SimulatedHub(RuleBasedStateMachine):
             lease_s=LEASE_S, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0,
             kept_ended=KEPT_ENDED,
         )  # fmt: skip
+
+    @property
+    def adapters(self) -> bool:
+        return len(self.RUNS) > 1
+
+    def run(self, which: int) -> str:
+        return self.RUNS[which % len(self.RUNS)]
+
+    def line(self, run_id: str) -> RunLine | None:
+        return self.coordinator.lines.get(run_id)
+
+    def hub_epoch(self, run_id: str) -> int:
+        return self.coordinator.epochs.get(run_id, 0)
 
     def rows_in(self, state: VersionState) -> list[JsonObject]:
         """The rows of versions in a state that were ever saved."""
@@ -127,7 +160,7 @@ class SimulatedHub(RuleBasedStateMachine):
         engine = self.coordinator.pool.engines[engine_id]
         if manifest.transport is not Transport.NCCL:
             return
-        if isinstance(command, Commit) and engine.prepared == command.artifact_id:
+        if isinstance(command, Commit) and engine.on(command.run_id).prepared == command.artifact_id:
             return
         group = self.coordinator.groups.current
         assert group is not None
@@ -177,18 +210,23 @@ class SimulatedHub(RuleBasedStateMachine):
             self.hang_up(engine)
         self.coordinator = self.new_hub()
         self.coordinator.recover(self.disk, self.now_s, self.now_s)
-        if self.coordinator.epoch and self.epoch > self.coordinator.epoch + 1:
-            # The epoch before was not durable. The trainer is refused and ends; its next start asks this hub.
-            self.epoch = self.coordinator.epoch + 1
+        for run_id in self.RUNS:
+            known = self.hub_epoch(run_id)
+            if known and self.epoch[run_id] > known + 1:
+                # The epoch before was not durable. The trainer is refused and ends; its next start asks this hub.
+                self.epoch[run_id] = known + 1
 
     # --- publisher and orchestrator ---------------------------------------------------------------
 
     @rule(
-        content=st.integers(0, 3), seal=st.booleans(), skip=st.integers(0, 1), transport=TRANSPORTS,
+        which=WHICH, content=st.integers(0, 3), seal=st.booleans(), skip=st.integers(0, 1), transport=TRANSPORTS,
         arrives=st.booleans(),
     )  # fmt: skip
-    def publish(self, content: int, seal: bool, skip: int, transport: Transport, arrives: bool) -> None:
-        manifest = manifest_of(self.epoch, self.next_version + skip, content, transport)
+    def publish(self, which: int, content: int, seal: bool, skip: int, transport: Transport, arrives: bool) -> None:
+        run_id = self.run(which)
+        transport = Transport.STREAM if self.adapters else transport
+        version = self.next_version[run_id] + skip
+        manifest = manifest_of(run_id, self.epoch[run_id], version, content, transport, adapter=self.adapters)
         artifact = artifact_id(manifest)
         self.manifests[artifact] = manifest
         try:
@@ -196,50 +234,54 @@ class SimulatedHub(RuleBasedStateMachine):
         except MeshError as error:
             # A version that was lost with its hub may meanwhile be older than a decision, or differ in content.
             expected(error, Reason.VERSION_SUPERSEDED, Reason.VERSION_CONFLICT)
-            self.next_version += 1
+            self.next_version[run_id] += 1
             return
         self.take(actions)
         if arrives and transport is Transport.STREAM:
             self.take(self.coordinator.arrives(record, self.now_s))
         if seal and record.state is VersionState.STAGING:
             self.take(self.coordinator.seal(record.key, "", self.now_s, self.now_s))
-            self.next_version = manifest.version + 1
+            self.next_version[run_id] = manifest.version + 1
 
-    @rule(back=st.integers(0, 2), really=RARELY)
-    def trainer_restarts(self, back: int, really: bool) -> None:
+    @rule(which=WHICH, back=st.integers(0, 2), really=RARELY)
+    def trainer_restarts(self, which: int, back: int, really: bool) -> None:
         if not really:
             return
-        self.epoch = self.coordinator.epoch + 1  # the one before may never have published
-        self.next_version = max(0, self.next_version - back)
+        run_id = self.run(which)
+        self.epoch[run_id] = self.hub_epoch(run_id) + 1  # the one before may never have published
+        self.next_version[run_id] = max(0, self.next_version[run_id] - back)
         self.break_group(self.group[0])
 
     def break_group(self, generation: int) -> None:
         """Everybody who is in a group loses it."""
         raise NotImplementedError
 
-    @precondition(lambda self: self.coordinator.epoch > 1)
+    @precondition(lambda self: self.hub_epoch(self.RUNS[0]) > 1)
     @rule(version=st.integers(0, 20))
     def stale_trainer_is_refused(self, version: int) -> None:
-        manifest = manifest_of(self.coordinator.epoch - 1, version, 9)
+        run_id = self.RUNS[0]
+        manifest = manifest_of(run_id, self.hub_epoch(run_id) - 1, version, 9, adapter=self.adapters)
         with pytest.raises(MeshError) as caught:
             self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
         assert caught.value.reason is Reason.STALE_EPOCH
 
-    @precondition(lambda self: self.coordinator.epoch > 0)
+    @precondition(lambda self: self.hub_epoch(self.RUNS[0]) > 0)
     @rule(version=st.integers(0, 20), beyond=st.integers(2, 2**40))
     def epoch_beyond_the_next_is_refused(self, version: int, beyond: int) -> None:
-        manifest = manifest_of(self.coordinator.epoch + beyond, version, 9)
+        run_id = self.RUNS[0]
+        manifest = manifest_of(run_id, self.hub_epoch(run_id) + beyond, version, 9, adapter=self.adapters)
         with pytest.raises(MeshError) as caught:
             self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
         assert caught.value.reason is Reason.INVALID_REQUEST
 
-    @rule(back=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2))
-    def activate(self, back: int, gang: bool, min_ready: int) -> None:
+    @rule(which=WHICH, back=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2))
+    def activate(self, which: int, back: int, gang: bool, min_ready: int) -> None:
+        run_id = self.run(which)
         policy = ActivationPolicy.GANG if gang else ActivationPolicy.ROLLING
         try:
             record, actions = self.coordinator.activate(
-                run_id="run",
-                version=max(0, self.next_version - 1 - back),
+                run_id=run_id,
+                version=max(0, self.next_version[run_id] - 1 - back),
                 policy=policy,
                 min_ready=min_ready,
                 wait_s=30.0,
@@ -258,20 +300,22 @@ class SimulatedHub(RuleBasedStateMachine):
             assert actions == [hub.Answer(key=record.key, result=self.answers[record.key])]
         self.take(actions)
 
-    @rule(content=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2), transport=TRANSPORTS)
-    def publish_and_activate(self, content: int, gang: bool, min_ready: int, transport: Transport) -> None:
-        self.publish(content, True, 0, transport, False)
-        self.activate(0, gang, min_ready)
+    @rule(which=WHICH, content=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2), transport=TRANSPORTS)
+    def publish_and_activate(self, which: int, content: int, gang: bool, min_ready: int, transport: Transport) -> None:
+        self.publish(which, content, True, 0, transport, False)
+        self.activate(which, 0, gang, min_ready)
 
-    @rule(back=st.integers(0, 2), really=RARELY)
-    def abort(self, back: int, really: bool) -> None:
-        if not really:
+    @rule(which=WHICH, back=st.integers(0, 2), really=RARELY)
+    def abort(self, which: int, back: int, really: bool) -> None:
+        run_id = self.run(which)
+        line = self.line(run_id)
+        if not really or line is None:
             return
-        version = max(0, self.next_version - 1 - back)
-        record = self.coordinator.records.get((self.coordinator.epoch, version))
+        version = max(0, self.next_version[run_id] - 1 - back)
+        record = line.records.get(hub.Key(run_id, line.epoch, version))
         try:
             _, actions = self.coordinator.abort(
-                run_id="run", epoch=self.coordinator.epoch, version=version, message="", now_s=self.now_s
+                run_id=run_id, epoch=line.epoch, version=version, message="", now_s=self.now_s
             )
             self.take(actions)
         except MeshError as error:

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from http_servers import serving_http
+from meshrl.inference.agent.agent import WeightAgent
+from meshrl.inference.agent.states import LineMachine
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
 from meshrl.inference.http.app import InferenceServer
@@ -21,6 +23,13 @@ from meshrl.inference.http.tokenizer import TextCodec
 from tiny_qwen3 import tiny_qwen3
 
 VOCAB = 40
+
+
+def line_of(agent: WeightAgent) -> LineMachine:
+    """The agent's line of the only run."""
+    (line,) = agent.machine.lines.values()
+    return line
+
 
 EngineFactory = Callable[..., Any]
 Start = Callable[..., Awaitable[TestClient]]

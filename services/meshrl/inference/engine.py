@@ -11,11 +11,12 @@ import enum
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.inference.adapters import AdapterTable
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest, VersionSpan
 from meshrl.wire.types.routes import Routes
@@ -159,6 +160,7 @@ class HostVersion:
     version: int
     tensors: Mapping[str, torch.Tensor]
     adapter: AdapterConfig | None = None
+    run_id: str = ""
     files: tuple[Path, ...] = ()
 
 
@@ -204,6 +206,10 @@ class Engine(Protocol):
     @property
     def collective(self) -> CollectiveSupport | None:
         """How the engine takes part in broadcasts; None when it cannot."""
+
+    @property
+    def adapters(self) -> AdapterTable[Any] | None:
+        """The adapters that it serves beside each other; None for an engine that takes none."""
 
     @property
     def can_sleep(self) -> bool:

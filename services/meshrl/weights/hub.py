@@ -29,6 +29,7 @@ from meshrl.weights.byte_server import ByteServer
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.coordinator.states import (
+    DECIDED,
     Action,
     Answer,
     DeleteBytes,
@@ -97,6 +98,7 @@ class Hub:
         self._actions = ActionQueue(self._perform)
         self._sessions = Sessions()
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
+        self._until_decided: dict[Key, list[asyncio.Future[Activation]]] = {}  # those who do not wait for more
         self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
         self._changed = Pulse()  # a version did
         self._heard = Pulse()  # of an engine, or that time has passed
@@ -115,13 +117,13 @@ class Hub:
         """Reads the log and starts to serve. Raises LogError or OSError when the log cannot be used."""
         saved = await self._log.open()
         self.coordinator.recover(saved, self._now(), self._wall())
-        live = {record.artifact_id for record in self.coordinator.records.live}
+        live = {record.artifact_id for record in self.coordinator.live}
         await asyncio.to_thread(self._store.prepare, live)
-        if saved is not None:
-            newest = self.coordinator.newest_decided()
-            text = "goes on from {}: epoch {}, {} versions kept, newest decided {}"
+        for line in self.coordinator.lines.values():
+            newest = line.newest_decided()
+            text = "goes on from {} with run {}: epoch {}, {} versions kept, newest decided {}"
             decided = "none" if newest is None else f"{newest.version} ({newest.state.value})"
-            logger.info(text, self._log.path, self.coordinator.epoch, len(live), decided)
+            logger.info(text, self._log.path, line.run_id, line.epoch, len(line.records.live), decided)
         self._tasks = [asyncio.create_task(self._actions.run()), asyncio.create_task(self._tick())]
         for task in self._tasks:
             task.add_done_callback(self._ended)
@@ -177,15 +179,18 @@ class Hub:
                 if action.committed is not None:
                     record_sync(self._tracer, action.committed, self._wall())
                 if action.decision is not None:
-                    version = action.decision[1]
-                    logger.info("version {} is decided", version)
+                    logger.info("version {} of run {} is decided", action.decision.version, action.decision.run_id)
                     self._actions.put(self.coordinator.decided(action.decision, self._now()))
+                    for future in self._until_decided.pop(action.decision, []):
+                        if not future.done():
+                            future.set_result(self.coordinator.record(action.decision).decision())
             case Send():
                 if self._sessions.send(action.lease_id, action.command):
                     logger.debug("to {}: {}", action.engine_id, action.command)
             case EndSession():
                 self._sessions.end(action.lease_id)
             case Answer():
+                self._until_decided.pop(action.key, None)
                 for future in self._waiters.pop(action.key, []):
                     if isinstance(action.result, MeshError):
                         refuse(future, action.result)
@@ -238,10 +243,17 @@ class Hub:
             del self._sealing[record.artifact_id]
         logger.info("version {} is sealed: {} bytes, artifact {}", record.version, record.num_bytes, record.artifact_id)
 
-    async def abort_version(self, *, run_id: str, epoch: int, version: int, message: str) -> VersionInfo:
+    async def abort_version(
+        self, *, run_id: str, epoch: int, version: int, message: str, artifact_id: str = ""
+    ) -> VersionInfo:
         """Drops an undecided version and its bytes."""
         record, actions = self.coordinator.abort(
-            run_id=run_id, epoch=epoch, version=version, message=message, now_s=self._now()
+            run_id=run_id,
+            epoch=epoch,
+            version=version,
+            artifact_id=artifact_id,
+            message=message,
+            now_s=self._now(),
         )
         await self._actions.put(actions)
         return record.info()
@@ -257,42 +269,67 @@ class Hub:
         logger.info("group {} at {}: {}", opened.generation, request.store_address, members)
         return opened
 
+    async def close_run(self, *, run_id: str, epoch: int) -> None:
+        """Ends a run and has engines let go of its versions."""
+        await self._actions.put(self.coordinator.close_run(run_id, epoch))
+        logger.info("run {} is closed", run_id)
+
     # --- the orchestrator -----------------------------------------------------------------------
 
     async def activate_version(
-        self, *, run_id: str, version: int, policy: ActivationPolicy, min_ready: int, prepare_deadline_s: float
+        self,
+        *,
+        run_id: str,
+        version: int,
+        policy: ActivationPolicy,
+        min_ready: int,
+        prepare_deadline_s: float,
+        artifact_id: str = "",
+        epoch: int = 0,
+        return_when_decided: bool = False,
     ) -> Activation:
-        """Commits a version; waits for the outcome. Raises as `Coordinator.activate`, and ENGINES_NOT_READY."""
+        """Commits a version; waits for the outcome, or for the decision alone.
+
+        Raises as `Coordinator.activate`, and ENGINES_NOT_READY.
+        """
         if self._draining:
             raise MeshError(Reason.DRAINING)
         record, actions = self.coordinator.activate(
             run_id=run_id,
             version=version,
+            epoch=epoch,
+            artifact_id=artifact_id,
             policy=policy,
             min_ready=min_ready,
             wait_s=prepare_deadline_s,
             now_s=self._now(),
         )
+        if return_when_decided and record.state in DECIDED:
+            await self._actions.put(actions)
+            return record.decision()
         outcome: asyncio.Future[Activation] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(record.key, []).append(outcome)
+        if return_when_decided:
+            self._until_decided.setdefault(record.key, []).append(outcome)
         await self._actions.put(actions)
         with self._waits.waiting(
             "commit",
             lambda: f"version {version} at {self._describe_without(record) or 'engines, of which it has none'}",
-            lambda: tuple(self._without(version).values()),
+            lambda: tuple(self._without(record).values()),
         ):
             return await outcome
 
-    def _without(self, version: int) -> dict[str, str]:
+    def _without(self, record: VersionRecord) -> dict[str, str]:
         """URL of each engine that does not serve the version, under its id."""
-        engines = self.list_engines("")
-        return {engine.engine_id: engine.url for engine in engines if engine.serving_version != version}
+        engines = self.coordinator.pool.engines.values()
+        lacking = (engine for engine in engines if engine.on(record.key.run_id).serving != record.version)
+        return {engine.engine_id: engine.registration.url for engine in lacking}
 
     def _describe_without(self, record: VersionRecord) -> str:
         """The same engines in words, with why those that refused the version did so."""
         faults = {} if record.attempt is None else record.attempt.faults
         refusals = {name: f", which refused it ({fault.reason}: {fault.message})" for name, fault in faults.items()}
-        return "; ".join(name + refusals.get(name, "") for name in self._without(record.version))
+        return "; ".join(name + refusals.get(name, "") for name in self._without(record))
 
     async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
         """Has engines sleep until there is work; waits for their answers, for at most `deadline_s`."""
@@ -375,11 +412,11 @@ class Hub:
         Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
         coordinator = self.coordinator
-        kept = {record.artifact_id for record in coordinator.records.live}
+        kept = {record.artifact_id for record in coordinator.live}
         of_part = artifact_id and artifact_id not in kept  # a relay asks for a part of a chain
         if of_part and (part := await asyncio.to_thread(self._store.part, artifact_id)) is not None:
             return FoundVersion(manifest=part, artifact_id=artifact_id)
-        record = coordinator.records.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)
+        record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.line(run_id).find(version)
         if record.state is VersionState.STAGING and not (artifact_id and record.arriving):
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
         manifest, steps = self._store.held(record.artifact_id).manifest, tuple[Manifest, ...]()
@@ -403,7 +440,7 @@ class Hub:
     def _record(self, artifact_id: str) -> VersionRecord | None:
         """The version of an artifact; None for a part of a chain. Raises UNKNOWN_VERSION."""
         try:
-            return self.coordinator.records.by_artifact(artifact_id)
+            return self.coordinator.by_artifact(artifact_id)
         except MeshError:
             if self._store.part(artifact_id) is None:
                 raise
@@ -411,7 +448,7 @@ class Hub:
 
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
         """The engines that hold a lease."""
-        return self.coordinator.pool.infos(engine_pool, self.coordinator.records.values(), self._now())
+        return self.coordinator.engines(engine_pool, self._now())
 
 
 class ActionQueue:

@@ -7,7 +7,7 @@ The streams of chunks bypass protobuf (`wire.frames`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -54,9 +54,9 @@ class RelayService(weights_pb2_grpc.WeightSyncServicer):
         return MeshError(Reason.NOT_SUPPORTED, text)
 
 
-def _fields(request: Message, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a request by their names, but for its request_id and those that the hub does not read."""
-    fields = (field for field in request.DESCRIPTOR.fields if field.name not in ("request_id", *without))
+def _fields(request: Message) -> dict[str, Any]:
+    """The fields of a request by their names, but for its request_id."""
+    fields = (field for field in request.DESCRIPTOR.fields if field.name != "request_id")
     values = ((field, getattr(request, field.name)) for field in fields)
     return {field.name: tuple(value) if field.is_repeated else value for field, value in values}
 
@@ -90,18 +90,20 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     )
     AbortVersion = _checked(
         validate.validate_abort_request,
-        lambda hub, request: hub.abort_version(**_fields(request, without=("artifact_id",))),
+        lambda hub, request: hub.abort_version(**_fields(request)),
         lambda info: pb.AbortVersionResponse(version=convert.to_proto(info)),
     )
     ActivateVersion = _checked(
         validate.validate_activate_request,
         lambda hub, request: hub.activate_version(
-            **{
-                **_fields(request, without=("artifact_id", "epoch", "return_when_decided")),
-                "policy": convert.activation_policy_from_proto(request.policy),
-            }
+            **{**_fields(request), "policy": convert.activation_policy_from_proto(request.policy)}
         ),
         convert.to_proto,
+    )
+    CloseRun = _checked(
+        validate.validate_close_run_request,
+        lambda hub, request: hub.close_run(**_fields(request)),
+        lambda _: pb.CloseRunResponse(),
     )
     OpenGroup = _checked(
         validate.validate_open_group_request,
@@ -176,6 +178,9 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListEnginesResponse:
         engines = self._hub.list_engines(request.engine_pool)
+        epochs = self._hub.coordinator.epochs
         return pb.ListEnginesResponse(
-            engines=[convert.to_proto(engine) for engine in engines], epoch=self._hub.coordinator.epoch
+            engines=[convert.to_proto(engine) for engine in engines],
+            epoch=max(epochs.values(), default=0) if len(epochs) < 2 else 0,
+            run_epochs=epochs,
         )

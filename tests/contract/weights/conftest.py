@@ -16,6 +16,7 @@ from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import Credentials
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.inference.adapters import AdapterTable
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import CollectiveSupport, FinishReason, GenerateRequest, HostVersion, TokenChunk
@@ -51,6 +52,7 @@ class MemoryEngine:
         self.in_flight = 3
         self.stages_from_files = False
         self.collective: CollectiveSupport | None = None
+        self.adapters: AdapterTable[dict[str, torch.Tensor]] | None = None
         self.shadow: tuple[int, dict[str, torch.Tensor]] | None = None
         self.fail_apply = False
         self.history: list[str] = []

@@ -11,6 +11,7 @@ import google_crc32c
 import pytest
 import torch
 
+from inference_kit import line_of
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.weights import byte_server
 from meshrl.wire.errors import MeshError, Reason
@@ -83,7 +84,7 @@ async def begun(mesh: Any, engine: Any, state: Any) -> tuple[WeightAgent, Upload
     await published(mesh, 0, state(1))
     upload = await Upload.of(mesh, 1, state(2))
     upload.send(upload.chunks[:3])
-    await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
+    await mesh.until(lambda: line_of(agent).state is AgentState.FETCHING)
     end = upload.chunks[3].offset
     await mesh.until(lambda: mesh.hub._store.held(upload.artifact_id).here_to(0, end) == end)
     return agent, upload
@@ -98,11 +99,11 @@ async def test_engine_has_a_version_prepared_when_its_upload_ends(
     upload = await Upload.of(mesh, 1, state(2))
     chunks = upload.chunks[::-1] if backwards else upload.chunks
     upload.send(chunks[:5])
-    await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
-    assert mesh.hub.coordinator.find("run", 1).state is VersionState.STAGING
+    await mesh.until(lambda: line_of(agent).state is AgentState.FETCHING)
+    assert mesh.hub.coordinator.line("run").find(1).state is VersionState.STAGING
     upload.send(chunks[5:])
-    await mesh.until(lambda: agent.machine.state is AgentState.PREPARED)  # neither ended nor sealed so far
-    assert mesh.hub.coordinator.find("run", 1).state is VersionState.STAGING
+    await mesh.until(lambda: line_of(agent).state is AgentState.PREPARED)  # neither ended nor sealed so far
+    assert mesh.hub.coordinator.line("run").find(1).state is VersionState.STAGING
     assert (await upload.end()).missing_offsets == ()
     with pytest.raises(MeshError) as unsealed:
         await activate(mesh, 1)
@@ -121,7 +122,7 @@ async def test_broken_upload_that_goes_on_is_followed_on(mesh: Any, engine: Any,
     await mesh.until(lambda: [(wait.what, wait.on) for wait in agent.waits.look(0.0)] == [(waited_for, ("weights",))])
     assert len((await upload.end()).missing_offsets) == len(upload.chunks) - 3
     upload.send(upload.chunks[3:])
-    await mesh.until(lambda: agent.machine.state is AgentState.PREPARED)
+    await mesh.until(lambda: line_of(agent).state is AgentState.PREPARED)
     await upload.end()
     await upload.seal()
     await activate(mesh, 1)
@@ -132,7 +133,7 @@ async def test_engine_that_gave_up_on_an_upload_prepares_the_version_once_it_is_
     mesh: Any, engine: Any, state: Any
 ) -> None:
     agent, upload = await begun(mesh, engine, state)
-    await mesh.until(lambda: agent.machine.state is AgentState.READY, deadline_s=20.0)  # fetch_stall_s
+    await mesh.until(lambda: line_of(agent).state is AgentState.READY, deadline_s=20.0)  # fetch_stall_s
     await mesh.until(lambda: mesh.hub.list_engines("")[0].last_fault is not None)
     (info,) = mesh.hub.list_engines("")
     assert (info.last_fault.reason, info.routable) == (Reason.UNREACHABLE.name, True)
@@ -147,7 +148,7 @@ async def test_version_that_is_aborted_as_it_arrives_is_let_go(mesh: Any, engine
     agent, upload = await begun(mesh, engine, state)
     follower = asyncio.create_task(_all_of(mesh, upload))
     await mesh.client().abort_version(run_id="run", epoch=1, version=1, message="")
-    await mesh.until(lambda: agent.machine.state is AgentState.READY)
+    await mesh.until(lambda: line_of(agent).state is AgentState.READY)
     with pytest.raises(MeshError) as gone:
         await asyncio.wait_for(follower, 60.0)
     assert gone.value.reason is Reason.UNKNOWN_VERSION
@@ -165,15 +166,15 @@ async def test_sealed_version_is_not_given_up_for_one_that_arrives(mesh: Any, en
     agent = mesh.start_agent("e0", engine)
     await published(mesh, 0, state(1))
     await mesh.publisher(Transport.STREAM).publish(1, state(2))
-    await mesh.until(lambda: agent.machine.state is AgentState.PREPARED)
+    await mesh.until(lambda: line_of(agent).state is AgentState.PREPARED)
     upload = await Upload.of(mesh, 2, state(3))
     upload.send(upload.chunks)
     await upload.end()
-    assert agent.machine.target is not None
-    assert agent.machine.target.version == 1
+    assert line_of(agent).target is not None
+    assert line_of(agent).target.version == 1
     await activate(mesh, 1)
     assert engine.holds(state(2))
-    await mesh.until(lambda: agent.machine.state is AgentState.PREPARED)  # now there is room for it
+    await mesh.until(lambda: line_of(agent).state is AgentState.PREPARED)  # now there is room for it
     await upload.seal()
     await activate(mesh, 2)
     assert engine.holds(state(3))

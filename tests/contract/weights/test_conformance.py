@@ -28,7 +28,7 @@ async def test_our_hub_keeps_every_rule_and_the_safe_checks_change_nothing(mesh:
     broken, unchecked = await verdict(f"127.0.0.1:{mesh.port}", "weights")
     assert broken == {}
     assert set(unchecked) == {"contract.version"}
-    assert mesh.hub.coordinator.epoch == 1
+    assert mesh.hub.coordinator.line("").epoch == 1
     assert [one.engine_id for one in mesh.hub.list_engines("")] == ["e0"]
 
 

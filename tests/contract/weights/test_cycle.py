@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inference_kit import line_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ActivationPolicy, AgentState, Transport, VersionState
 
@@ -100,13 +101,13 @@ async def test_engine_that_needs_longer_than_the_trainer_serves_what_it_began_an
 
     slow.before_stage = wait_for_it
     mesh.start_agent("fast", engine)
-    machine = mesh.start_agent("slow", slow).machine
+    slow_agent = mesh.start_agent("slow", slow)
     await mesh.until_registered(2)
     publisher, client = mesh.publisher(Transport.FILESYSTEM), mesh.client()
     for version in range(4):
         await publisher.publish(version, state(version + 1))
         await client.activate_version(run_id="run", version=version, min_ready=1, prepare_deadline_s=30.0)
-        await mesh.until(lambda: machine.target is not None and machine.target.committed)
+        await mesh.until(lambda: (target := line_of(slow_agent).target) is not None and target.committed)
     may_stage.set()
     await mesh.until(lambda: slow.version == 3)
     assert [done for done in slow.history if done.startswith("apply")] == ["apply 0", "apply 3"]

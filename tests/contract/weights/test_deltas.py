@@ -48,7 +48,7 @@ async def serve(client: WeightSyncClient, version: int, *, min_ready: int = 1) -
 
 
 def flip_image(agent: WeightAgent, at: int) -> None:
-    image = agent._loader.images._image
+    image = agent._lines["run"].loader.images._image
     assert image is not None
     image.held.parts[0][1][at % FULL_BYTES] ^= 0x10
 
@@ -146,10 +146,10 @@ async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_com
         states.append(stepped(states[-1], seed))
     await publisher.publish(0, states[0])
     await serve(client, 0)
-    served = agent._loader.images._image.root
+    served = agent._lines["run"].loader.images._image.root
     report = await publisher.publish(1, states[1])
-    await mesh.until(lambda: agent._prepared is not None and agent._prepared.manifest.version == 1)
-    assert agent._loader.images._image.root == report.root
+    await mesh.until(lambda: (prepared := agent._lines["run"].prepared) is not None and prepared.manifest.version == 1)
+    assert agent._lines["run"].loader.images._image.root == report.root
     report = await publisher.publish(2, states[2])  # 1 is skipped
     await serve(client, 2)
     assert engine.holds(states[2])
@@ -166,9 +166,9 @@ async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_com
     ]
 
     await publisher.publish(3, states[3])
-    await mesh.until(lambda: agent._prepared is not None and agent._prepared.manifest.version == 3)
+    await mesh.until(lambda: (prepared := agent._lines["run"].prepared) is not None and prepared.manifest.version == 3)
     await client.abort_version(run_id="run", epoch=1, version=3, message="no")
-    assert await agent._loader.images.held_root() == report.root != served
+    assert await agent._lines["run"].loader.images.held_root() == report.root != served
     report = await publisher.publish(4, states[4])  # what it would lead from is gone
     assert report.num_bytes == FULL_BYTES
     await serve(client, 4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from group_senders import GroupSenders, Parcel, flipped
-from inference_kit import make_model
+from inference_kit import line_of, make_model
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import tensor_bytes
@@ -237,7 +237,7 @@ async def test_engine_killed_at_any_moment_leaves_nothing_torn_and_the_next_one_
 
     again = await start("e0")
     await trainer.send_again(1, "e0")
-    await mesh.until(lambda: again.agent.machine.state in AHEAD or again.version == 1)
+    await mesh.until(lambda: line_of(again.agent).state in AHEAD or again.version == 1)
     if commit is not None:  # decided: it goes forward with the engine that is there now
         assert (await commit).version.state is VersionState.COMMITTED
         assert again.version == 1

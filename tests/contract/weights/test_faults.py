@@ -9,6 +9,7 @@ from typing import Any
 import google_crc32c
 import pytest
 
+from inference_kit import line_of
 from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.peers.version_relay import RelaySettings, VersionRelay
@@ -60,14 +61,14 @@ async def test_corrupt_version_is_refused_old_one_served_and_next_one_goes_throu
     assert not engine.paused
     (info,) = await mesh.client().list_engines()
     assert (info.state, info.serving_version, info.routable) == (AgentState.READY, 0, True)
-    assert mesh.hub.coordinator.find("run", 1).state is VersionState.SEALED
+    assert mesh.hub.coordinator.line("run").find(1).state is VersionState.SEALED
 
     await publisher.publish(2, state(3))
     await activate(mesh, 2)
     assert engine.version == 2
     assert engine.holds(state(3))
-    assert agent.machine.version == 2
-    assert mesh.hub.coordinator.find("run", 1).state is VersionState.ABORTED
+    assert line_of(agent).version == 2
+    assert mesh.hub.coordinator.line("run").find(1).state is VersionState.ABORTED
 
 
 async def test_damaged_version_can_be_published_again_under_a_new_artifact(
@@ -212,7 +213,7 @@ async def test_restarted_hub_replays_its_log_and_goes_forward(
     await publisher.publish(1, state(2))
     await mesh.kill_hub()
     await mesh.start_hub()
-    states = {r.version: r.state for r in mesh.hub.coordinator.records.values()}
+    states = {r.version: r.state for r in mesh.hub.coordinator.line("run").records.values()}
     assert states == {0: VersionState.COMMITTED, 1: VersionState.SEALED}
     assert await activate(mesh, 0) == first
     with pytest.raises(MeshError) as stale:
@@ -242,7 +243,7 @@ async def test_hub_killed_right_after_a_decision_finishes_it_when_it_is_back(
     await mesh.until(lambda: "pause" in engine.history)
     await mesh.kill_hub()
     await mesh.start_hub()
-    assert mesh.hub.coordinator.find("run", 0).state is VersionState.COMMITTING
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.COMMITTING
     hang.set()
     activation = await activate(mesh, 0)
     assert activation.version.state is VersionState.COMMITTED

@@ -253,7 +253,7 @@ async def test_an_adapter_is_staged_sealed_and_prepared_like_a_full_version(
     await client.seal_version(run_id="run", epoch=1, version=0, artifact_id=staged.artifact_id)
     a = line("a")
     await a.dial()
-    assert await a.told() == Prepare(version=0, artifact_id=staged.artifact_id)
+    assert await a.told() == Prepare(version=0, artifact_id=staged.artifact_id, run_id="run", epoch=1)
     assert (await client.get_manifest(artifact_id=staged.artifact_id))[0] == manifest
     assert b"".join([bytes(chunk.data) async for chunk in client.fetch(staged.artifact_id)]) == data
 
@@ -270,23 +270,23 @@ async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_i
     manifest = collective_manifest(0)
     await mesh.client().create_version(manifest)
     await restart(mesh, a, b)  # staged
-    assert mesh.hub.coordinator.find("run", 0).state is VersionState.STAGING
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.STAGING
     artifact = await seal(mesh, manifest)
     for engine in (a, b):
-        assert await engine.told() == Prepare(version=0, artifact_id=artifact)
+        assert await engine.told() == Prepare(version=0, artifact_id=artifact, run_id="run", epoch=1)
 
     await restart(mesh, a, b)  # sealed; the group goes on without the hub
     for engine in (a, b):
-        assert await engine.told() == Prepare(version=0, artifact_id=artifact)
+        assert await engine.told() == Prepare(version=0, artifact_id=artifact, run_id="run", epoch=1)
         engine.prepared(manifest)
     committing = asyncio.create_task(activate(mesh, 0))
     for engine in (a, b):
-        assert await engine.told() == Commit(version=0, artifact_id=artifact)
+        assert await engine.told() == Commit(version=0, artifact_id=artifact, run_id="run", epoch=1)
 
     await restart(mesh, a, b)  # decided, and nobody has applied it
-    assert mesh.hub.coordinator.find("run", 0).state is VersionState.COMMITTING
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.COMMITTING
     for engine in (a, b):
-        assert await engine.told() == Commit(version=0, artifact_id=artifact)
+        assert await engine.told() == Commit(version=0, artifact_id=artifact, run_id="run", epoch=1)
         engine.serves(manifest)
     activation = await activate(mesh, 0)
     assert activation.version.state is VersionState.COMMITTED
@@ -317,7 +317,7 @@ async def test_an_engine_outside_gets_the_version_in_the_group_that_is_opened_fo
     assert isinstance(await late.told(), JoinGroup)
     assert late.commands.empty()
     late.say(group_generation=2)
-    assert await late.told() == Commit(version=0, artifact_id=artifact)
+    assert await late.told() == Commit(version=0, artifact_id=artifact, run_id="run", epoch=1)
     late.serves(manifest)
     await mesh.until(lambda: [info.routable for info in mesh.hub.list_engines("")] == [True, True])
 
@@ -343,7 +343,7 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
     await mesh.until(lambda: engine.shadow is not None)
 
     await restart(mesh)  # sealed
-    assert mesh.hub.coordinator.find("run", 0).state is VersionState.SEALED
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.SEALED
     hang = asyncio.Event()
 
     async def wait_for_it() -> None:
@@ -355,7 +355,7 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
     await mesh.until(lambda: "pause" in engine.history)
 
     await restart(mesh)  # decided, and being applied
-    assert mesh.hub.coordinator.find("run", 0).state is VersionState.COMMITTING
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.COMMITTING
     hang.set()
     activation = await client.activate_version(run_id="run", version=0, prepare_deadline_s=30.0)
     await asyncio.wait({committing})

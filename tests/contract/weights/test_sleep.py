@@ -110,7 +110,7 @@ async def test_engine_with_a_version_under_way_stays_awake(
     mesh: Any, engine: Any, serving: WeightSyncClient, state: Callable[[int], Any]
 ) -> None:
     await mesh.publisher(Transport.STREAM).publish(1, state(1))
-    await mesh.until(lambda: mesh.hub.coordinator.pool.engines["e0"].prepared is not None)
+    await mesh.until(lambda: mesh.hub.coordinator.pool.engines["e0"].on("run").prepared is not None)
     assert await counts(serving) == (0, 1)
     await serving.activate_version(run_id="run", version=1, prepare_deadline_s=30.0)
     assert await counts(serving) == (1, 0)

@@ -102,7 +102,7 @@ async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh:
     publication = asyncio.run_coroutine_threadsafe(publisher.publish(0, state(1)), loop)
     report = await asyncio.to_thread(commands.wait, publication, progress=publisher.progress, stall_s=3.0)
     assert report.parts_s["stage"] > 3.0
-    assert mesh.hub.coordinator.find("run", 0).state is VersionState.SEALED
+    assert mesh.hub.coordinator.line("run").find(0).state is VersionState.SEALED
 
 
 async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:

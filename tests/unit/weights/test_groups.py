@@ -32,11 +32,11 @@ def hub() -> Hub:
 
 
 def prepare(made: Manifest) -> Prepare:
-    return Prepare(version=made.version, artifact_id=artifact_id(made))
+    return Prepare(version=made.version, artifact_id=artifact_id(made), run_id=made.run_id, epoch=made.epoch)
 
 
 def commit(made: Manifest) -> Commit:
-    return Commit(version=made.version, artifact_id=artifact_id(made))
+    return Commit(version=made.version, artifact_id=artifact_id(made), run_id=made.run_id, epoch=made.epoch)
 
 
 def refusal(hub: Hub, **more: Any) -> MeshError:
@@ -122,7 +122,7 @@ class TestOpening:
         made = manifest(0, epoch=2)
         hub.seal(made)
         hub.open(epoch=3)
-        assert hub.rules.records[(2, 0)].state is VersionState.ABORTED
+        assert hub.rules.line("run").records["run", 2, 0].state is VersionState.ABORTED
 
     def test_a_new_session_is_told_again_while_there_is_time(self, hub: Hub) -> None:
         hub.engine("a")
@@ -315,7 +315,7 @@ class TestDeciding:
         hub.seal(made)
         hub.activate(0, min_ready=2)
         hub.prepared("a", made, 1)
-        assert hub.rules.records[(1, 0)].state is VersionState.SEALED
+        assert hub.rules.line("run").records["run", 1, 0].state is VersionState.SEALED
         hub.open(engine_ids=("b",))
         hub.say("b", group_generation=2)
         hub.prepared("b", made, 2)
@@ -352,7 +352,7 @@ class TestDeciding:
         hub.told.clear()
         about_old = {"target_version": 3, "target_artifact_id": artifact_id(old)}
         hub.say("a", AgentState.PREPARED, **about_old)
-        assert hub.rules.records[(2, 3)].state is VersionState.SEALED
+        assert hub.rules.line("run").records["run", 2, 3].state is VersionState.SEALED
         hub.say("a", AgentState.SEEDING, fault=AgentFault(reason="DIGEST_MISMATCH", message=""), **about_old)
         assert hub.answers == []
         hub.say("a", AgentState.PREPARED, target_version=3, target_artifact_id=artifact_id(new))
@@ -377,7 +377,7 @@ def test_the_pool_lists_what_engines_bring_and_routes_only_to_live_sound_ones(hu
     hub.say("empty", AgentState.JOINING)
     hub.say("sound", AgentState.READY, serving_version=0, group_generation=4)
     hub.now_s += 5.0  # the silent one's lease is over, though no tick has come
-    infos = hub.rules.pool.infos("", hub.rules.records.values(), hub.now_s)
+    infos = hub.rules.engines("", hub.now_s)
     assert {info.engine_id: info.routable for info in infos} == {
         "sound": True,
         "silent": False,

@@ -172,7 +172,7 @@ async def test_stopped_hub_drops_no_engine_and_gives_up_no_version(hub: Hub, clo
     (engine,) = hub.list_engines("")
     assert engine.engine_id == "e"
     hub.coordinator.report(AgentReport(lease_id=lease.lease_id, state=AgentState.JOINING), hub._now())
-    assert hub.coordinator.records[1, 1].state is VersionState.SEALED
+    assert hub.coordinator.line("run").records["run", 1, 1].state is VersionState.SEALED
     waiting.cancel()
     for _ in range(12):  # an engine that is silent while the hub runs is dropped as before
         clock.now_s += 1.0
@@ -190,7 +190,7 @@ async def test_wait_for_a_version_says_what_an_engine_has_against_it(hub: Hub) -
     )
     await asyncio.sleep(0.05)
     fault = AgentFault(reason="LAYOUT_MISMATCH", message="it does not fit the served model")
-    artifact_id = hub.coordinator.records[1, 1].artifact_id
+    artifact_id = hub.coordinator.line("run").records["run", 1, 1].artifact_id
     report = AgentReport(
         lease_id=leases[0].lease_id,
         state=AgentState.READY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 import signal
@@ -16,14 +17,15 @@ import pytest
 
 from hub_rules import saved_over
 from meshrl.core import sqlite_files
-from meshrl.weights.coordinator.states import Save
+from meshrl.weights.coordinator.rows import hub_of
+from meshrl.weights.coordinator.states import Key, Save
 from meshrl.weights.decision_log import DecisionLog, LogError
 
 WRITER = """
 import asyncio, sys
 from pathlib import Path
 from meshrl.core import sqlite_files
-from meshrl.weights.coordinator.states import Save
+from meshrl.weights.coordinator.states import Key, Save
 from meshrl.weights.decision_log import DecisionLog
 sqlite_files.file_system = lambda folder: int(sys.argv[2])
 
@@ -33,7 +35,7 @@ async def write():
     number = 0 if saved is None else saved.run["number"]
     while True:
         number += 1
-        versions = {(1, number): {"state": "committed", "number": number}, (1, number - 20): None}
+        versions = {Key('run', 1, number): {"state": "committed", "number": number}, Key('run', 1, number - 20): None}
         await log.save(Save(run={"number": number}, versions=versions, groups={number % 5: {"number": number}}))
         print(number, flush=True)
 
@@ -46,7 +48,10 @@ def saves(count: int) -> list[Save]:
     made = []
     for n in range(count):
         states = ("staging", "sealed", "committing", "committed")
-        versions = {(1, n // 4): {"state": states[n % 4], "artifact_id": f"{n:064}"}, (1, n // 4 - 6): None}
+        versions = {
+            Key("run", 1, n // 4): {"state": states[n % 4], "artifact_id": f"{n:064}"},
+            Key("run", 1, n // 4 - 6): None,
+        }
         made.append(Save(run={"run_id": "main", "revision": n}, versions=versions, groups={n // 10: {"n": n}}))
     return made
 
@@ -111,7 +116,7 @@ async def test_a_hub_that_is_killed_in_the_middle_of_writes_loses_none_that_it_r
         assert saved.run["number"] in (number, number + 1)  # the last one may not have been reported yet
         number = saved.run["number"]
         assert saved.versions == {
-            (1, n): {"state": "committed", "number": n} for n in range(max(1, number - 19), number + 1)
+            Key("run", 1, n): {"state": "committed", "number": n} for n in range(max(1, number - 19), number + 1)
         }
 
 
@@ -160,7 +165,7 @@ async def test_an_older_copy_of_one_row_is_an_error(tmp_path: Path) -> None:
     await log.save(saves(10)[9])
     await log.close()
     with closing(sqlite3.connect(path)) as file, file:
-        file.execute("update versions set row = ?, seal = ? where version = 2", older[2:4])
+        file.execute("update versions set row = ?, seal = ? where version = 2", older[3:5])
     with pytest.raises(LogError, match="a row of its table run does not have the digest"):
         await read(path)
 
@@ -188,16 +193,45 @@ async def test_log_has_one_owner_at_a_time(tmp_path: Path) -> None:
 
 async def test_folder_of_an_older_version_is_refused_with_its_layout(tmp_path: Path) -> None:
     (tmp_path / "decisions.log").write_bytes(b"MESHLOG1")
-    with pytest.raises(LogError, match=r"decisions.log has layout 1, but this version of meshrl reads layout 3 alone"):
+    with pytest.raises(LogError, match=r"decisions.log has layout 1, but this version of meshrl reads layouts 3 and 4"):
         await read(tmp_path / "decisions.sqlite")
 
 
 async def test_file_of_a_newer_version_is_refused_with_its_layout(tmp_path: Path) -> None:
     path = await write(tmp_path / "log")
     with closing(sqlite3.connect(path)) as file:
-        file.execute("pragma user_version = 4")
-    with pytest.raises(LogError, match="has layout 4, but this version of meshrl reads layout 3 alone"):
+        file.execute("pragma user_version = 5")
+    with pytest.raises(LogError, match="has layout 5, but this version of meshrl reads layouts 3 and 4"):
         await read(path)
+
+
+async def test_a_file_of_one_run_is_read_and_rewritten_with_the_run_in_its_keys(tmp_path: Path) -> None:
+    """As layout 3 had it: the run beside the key in a version's row, and the one epoch in the hub's."""
+    path = tmp_path / "log"
+    row = json.dumps({"run_id": "main", "key": [2, 7], "state": "committed"})
+    hub = json.dumps({"run_id": "main", "epoch": 2, "revision": 9})
+    sealed = sqlite_files.seal(row.encode(), "versions", 2, 7)
+    with closing(sqlite3.connect(path)) as file:
+        file.executescript("""
+            CREATE TABLE run (one INTEGER PRIMARY KEY, writes INTEGER, row TEXT, seal BLOB);
+            CREATE TABLE versions (epoch INTEGER, version INTEGER, row TEXT, seal BLOB,
+                state TEXT AS (json_extract(row, '$.state')), PRIMARY KEY (epoch, version)) WITHOUT ROWID;
+            CREATE TABLE groups (generation INTEGER PRIMARY KEY, row TEXT, seal BLOB);
+            PRAGMA user_version = 3;
+        """)
+        file.execute("INSERT INTO versions VALUES (2, 7, ?, ?)", (row, sealed))
+        whole = sqlite_files.seal(hub.encode() + sealed, "run", 5)
+        file.execute("INSERT INTO run VALUES (1, 5, ?, ?)", (hub, whole))
+        file.commit()
+    first = await read(path)
+    assert first is not None
+    assert first.versions == {Key("main", 2, 7): json.loads(row)}
+    assert hub_of(first.run) == ({"main": 2}, (), 9)
+    assert await read(path) == first
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("select run_id, epoch, version, state from versions").fetchall() == [
+            ("main", 2, 7, "committed")
+        ]
 
 
 async def test_other_files_are_refused(tmp_path: Path) -> None:

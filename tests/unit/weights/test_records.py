@@ -35,7 +35,7 @@ def goes_through(hub: Hub, version: int, engines: tuple[str, ...] = ENGINES) -> 
         hub.prepared(name, made, generation=0)
     for name in engines:
         hub.serves(name, made, None)
-    assert hub.rules.records[1, version].state is VersionState.COMMITTED
+    assert hub.rules.line("run").records["run", 1, version].state is VersionState.COMMITTED
     hub.told.clear()
     hub.wait(0.1)
     return made
@@ -66,29 +66,29 @@ def test_records_rows_and_work_of_a_report_do_not_grow_with_the_number_of_versio
         made = goes_through(hub, version)
         if version in (199, 599):
             works.append(work_of(lambda made=made: hub.serves("b", made, None)))  # type: ignore[misc]  # bound now
-        assert len(hub.rules.records) <= MOST_RECORDS
+        assert len(hub.rules.line("run").records) <= MOST_RECORDS
         assert hub.disk is not None
-        assert hub.disk.versions.keys() == hub.rules.records.keys()
+        assert hub.disk.versions.keys() == hub.rules.line("run").records.keys()
     assert works[1] <= 1.1 * works[0]
 
 
 def test_a_restarted_hub_knows_what_the_one_before_knew(hub: Hub) -> None:
     for version in range(200):
         goes_through(hub, version)
-    before = {key: (r.state, r.revision, r.answer) for key, r in hub.rules.records.items()}
+    before = {key: (r.state, r.revision, r.answer) for key, r in hub.rules.line("run").records.items()}
     revision = hub.rules.revision
     hub.restart()
     assert hub.rules.revision == revision
-    after = {key: (r.state, r.revision, r.answer) for key, r in hub.rules.records.items()}
+    after = {key: (r.state, r.revision, r.answer) for key, r in hub.rules.line("run").records.items()}
     assert after == before
-    assert {(1, version) for version in range(170, 200)} <= after.keys()
+    assert {("run", 1, version) for version in range(170, 200)} <= after.keys()
 
 
 def test_versions_that_ended_lately_get_their_first_answer_and_older_ones_are_unknown(hub: Hub) -> None:
     for version in range(200):
         goes_through(hub, version)
     for _ in range(2):  # by this hub, and by the one that comes after it
-        first = hub.rules.records[1, 190].answer
+        first = hub.rules.line("run").records["run", 1, 190].answer
         assert first is not None
         hub.answers.clear()
         hub.activate(190)
@@ -112,7 +112,7 @@ def test_an_engine_stays_routable_with_the_old_version_that_it_serves(hub: Hub) 
     for version in range(1, 200):
         goes_through(hub, version, ("a", "b"))
         hub.serves("c", made, None)  # it has refused every version since
-    info = hub.rules.pool.infos("", hub.rules.records.values(), hub.now_s)[2]
+    info = hub.rules.engines("", hub.now_s)[2]
     assert info.engine_id == "c"
     assert (info.serving_version, info.routable) == (0, True)
 
@@ -131,4 +131,4 @@ def test_what_an_engine_refused_is_forgotten_with_the_versions(hub: Hub) -> None
             hub.serves(name, made, None)
         hub.wait(0.1)
         hub.say("c")
-    assert len(hub.rules.pool.engines["c"].faulted) <= MOST_RECORDS
+    assert len(hub.rules.pool.engines["c"].on("run").faulted) <= MOST_RECORDS

@@ -89,5 +89,5 @@ def test_engine_whose_session_ends_is_waited_for_no_longer(rules: Coordinator, e
 def test_sleeping_engine_is_listed_as_such(rules: Coordinator) -> None:
     come(rules, "a")
     say(rules, "a", sleeping=True, answered=None)
-    (info,) = rules.pool.infos("", (), 1.0)
+    (info,) = rules.engines("", 1.0)
     assert (info.sleeping, info.can_sleep) == (True, True)

@@ -185,6 +185,11 @@ class WeightSyncClient(ServiceClient):
         response = await self._unary(self._stub.AbortVersion, "AbortVersion", request)
         return convert.version_info_from_proto(response.version)
 
+    async def close_run(self, run_id: str, epoch: int) -> None:
+        """Ends a run at the hub: engines let go of its versions."""
+        request = pb.CloseRunRequest(request_id=str(uuid.uuid4()), run_id=run_id, epoch=epoch)
+        await self._unary(self._stub.CloseRun, "CloseRun", request)
+
     async def activate_version(
         self,
         *,

@@ -157,6 +157,15 @@ def validate_abort_request(message: weights_pb2.AbortVersionRequest) -> None:
     violations.done("the abort request")
 
 
+def validate_close_run_request(message: weights_pb2.CloseRunRequest) -> None:
+    """Raises INVALID_REQUEST unless run and epoch are named."""
+    violations = _Violations()
+    violations.identifier(message.request_id, "request_id")
+    violations.identifier(message.run_id, "run_id")
+    violations.check(message.epoch >= 1, "epoch", "must be at least 1")
+    violations.done("the request")
+
+
 def validate_activate_request(message: weights_pb2.ActivateVersionRequest) -> None:
     """Raises INVALID_REQUEST unless the run is named and the wait has an end."""
     violations = _Violations()

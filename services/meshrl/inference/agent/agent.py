@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loguru import logger
@@ -32,6 +32,8 @@ from meshrl.inference.agent.states import (
     AgentMachine,
     CancelFetch,
     Leave,
+    LetGo,
+    LineMachine,
     ResumeEngine,
     SendReport,
     StartApply,
@@ -40,10 +42,11 @@ from meshrl.inference.agent.states import (
     StartSleep,
     fault_of,
 )
-from meshrl.inference.agent.version_loader import PreparedVersion, VersionFetcher, VersionLoader
+from meshrl.inference.agent.version_loader import PreparedVersion, VersionFetcher, VersionLoader, downloader_over
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.versions.files import Spool
+from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import sync_context
 from meshrl.wire.types import (
@@ -65,8 +68,31 @@ SLEEP_DEADLINE_S = 240.0  # to fall asleep or wake up, beyond what an engine giv
 STOOD_S = 5.0  # a session that lasted as long was a good one
 
 
+@dataclass(kw_only=True, eq=False)
+class LineWork:
+    """What is under way for one run: the version being fetched, and the one that is prepared."""
+
+    fetcher: VersionFetcher
+    loader: VersionLoader
+    fetching: asyncio.Task[None] | None = None
+    prepared: PreparedVersion | None = None
+
+    def cancel(self) -> None:
+        _cancel(self.fetching)
+        self.fetching, self.prepared = None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A pause that is held until the hub resumes the gang: when it began, and what was applied."""
+
+    began_s: float
+    line: LineMachine
+    report: ApplyReport
+
+
 class WeightAgent:
-    """Keeps one engine on the hub's version. `run` ends when `stop` is set or the hub asks the agent to leave."""
+    """Keeps one engine on the hub's versions. `run` ends when `stop` is set or the hub asks the agent to leave."""
 
     def __init__(
         self,
@@ -96,21 +122,21 @@ class WeightAgent:
         spool = None
         if engine.stages_from_files:
             spool = Spool(spool_dir, spool_name(config.output_dir, self._engine_id))
-        self._fetcher = VersionFetcher.over(client, config.weight_broadcast, spool=spool, stall_s=fetch_stall_s)
-        self._loader = VersionLoader(client, engine, self._fetcher)
+        self._downloader = downloader_over(client, config.weight_broadcast, stall_s=fetch_stall_s)
+        self._spool = spool
+        self._signature = manifests.layout_signature(engine.layout())
         self._hold_deadline_s = hold_deadline_s
         self.machine = AgentMachine(version=engine.version)
         self._lease: Lease | None = None
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
         self._leave = asyncio.Event()
         self._defect: BaseException | None = None  # what ended a task: the agent ends with it
-        self._fetch_task: asyncio.Task[None] | None = None
+        self._lines: dict[str, LineWork] = {}
         self._join_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._hold_timer: asyncio.Task[None] | None = None
-        self._prepared: PreparedVersion | None = None
         self._live_root = b""
-        self._held: tuple[float, ApplyReport] | None = None  # when the held pause began, and what was applied
+        self._held: Held | None = None
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -154,32 +180,36 @@ class WeightAgent:
 
     async def _wind_down(self) -> None:
         """Cancels the fetch, lets a swap finish, and resumes an engine that is held paused."""
-        self._cancel_fetch()
+        for work in self._lines.values():
+            work.cancel()
         _cancel(self._join_task)
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=APPLY_DEADLINE_S)
-        if self.machine.held:
-            await self._resume()
-        self._loader.images.drop()
-        await self._fetcher.close()
+        await self._resume()
+        for work in self._lines.values():
+            work.loader.images.drop()
+        await self._downloader.close()
 
     async def _follow(self) -> None:
         """One registration and its session; returns when the hub ends it."""
-        held = self._engine.version if self.machine.version is not None else None
-        support = self._engine.collective
+        vouched = any(line.version is not None for line in self.machine.lines.values())
+        held = self._engine.version if vouched else None
+        support, adapters = self._engine.collective, self._engine.adapters
         self._lease = await self._client.register(
             AgentRegistration(
                 engine_id=self._engine_id,
                 url=self._url,
                 engine_pool=self._engine_pool,
                 transports=(Transport.FILESYSTEM, Transport.STREAM, *(() if support is None else (Transport.NCCL,))),
-                layout_signature=self._loader.signature,
+                layout_signature=self._signature,
                 held_version=held,
                 held_root=self._live_root if held is not None else b"",
                 collective_ranks=0 if support is None else support.ranks,
                 collective_backend="" if support is None else support.backend,
                 host=platform.node(),
                 can_sleep=self._engine.can_sleep,
+                max_adapters=0 if adapters is None else adapters.max_adapters,
+                max_adapter_rank=0 if adapters is None else adapters.max_rank,
             )
         )
         self._outbox, self.connected = asyncio.Queue(), True
@@ -196,23 +226,36 @@ class WeightAgent:
             report = await next_within(outbox, lease.lease_s / 3)
             if report is None:
                 root = self._engine.root
-                if root is not None and root != self._live_root and self.machine.displaced(self._engine.version):
+                if root is not None and root != self._live_root and self._displaced():
                     self._live_root = root  # in a new session the hub has its own version served again
                     logger.warning("weights were loaded by hand as version {}: registering anew", self._engine.version)
                     return
-                report = self._report(SendReport())
+                for run_id in [*self.machine.lines]:
+                    yield self._report(SendReport(run_id=run_id))
+                continue
             yield report
 
+    def _displaced(self) -> bool:
+        """Whether weights loaded by hand replaced the base model's version that the hub had the engine serve."""
+        version, adapters = self._engine.version, self._engine.adapters
+        of_base = (
+            line for line in self.machine.lines.values() if adapters is None or line.run_id not in adapters.newest
+        )
+        return bool([line for line in of_base if line.displaced(version)])
+
     def _report(self, action: SendReport) -> AgentReport:
-        machine, target = self.machine, self.machine.target
+        machine = self.machine
+        line = machine.lines.get(action.run_id) or next(iter(machine.lines.values()))
+        target = line.target
         version, artifact_id = action.target_version, action.target_artifact_id
-        of_no_version = action.of_group and machine.state is not AgentState.PREPARED
+        of_no_version = action.of_group and line.state is not AgentState.PREPARED
         if target is not None and not artifact_id and not of_no_version:
             version, artifact_id = target.version, target.artifact_id
         return AgentReport(
             lease_id=self._lease.lease_id if self._lease is not None else "",
-            state=machine.state,
-            serving_version=machine.version,
+            run_id=line.run_id,
+            state=line.state,
+            serving_version=line.version,
             target_version=version,
             fault=action.fault,
             applied=action.applied,
@@ -220,6 +263,7 @@ class WeightAgent:
             target_artifact_id=artifact_id,
             sleeping=self._engine.sleeping,
             sleep_answered=machine.sleep_answered,
+            served=() if self._engine.adapters is None else self._engine.adapters.served,
         )
 
     # --- actions --------------------------------------------------------------------------------
@@ -230,14 +274,17 @@ class WeightAgent:
                 case SendReport():
                     self._outbox.put_nowait(self._report(action))
                 case StartFetch():
-                    self._cancel_fetch()
-                    self._fetch_task = self._spawn(self._fetch(action.version, action.artifact_id))
+                    work = self._work(action.run_id)
+                    work.cancel()
+                    work.fetching = self._spawn(self._fetch(action))
                 case CancelFetch():
-                    self._cancel_fetch()
+                    self._work(action.run_id).cancel()
                 case StartApply():
                     self._spawn(self._apply(action))
                 case ResumeEngine():
                     self._spawn(self._resume())
+                case LetGo():
+                    self._let_go(action.run_id)
                 case StartJoin():
                     _cancel(self._join_task)
                     self._join_task = self._spawn(self._join(action.group))
@@ -259,9 +306,20 @@ class WeightAgent:
             self._defect = error
             self._leave.set()
 
-    def _cancel_fetch(self) -> None:
-        _cancel(self._fetch_task)
-        self._fetch_task, self._prepared = None, None
+    def _work(self, run_id: str) -> LineWork:
+        work = self._lines.get(run_id)
+        if work is None:
+            fetcher = VersionFetcher(self._downloader, spool=self._spool)
+            loader = VersionLoader(self._client, self._engine, fetcher, self._signature, run_id)
+            work = self._lines[run_id] = LineWork(fetcher=fetcher, loader=loader)
+        return work
+
+    def _let_go(self, run_id: str) -> None:
+        self._lines.pop(run_id, None)
+        if self._engine.adapters is not None:
+            self._engine.adapters.retire(run_id)
+        logger.info("run {} is over: its requests end, and no more are taken", run_id)
+        self._perform(self.machine.let_go(run_id))
 
     async def _join(self, group: JoinGroup) -> None:
         try:
@@ -288,34 +346,35 @@ class WeightAgent:
         except TimeoutError as error:
             raise MeshError(Reason.DEADLINE_PASSED, f"{doing} took longer than {SLEEP_DEADLINE_S:g} s") from error
 
-    async def _fetch(self, version: int, artifact_id: str) -> None:
-        began_s = time.monotonic()
+    async def _fetch(self, action: StartFetch) -> None:
+        began_s, work, line = time.monotonic(), self._work(action.run_id), self.machine.lines[action.run_id]
+        version, artifact_id = action.version, action.artifact_id
         try:
-            with self.waits.waiting("version", lambda: self._fetcher.arriving(version), ("weights",)):
-                manifest, adopt = await self._stage(version, artifact_id)
+            with self.waits.waiting("version", lambda: work.fetcher.arriving(version), ("weights",)):
+                manifest, adopt = await self._stage(work.loader, version, artifact_id)
         except Exception as error:  # noqa: BLE001 (nothing was applied: the old version stays, and the hub must hear)
             logger.opt(exception=not isinstance(error, MeshError)).error("version {} is refused: {!r}", version, error)
-            self._perform(self.machine.fetch_failed(artifact_id, fault_of(error)))
+            self._perform(line.fetch_failed(artifact_id, fault_of(error)))
             return
         prepare_s = time.monotonic() - began_s
-        times = self._loader.times
-        self._prepared = PreparedVersion(
+        times = work.loader.times
+        work.prepared = PreparedVersion(
             manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s, parts=times.seconds
         )
         logger.info("version {} is prepared in {:.3f} s: {}", version, prepare_s, times)
-        self._perform(self.machine.fetched(artifact_id))
+        self._perform(line.fetched(artifact_id))
 
-    async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
+    async def _stage(self, loader: VersionLoader, version: int, artifact_id: str) -> tuple[Manifest, bool]:
         generation = self.machine.group
         await self._within_sleep_deadline("waking up", self._engine.wake())
-        manifest = (found := await self._loader.find(version, artifact_id)).manifest
+        manifest = (found := await loader.find(version, artifact_id)).manifest
         through_group = manifest.transport is Transport.NCCL
         # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
         # the weights it is for.
         if not through_group and manifest.kind is not VersionKind.LORA and manifest.result_root == self._live_root:
             return manifest, True
         try:
-            await self._loader.load(found)
+            await loader.load(found)
         except BaseException:  # refused or abandoned: then the others must not wait for this engine either
             if through_group:
                 await asyncio.shield(self._leave_group(generation))
@@ -329,7 +388,8 @@ class WeightAgent:
             await self._engine.leave_group()
 
     async def _apply(self, action: StartApply) -> None:
-        prepared, began_s = self._prepared, time.monotonic()
+        work, line, began_s = self._work(action.run_id), self.machine.lines[action.run_id], time.monotonic()
+        prepared = work.prepared
         with apply_span(action.version, prepared, self._engine_id) as span:
             try:
                 if prepared is None or prepared.artifact_id != action.artifact_id:
@@ -338,32 +398,38 @@ class WeightAgent:
                     kept = await self._swap(prepared, action)
             except (MeshError, TimeoutError) as error:
                 reason = error.reason if isinstance(error, MeshError) else Reason.DEADLINE_PASSED
-                self._poison(action.version, reason, str(error), span)
+                self._poison(action, reason, str(error), span)
                 return
             except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
-                self._poison(action.version, Reason.ENGINE_FAILED, repr(error), span)
+                self._poison(action, Reason.ENGINE_FAILED, repr(error), span)
                 return
-            self._prepared, self._live_root = None, prepared.manifest.result_root
-            self._loader.images.confirm(self._live_root)
+            work.prepared, root = None, prepared.manifest.result_root
+            paused = not (prepared.adopt or prepared.is_adapter)
+            if not prepared.is_adapter:
+                self._live_root = root
+                work.loader.images.confirm(root)
             span.set_attribute("meshrl.requests_kept", kept)
+            hold = action.hold and not prepared.is_adapter
             report = ApplyReport(
                 version=action.version,
-                root=prepared.manifest.result_root,
-                pause_s=time.monotonic() - began_s if action.hold or not prepared.adopt else 0.0,
+                root=root,
+                pause_s=time.monotonic() - began_s if hold or paused else 0.0,
                 prepare_s=prepared.prepare_s,
                 requests_kept=kept,
             )
-            if action.hold:
-                self._held = (began_s, report)
-                self._hold_timer = asyncio.create_task(self._end_hold(action.version))
+            if hold:
+                self._held = Held(began_s=began_s, line=line, report=report)
+                self._hold_timer = asyncio.create_task(self._end_hold(line, action.version))
             else:
                 logger.info(
                     "version {} is served, pause {:.4f} s, {} requests kept", action.version, report.pause_s, kept
                 )
-            self._perform(self.machine.applied(action.artifact_id, report))
+            self._perform(line.applied(action.artifact_id, report))
 
     async def _swap(self, prepared: PreparedVersion, action: StartApply) -> int:
         engine, version, root = self._engine, action.version, prepared.manifest.result_root
+        if prepared.is_adapter and engine.adapters is not None:
+            return engine.adapters.serve(action.run_id, version, artifact_id=action.artifact_id, root=root)
         if prepared.adopt and not action.hold:  # the very weights that are live: nothing to stand still for
             await engine.adopt(version, root)
             return engine.in_flight
@@ -373,10 +439,10 @@ class WeightAgent:
             await engine.resume()
         return kept
 
-    async def _end_hold(self, version: int) -> None:
+    async def _end_hold(self, line: LineMachine, version: int) -> None:
         """Resumes a held engine on its own when the hub does not: the version is decided, so it may be served."""
         await asyncio.sleep(self._hold_deadline_s)
-        if self.machine.held and self.machine.version == version:
+        if line.held and line.version == version:
             logger.warning("no resume came for version {} in {:g} s; going on alone", version, self._hold_deadline_s)
             self._spawn(self._resume())
 
@@ -386,19 +452,23 @@ class WeightAgent:
             timer.cancel()
         if held is None:
             return
-        began_s, report = held
         await self._engine.resume()
-        report = replace(report, pause_s=time.monotonic() - began_s)
+        report = replace(held.report, pause_s=time.monotonic() - held.began_s)
         logger.info("version {} is served, held pause {:.4f} s", report.version, report.pause_s)
-        self._perform(self.machine.resumed(report))
+        self._perform(held.line.resumed(report))
 
-    def _poison(self, version: int, reason: Reason, message: str, span: Span) -> None:
+    def _poison(self, action: StartApply, reason: Reason, message: str, span: Span) -> None:
         span.set_status(Status(StatusCode.ERROR, message))
         logger.error(
-            "applying version {} failed, the engine serves nothing until it is seeded again: {}", version, message
+            "applying version {} failed, the engine serves nothing until it is seeded again: {}",
+            action.version,
+            message,
         )
-        self._prepared, self._live_root = None, b""
-        self._perform(self.machine.apply_failed(AgentFault(reason=reason.name, message=message)))
+        work = self._work(action.run_id)
+        if work.prepared is None or not work.prepared.is_adapter:
+            self._live_root = b""
+        work.prepared = None
+        self._perform(self.machine.lines[action.run_id].apply_failed(AgentFault(reason=reason.name, message=message)))
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:

@@ -5,6 +5,8 @@ back to where it started; a fault while applying goes to POISONED, and from ther
 applied version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived,
 so an engine never serves half of a version or one that was not decided.
 
+Each run that the hub has versions of has these states of its own (`LineMachine`); they share one session.
+
 Groups of the nccl transport are independent of these states: to join one, to fail to, or to lose it changes neither
 what is served nor what is being fetched by other means. So is sleep: an engine that sleeps is READY, and a request or a
 version wakes it.
@@ -60,6 +62,7 @@ class Target:
 class StartFetch:
     """Fetch, verify and stage an artifact; then `fetched` or `fetch_failed`. Ends the fetch before it."""
 
+    run_id: str = ""
     version: int
     artifact_id: str
 
@@ -68,11 +71,17 @@ class StartFetch:
 class CancelFetch:
     """Cancel the fetch under way, or drop what is staged."""
 
+    run_id: str = ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StartApply:
-    """Pause, apply what is staged and, unless `hold`, resume; then `applied` or `apply_failed`."""
+    """Pause, apply what is staged and, unless `hold`, resume; then `applied` or `apply_failed`.
 
+    An adapter of a run is applied without a pause.
+    """
+
+    run_id: str = ""
     version: int
     artifact_id: str
     hold: bool
@@ -81,6 +90,17 @@ class StartApply:
 @dataclass(frozen=True, kw_only=True)
 class ResumeEngine:
     """End a held pause; then `resumed`."""
+
+    run_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LetGo:
+    """Serve a version to no new request, and unload it when its last one ends."""
+
+    run_id: str
+    version: int
+    artifact_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +126,7 @@ class SendReport:
     that the fault is not taken for one of the target.
     """
 
+    run_id: str = ""
     fault: AgentFault | None = None
     target_version: int | None = None
     target_artifact_id: str = ""
@@ -118,14 +139,16 @@ class Leave:
     """The hub asked this agent to end."""
 
 
-Action = StartFetch | CancelFetch | StartApply | ResumeEngine | StartJoin | StartSleep | SendReport | Leave
+Action = StartFetch | CancelFetch | StartApply | ResumeEngine | LetGo | StartJoin | StartSleep | SendReport | Leave
 
 
-class AgentMachine:
-    """The state of one engine's agent. `version` and `artifact_id` are those that the engine serves."""
+class LineMachine:
+    """The state of one engine on the line of a run. `version` and `artifact_id` are those that the engine serves."""
 
-    def __init__(self, *, version: int | None = None) -> None:
+    def __init__(self, run_id: str = "", *, version: int | None = None) -> None:
         """`version` is what the engine serves when the agent starts, if it vouches for one."""
+        self.run_id = run_id
+        self.leaving = False  # the hub asked the agent to end
         self.state = AgentState.JOINING if version is None else AgentState.READY
         self.version = version
         self.artifact_id = ""  # of the version served; unknown for one that was there before the agent
@@ -133,49 +156,39 @@ class AgentMachine:
         self.held = False  # applied, and paused until Resume
         self._released = False  # a Commit came while it applies that no longer asks it to hold
         self.last_applied: ApplyReport | None = None
-        self.group: int | None = None  # generation of the group that the engine is in
-        self.sleep_answered: int | None = None  # last Sleep of this session that is over, whatever came of it
-        self._last_join: JoinGroup | None = None  # the group that the engine is in or on its way into
         self._poisoned = False
         self._queued: Commit | Prepare | None = None
-        self._leaving = False
 
     # --- from the hub -------------------------------------------------------------------------
 
     def connected(self) -> list[Action]:
         """A new session began: a gang that waited for the old one will not be resumed by it."""
-        self.sleep_answered = None  # another hub may count from the beginning
-        actions: list[Action] = [SendReport(applied=self.last_applied)]
-        return actions + ([ResumeEngine()] if self.held else [])
+        actions: list[Action] = [self._report(applied=self.last_applied)]
+        return actions + ([self._resume()] if self.held else [])
 
-    def command(self, command: AgentCommand) -> list[Action]:
+    def command(self, command: Prepare | Commit | Abort | Resume) -> list[Action]:
         match command:
             case Prepare():
                 return self._prepare(command)
             case Commit():
                 return self._commit(command)
             case Abort():
-                return self._abort(command.version)
+                return self._abort(command)
             case Resume():
-                held_here = self.held and self.target is not None and self.target.version == command.version
-                return [ResumeEngine()] if held_here else []
-            case DrainAgent():
-                self._leaving = True
-                return [] if self.state is AgentState.APPLYING else [Leave()]
-            case JoinGroup():
-                return self._join(command)
-            case Retire():
-                return []
-            case Sleep():
-                has_work = self.state is not AgentState.READY or self._leaving
-                return self.slept(command.number) if has_work else [StartSleep(number=command.number)]
+                held_here = self.held and self._is_named(command)
+                return [self._resume()] if held_here else []
+
+    def retire(self, command: Retire) -> list[Action]:
+        """The run is over: what is fetched for it is dropped, and what is served ends with its requests."""
+        let_go = LetGo(run_id=self.run_id, version=command.version, artifact_id=command.artifact_id)
+        return [CancelFetch(run_id=self.run_id), let_go]
 
     def _prepare(self, command: Prepare) -> list[Action]:
         if self.state is AgentState.APPLYING or (self.target is not None and self.target.committed):
             self._queued = self._queued if isinstance(self._queued, Commit) else command
             return []
         if self._is_target(command) or (command.artifact_id == self.artifact_id and self.version is not None):
-            return [SendReport()]
+            return [self._report()]
         return self._fetch(Target(version=command.version, artifact_id=command.artifact_id))
 
     def _commit(self, command: Commit) -> list[Action]:
@@ -185,9 +198,9 @@ class AgentMachine:
             elif command.hold:
                 return []
             self._released = True
-            return [ResumeEngine()] if self.held else []
+            return [self._resume()] if self.held else []
         if command.artifact_id == self.artifact_id and self.version is not None:
-            return [SendReport(applied=self.last_applied)]
+            return [self._report(applied=self.last_applied)]
         if not self._is_target(command):
             if self._finishes_first(command):
                 self._queued = command
@@ -199,21 +212,22 @@ class AgentMachine:
         self.target = replace(self.target, committed=True, hold=command.hold)
         return self._apply() if self.state is AgentState.PREPARED else []
 
-    def _join(self, command: JoinGroup) -> list[Action]:
-        asked = self._last_join
-        if asked is not None and replace(asked, deadline_s=command.deadline_s) == command:
-            return [SendReport()]  # repeated on a new session, with what is left of the deadline
-        self._last_join, self.group = command, None
-        return [StartJoin(group=command)]
-
-    def _abort(self, version: int) -> list[Action]:
-        if isinstance(self._queued, Prepare) and self._queued.version == version:
+    def _abort(self, command: Abort) -> list[Action]:
+        queued = self._queued
+        if isinstance(queued, Prepare) and queued.version == command.version:
             self._queued = None
         target = self.target
-        if target is None or target.version != version or target.committed or self.state is AgentState.APPLYING:
+        if target is None or target.committed or not self._is_named(command) or self.state is AgentState.APPLYING:
             return []
         self._fall_back()
-        return [CancelFetch(), SendReport()]
+        return [CancelFetch(run_id=self.run_id), self._report()]
+
+    def _is_named(self, command: Abort | Resume) -> bool:
+        """Whether a command is about the target; hubs of 1.0 name no artifact."""
+        target = self.target
+        return (
+            target is not None and target.version == command.version and command.artifact_id in ("", target.artifact_id)
+        )
 
     # --- from the engine ------------------------------------------------------------------------
 
@@ -222,7 +236,7 @@ class AgentMachine:
         if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
             return []
         self._move(AgentState.PREPARED)
-        return self._apply() if self.target.committed else [SendReport()]
+        return self._apply() if self.target.committed else [self._report()]
 
     def fetch_failed(self, artifact_id: str, fault: AgentFault) -> list[Action]:
         """The artifact cannot be fetched or does not match its manifest: the old version stays."""
@@ -230,33 +244,7 @@ class AgentMachine:
             return []
         refused = self.target
         self._fall_back()
-        return [_refusal(fault, refused), *self._next()]
-
-    def joined(self, group: JoinGroup) -> list[Action]:
-        """The engine is in the group."""
-        if group != self._last_join:
-            return []
-        self.group = group.generation
-        return [SendReport()]
-
-    def join_failed(self, group: JoinGroup, fault: AgentFault) -> list[Action]:
-        """Not everybody came: the engine is in no group, and otherwise as it was."""
-        if group != self._last_join:
-            return []
-        self._last_join = None
-        return [SendReport(fault=fault, of_group=True)]
-
-    def slept(self, number: int, fault: AgentFault | None = None) -> list[Action]:
-        """A Sleep is over: the engine sleeps, has work, or could not, which is a fault of no version."""
-        self.sleep_answered = number
-        return [SendReport(fault=fault, of_group=fault is not None)]
-
-    def group_lost(self, generation: int | None) -> list[Action]:
-        """The group broke while the engine was in it; nothing is lost but the group."""
-        if generation is None or generation != self.group:
-            return []
-        self._last_join, self.group = None, None
-        return [SendReport()]
+        return [self._report(fault=fault, about=refused), *self._next()]
 
     def applied(self, artifact_id: str, report: ApplyReport) -> list[Action]:
         """The engine holds the artifact; with hold it is still paused, else it generates again."""
@@ -266,7 +254,7 @@ class AgentMachine:
         self.version, self.artifact_id, self._poisoned = report.version, artifact_id, False
         if self.target.hold:
             self.held = True
-            return [SendReport(), ResumeEngine()] if self._released else [SendReport()]
+            return [self._report(), self._resume()] if self._released else [self._report()]
         return self._finish(report)
 
     def resumed(self, report: ApplyReport) -> list[Action]:
@@ -288,15 +276,26 @@ class AgentMachine:
         self._move(AgentState.POISONED)
         self._poisoned, self.held = True, False
         self.version, self.artifact_id, self.target, self.last_applied = None, "", None, None
-        if self._leaving:
-            return [_refusal(fault, torn), Leave()]
-        return [_refusal(fault, torn), *self._next()]
+        if self.leaving:
+            return [self._report(fault=fault, about=torn), Leave()]
+        return [self._report(fault=fault, about=torn), *self._next()]
 
     # --- helpers ----------------------------------------------------------------------------------
 
     @property
     def _fetching(self) -> bool:
         return self.state in (AgentState.FETCHING, AgentState.SEEDING)
+
+    def _report(
+        self, *, fault: AgentFault | None = None, about: Target | None = None, applied: ApplyReport | None = None
+    ) -> SendReport:
+        version, artifact_id = (None, "") if about is None else (about.version, about.artifact_id)
+        return SendReport(
+            run_id=self.run_id, fault=fault, target_version=version, target_artifact_id=artifact_id, applied=applied
+        )
+
+    def _resume(self) -> ResumeEngine:
+        return ResumeEngine(run_id=self.run_id)
 
     def _finishes_first(self, newer: Commit) -> bool:
         """Whether a decided version is fetched to its end and served before a newer one.
@@ -315,7 +314,7 @@ class AgentMachine:
             self._fall_back()  # superseded: abandon it
         self.target = target
         self._move(AgentState.SEEDING if self.version is None else AgentState.FETCHING)
-        return [StartFetch(version=target.version, artifact_id=target.artifact_id), SendReport()]
+        return [StartFetch(run_id=self.run_id, version=target.version, artifact_id=target.artifact_id), self._report()]
 
     def _fall_back(self) -> None:
         self.target = None
@@ -329,13 +328,14 @@ class AgentMachine:
         self._released = False
         self._move(AgentState.APPLYING)
         target = self.target
-        return [SendReport(), StartApply(version=target.version, artifact_id=target.artifact_id, hold=target.hold)]
+        start = StartApply(run_id=self.run_id, version=target.version, artifact_id=target.artifact_id, hold=target.hold)
+        return [self._report(), start]
 
     def _finish(self, report: ApplyReport) -> list[Action]:
         self._move(AgentState.READY)
         self.held, self.target, self.last_applied = False, None, report
-        report_now = SendReport(applied=report)
-        return [report_now, Leave()] if self._leaving else [report_now, *self._next()]
+        report_now = self._report(applied=report)
+        return [report_now, Leave()] if self.leaving else [report_now, *self._next()]
 
     def _next(self) -> list[Action]:
         command, self._queued = self._queued, None
@@ -347,8 +347,99 @@ class AgentMachine:
         self.state = state
 
 
-def _refusal(fault: AgentFault, target: Target) -> SendReport:
-    return SendReport(fault=fault, target_version=target.version, target_artifact_id=target.artifact_id)
+class AgentMachine:
+    """The state of one engine's agent: its `lines` by run, its group and its sleep.
+
+    A hub without runs knows the line of "", which is that of the version that the engine came with. The first run takes
+    it over.
+    """
+
+    def __init__(self, *, version: int | None = None) -> None:
+        """`version` is what the engine serves when the agent starts, if it vouches for one."""
+        self.lines = {"": LineMachine(version=version)}
+        self.group: int | None = None  # generation of the group that the engine is in
+        self.sleep_answered: int | None = None  # last Sleep of this session that is over, whatever came of it
+        self._last_join: JoinGroup | None = None  # the group that the engine is in or on its way into
+        self._leaving = False
+
+    # --- from the hub -------------------------------------------------------------------------
+
+    def connected(self) -> list[Action]:
+        """A new session began."""
+        self.sleep_answered = None  # another hub may count from the beginning
+        return [action for line in self.lines.values() for action in line.connected()]
+
+    def command(self, command: AgentCommand) -> list[Action]:
+        match command:
+            case Prepare() | Commit() | Abort() | Resume():
+                return self._line_for(command.run_id).command(command)
+            case Retire():
+                line = self.lines.get(command.run_id)
+                return [] if line is None else line.retire(command)
+            case DrainAgent():
+                self._leaving = True
+                for line in self.lines.values():
+                    line.leaving = True
+                return [] if any(line.state is AgentState.APPLYING for line in self.lines.values()) else [Leave()]
+            case JoinGroup():
+                return self._join(command)
+            case Sleep():
+                has_work = self._leaving or any(line.state is not AgentState.READY for line in self.lines.values())
+                return self.slept(command.number) if has_work else [StartSleep(number=command.number)]
+
+    def _line_for(self, run_id: str) -> LineMachine:
+        line = self.lines.get(run_id)
+        if line is None:
+            line = self.lines.pop("", None) or LineMachine()
+            line.run_id, line.leaving = run_id, self._leaving
+            self.lines[run_id] = line
+        return line
+
+    def _join(self, command: JoinGroup) -> list[Action]:
+        asked = self._last_join
+        if asked is not None and replace(asked, deadline_s=command.deadline_s) == command:
+            return [self._report()]  # repeated on a new session, with what is left of the deadline
+        self._last_join, self.group = command, None
+        return [StartJoin(group=command)]
+
+    # --- from the engine ------------------------------------------------------------------------
+
+    def let_go(self, run_id: str) -> list[Action]:
+        """The engine holds nothing of a run any more."""
+        self.lines.pop(run_id, None)
+        if not self.lines:
+            self.lines[""] = LineMachine()
+        return [self._report()]
+
+    def joined(self, group: JoinGroup) -> list[Action]:
+        """The engine is in the group."""
+        if group != self._last_join:
+            return []
+        self.group = group.generation
+        return [self._report()]
+
+    def join_failed(self, group: JoinGroup, fault: AgentFault) -> list[Action]:
+        """Not everybody came: the engine is in no group, and otherwise as it was."""
+        if group != self._last_join:
+            return []
+        self._last_join = None
+        return [self._report(fault)]
+
+    def slept(self, number: int, fault: AgentFault | None = None) -> list[Action]:
+        """A Sleep is over: the engine sleeps, has work, or could not, which is a fault of no version."""
+        self.sleep_answered = number
+        return [self._report(fault)]
+
+    def group_lost(self, generation: int | None) -> list[Action]:
+        """The group broke while the engine was in it; nothing is lost but the group."""
+        if generation is None or generation != self.group:
+            return []
+        self._last_join, self.group = None, None
+        return [self._report()]
+
+    def _report(self, fault: AgentFault | None = None) -> SendReport:
+        """About no version; a message is always of some run."""
+        return SendReport(run_id=next(iter(self.lines)), fault=fault, of_group=fault is not None)
 
 
 def fault_of(error: Exception) -> AgentFault:

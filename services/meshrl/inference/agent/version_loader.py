@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 from loguru import logger
@@ -71,17 +70,24 @@ class PreparedVersion:
     prepare_s: float
     parts: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def is_adapter(self) -> bool:
+        return self.manifest.kind is VersionKind.LORA
+
 
 class VersionLoader:
-    """Prepares versions for one engine. `signature` is that of the engine's layout."""
+    """Prepares versions of one run for one engine."""
 
-    def __init__(self, client: WeightSyncClient, engine: Engine, fetcher: VersionFetcher) -> None:
+    def __init__(
+        self, client: WeightSyncClient, engine: Engine, fetcher: VersionFetcher, signature: bytes, run_id: str
+    ) -> None:
+        """`signature` is that of the engine's layout."""
         self._client = client
         self._engine = engine
         self._fetcher = fetcher
-        self.signature = manifests.layout_signature(engine.layout())
+        self._signature, self._run_id = signature, run_id
         self.times = PartTimes()
-        self.images = ImageKeeper(fetcher, self.signature, self.times)
+        self.images = ImageKeeper(fetcher, signature, self.times)
 
     async def find(self, version: int, artifact_id: str) -> FoundVersion:
         """Asks the hub for the manifest of a version, and of a delta for the steps from the weights that are here.
@@ -92,7 +98,9 @@ class VersionLoader:
         self.times.begin()
         held_root = await self.images.held_root()
         with self.times.part("found"):
-            found = await self._client.find_version(version=version, artifact_id=artifact_id, held_root=held_root)
+            found = await self._client.find_version(
+                run_id=self._run_id, version=version, artifact_id=artifact_id, held_root=held_root
+            )
         if found.artifact_id != artifact_id:
             text = f"version {version} is now artifact {found.artifact_id}, not {artifact_id}"
             raise MeshError(Reason.VERSION_SUPERSEDED, text)
@@ -103,7 +111,7 @@ class VersionLoader:
     async def load(self, found: FoundVersion) -> None:
         """Has the engine stage a version. Raises MeshError as `VersionFetcher.fetch`, `stage` and `receive` do."""
         manifest = found.manifest
-        if manifest.layout_signature != self.signature:
+        if manifest.layout_signature != self._signature:
             theirs = ((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.tensors)
             differs = None
             if manifest.kind is not VersionKind.LORA:
@@ -141,6 +149,7 @@ class VersionLoader:
         with self.times.part("staged"):
             await self._engine.stage(
                 HostVersion(
+                    run_id=manifest.run_id,
                     version=manifest.version,
                     tensors=held.tensors(manifest),
                     adapter=manifest.adapter,
@@ -149,8 +158,17 @@ class VersionLoader:
             )
 
 
+def downloader_over(hub: WeightSyncClient, way: WeightBroadcastConfig | None, *, stall_s: float | None) -> Downloader:
+    """Downloads from a hub and the relays of a configuration. `stall_s`: in place of its own."""
+    way = way or WeightBroadcastConfig()
+    limits = LinkLimits(
+        connections=way.connections, mbps=way.max_mbps, stall_s=way.stall_s if stall_s is None else stall_s
+    )
+    return Downloader(hub, limits, way.relays)
+
+
 class VersionFetcher:
-    """Fetches the versions of one engine through a downloader, which it closes.
+    """Fetches the versions of one run through a downloader.
 
     With a `spool`, versions that come in chunks are written into files there, else they stay in memory.
     """
@@ -171,21 +189,6 @@ class VersionFetcher:
 
     def _arrive(self, count: int) -> None:
         self._arrived += count
-
-    @classmethod
-    def over(
-        cls, hub: WeightSyncClient, way: WeightBroadcastConfig | None, *, spool: Spool | None, stall_s: float | None
-    ) -> Self:
-        """Fetches from a hub and the relays of a configuration. `stall_s`: in place of its own."""
-        way = way or WeightBroadcastConfig()
-        limits = LinkLimits(
-            connections=way.connections, mbps=way.max_mbps, stall_s=way.stall_s if stall_s is None else stall_s
-        )
-        return cls(Downloader(hub, limits, way.relays), spool=spool)
-
-    async def close(self) -> None:
-        """Ends the connections."""
-        await self._downloader.close()
 
     async def fetch(self, manifest: Manifest, artifact_id: str) -> HostBytes:
         """Returns the verified bytes of a version, to be released once it is staged.

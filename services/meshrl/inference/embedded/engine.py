@@ -107,6 +107,10 @@ class EmbeddedEngine(NeverSleeps):
         return False  # the model lives in this process
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def collective(self) -> CollectiveSupport | None:
         return CollectiveSupport(ranks=1, backend="nccl" if self._device.type == "cuda" else "gloo")
 

@@ -131,6 +131,10 @@ class VllmEngine:
         return True  # the workers are other processes
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def collective(self) -> CollectiveSupport | None:
         if self._adapters is not None:
             return None  # adapters are small and come as files

@@ -129,20 +129,13 @@ class EngineGroups:
             deadline_s=group.request.deadline_s,  # not what is left of it, so that a repetition is the same command
         )
 
-    def joined(self, engine: EngineRecord, generation: int | None, live: Collection[VersionRecord]) -> None:
-        """Records the group that an engine is in; in a newer group, what failed in older ones is tried again."""
+    def joined(self, engine: EngineRecord, generation: int | None) -> bool:
+        """Records the group that an engine is in; true for a newer one, in which what failed in older ones may come."""
         engine.group_generation = generation
         if generation is None or generation <= engine.newest_generation:
-            return
+            return False
         engine.newest_generation = generation
-        for record in live:
-            if record.transport is not Transport.NCCL:
-                continue
-            engine.faulted.discard(record.key)
-            if record.attempt is not None:
-                record.attempt.faults.pop(engine.engine_id, None)
-            if engine.sent_key == record.key:
-                engine.sent = None
+        return True
 
     def unreachable(self, engines: Collection[EngineRecord], record: VersionRecord) -> dict[str, str]:
         """Engines that cannot get a version now, and why."""
@@ -164,7 +157,8 @@ class EngineGroups:
             return f"it is not in group {self.generation}"
         if engine.broken_generation == group.generation:
             return f"group {group.generation} broke for it"
-        if group.request.epoch != record.key[0] or record.version < group.first_version:
+        carried = (group.request.run_id, group.request.epoch)
+        if carried != (record.key.run_id, record.key.epoch) or record.version < group.first_version:
             return (
                 f"group {group.generation} is for versions from {group.first_version} of epoch {group.request.epoch} on"
             )
@@ -178,7 +172,7 @@ def first_version(request: GroupRequest, sealed: Collection[Key], decided: Key |
     an engine that still lacked the version before would wait for bytes that nobody sends, and break the group.
     """
     known = [*sealed, decided] if decided is not None else sealed
-    newest = max((key[1] for key in known if key[0] == request.epoch), default=None)
+    newest = max((key.version for key in known if key.epoch == request.epoch), default=None)
     if newest is None:
         return 0
     return newest if request.engine_ids else newest + 1

@@ -1,28 +1,37 @@
-"""The rows of the hub's log, a JSON object each: the run, its versions and its groups of engines. No I/O.
+"""The rows of the hub's log, a JSON object each: the hub's own, its versions and its groups of engines. No I/O.
 
 Times in rows are wall-clock seconds, since they outlive the process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import get_type_hints
 
 from meshrl.weights.coordinator.engine_groups import EngineGroup
-from meshrl.weights.coordinator.states import VersionRecord
+from meshrl.weights.coordinator.states import Key, VersionRecord
 from meshrl.wire.types import VersionState
 from meshrl.wire.values import JsonObject, from_plain, to_plain
 
 KEPT = (
-    "run_id", "key", "artifact_id", "transport", "num_bytes", "root", "layout_signature", "paths", "state", "revision",
+    "key", "artifact_id", "transport", "adapter", "num_bytes", "root", "layout_signature", "paths", "state", "revision",
     "traceparent", "sealed_s", "policy", "min_ready", "answer",
 )  # fmt: skip
 """The fields of a version that outlive the hub."""
 _TYPES = get_type_hints(VersionRecord)
 
 
-def run(run_id: str, epoch: int, revision: int) -> JsonObject:
-    return {"run_id": run_id, "epoch": epoch, "revision": revision}
+def hub(epochs: Mapping[str, int], closed: Sequence[str], revision: int) -> JsonObject:
+    """The hub's own row: the epoch of each run, and the runs among them that are closed."""
+    return {"epochs": dict(epochs), "closed": [*closed], "revision": revision}
+
+
+def hub_of(row: JsonObject) -> tuple[Mapping[str, int], Sequence[str], int]:
+    """Reads epochs, closed runs and the revision back; a hub of one run wrote the epoch of that one."""
+    if "epochs" in row:
+        return row["epochs"], row["closed"], row["revision"]
+    return ({row["run_id"]: row["epoch"]} if row["epoch"] else {}), (), row["revision"]
 
 
 def version(record: VersionRecord, revision: int, wall_minus_monotonic_s: float) -> JsonObject:
@@ -33,9 +42,16 @@ def version(record: VersionRecord, revision: int, wall_minus_monotonic_s: float)
     return {name: to_plain(as_of.get(name, getattr(record, name))) for name in KEPT}
 
 
+def key_of(row: JsonObject) -> Key:
+    """The key of a version's row; a hub of one run wrote the run beside it."""
+    *run, epoch, version = row["key"]
+    return Key(run[0] if run else row["run_id"], epoch, version)
+
+
 def version_of(row: JsonObject, monotonic_minus_wall_s: float) -> VersionRecord:
     """Reads a version back."""
-    record = VersionRecord(**{name: from_plain(_TYPES[name], row[name]) for name in KEPT})
+    kept = {name: from_plain(_TYPES[name], row[name]) for name in KEPT if name in row}
+    record = VersionRecord(**{**kept, "key": key_of(row)})
     record.sealed_s += monotonic_minus_wall_s
     return record
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshrl.client.backoff import Backoff
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import MeshError
 from meshrl.wire.types import (
     Activation,
     ActivationPolicy,
@@ -21,14 +22,22 @@ from meshrl.wire.types import (
     AgentState,
     ApplyReport,
     Manifest,
+    ServedVersion,
     Transport,
     VersionInfo,
+    VersionKind,
     VersionState,
 )
 from meshrl.wire.values import JsonObject
 
-# (epoch, version): a later epoch supersedes every version of an earlier one.
-Key = tuple[int, int]
+
+class Key(NamedTuple):
+    """Names a version. On the line of a run, a later epoch supersedes every version of an earlier one."""
+
+    run_id: str
+    epoch: int
+    version: int
+
 
 TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = {
     VersionState.STAGING: frozenset({VersionState.SEALED, VersionState.ABORTED}),
@@ -61,10 +70,10 @@ class Attempt:
 class VersionRecord:
     """One version at the hub. Everything but `attempt` and `deciding` can be read back from the log."""
 
-    run_id: str
     key: Key
     artifact_id: str
     transport: Transport
+    adapter: bool = False  # it changes no base weights, so engines serve it beside those of other runs
     num_bytes: int
     root: bytes
     layout_signature: bytes = b""
@@ -89,7 +98,7 @@ class VersionRecord:
 
     @property
     def version(self) -> int:
-        return self.key[1]
+        return self.key.version
 
     @property
     def busy(self) -> bool:
@@ -98,9 +107,9 @@ class VersionRecord:
 
     def info(self) -> VersionInfo:
         return VersionInfo(
-            run_id=self.run_id,
-            epoch=self.key[0],
-            version=self.key[1],
+            run_id=self.key.run_id,
+            epoch=self.key.epoch,
+            version=self.key.version,
             artifact_id=self.artifact_id,
             state=self.state,
             num_bytes=self.num_bytes,
@@ -108,13 +117,17 @@ class VersionRecord:
             traceparent=self.traceparent,
         )
 
+    def decision(self) -> Activation:
+        """What is known of the commit once it is decided."""
+        return self.answer or Activation(version=self.info(), engines=(), commit_s=0.0, lag_s=0.0)
+
     @classmethod
     def staged(cls, manifest: Manifest, artifact: str) -> VersionRecord:
         return cls(
-            run_id=manifest.run_id,
-            key=(manifest.epoch, manifest.version),
+            key=Key(manifest.run_id, manifest.epoch, manifest.version),
             artifact_id=artifact,
             transport=manifest.transport,
+            adapter=manifest.kind is VersionKind.LORA,
             num_bytes=manifest.payload_bytes,
             root=manifest.result_root,
             layout_signature=manifest.layout_signature,
@@ -122,17 +135,14 @@ class VersionRecord:
         )
 
 
-@dataclass(kw_only=True)
-class EngineRecord:
-    """One engine with a lease: its registration, its last report and the last command to it.
+@dataclass(kw_only=True, eq=False)
+class EngineLine:
+    """One engine on the line of one run: its last report about it, and the last command.
 
     `serving` and `root` are the version and the weights that it reports to serve.
     """
 
-    registration: AgentRegistration
-    lease_id: str
-    seen_s: float
-    connected: bool = False
+    engine: EngineRecord
     state: AgentState = AgentState.JOINING
     serving: int | None = None
     root: bytes = b""
@@ -144,6 +154,31 @@ class EngineRecord:
     backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 30.0, jitter=0.0))
     retry_s: float | None = None  # when to send the commit again after a fault
     ejected: bool = False  # failed a decided version and serves no newer one yet
+
+    @property
+    def engine_id(self) -> str:
+        return self.engine.engine_id
+
+    def try_again(self, key: Key) -> None:
+        """Forgets that the engine failed to prepare or apply a version, so that it is asked to once more."""
+        self.faulted.discard(key)
+        self.sent = None
+
+    def serves(self, record: VersionRecord) -> bool:
+        return self.serving == record.version and self.root == record.root
+
+
+@dataclass(kw_only=True, eq=False)
+class EngineRecord:
+    """One engine with a lease: its registration, what its reports have about all runs, and its `lines`, by run."""
+
+    registration: AgentRegistration
+    lease_id: str
+    seen_s: float
+    connected: bool = False
+    lines: dict[str, EngineLine] = field(default_factory=dict)
+    served: tuple[ServedVersion, ...] = ()  # every version that it holds, where it lists them
+    retired: set[ServedVersion] = field(default_factory=set)  # those of closed runs that it was told to let go of
     group_generation: int | None = None  # group that it says it is in
     newest_generation: int = 0  # newest group that it ever was in
     broken_generation: int = 0  # group that broke for it: it gets no more versions through that one
@@ -155,21 +190,23 @@ class EngineRecord:
     def engine_id(self) -> str:
         return self.registration.engine_id
 
-    def try_again(self, key: Key) -> None:
-        """Forgets that the engine failed to prepare or apply a version, so that it is asked to once more."""
-        self.faulted.discard(key)
-        self.sent = None
+    def on(self, run_id: str) -> EngineLine:
+        """The engine on the line of a run. Until it reports about it, it serves what it registered with."""
+        line = self.lines.get(run_id)
+        if line is None:
+            given = self.registration
+            first = self.lines.pop("", None)  # reported before the hub had any run
+            line = first or EngineLine(engine=self, serving=given.held_version, root=given.held_root)
+            self.lines[run_id] = line
+        return line
 
     def fits(self, record: VersionRecord) -> bool:
         """Whether its model has the version's layout."""
         return record.layout_signature in (b"", self.registration.layout_signature)
 
-    def serves(self, record: VersionRecord) -> bool:
-        return self.serving == record.version and self.root == record.root
-
 
 class VersionRecords(Mapping[Key, VersionRecord]):
-    """The versions that a hub knows, by key: those that may still be served, and those that ended lately.
+    """The versions of one line, by key: those that may still be served, and those that ended lately.
 
     The cost of an agent's report must not grow with the number of versions that ever were. So the work for each report
     looks at `live` alone, and versions that ended are forgotten after a while. Only `move` changes a state.
@@ -212,14 +249,7 @@ class VersionRecords(Mapping[Key, VersionRecord]):
         """The version that every engine should serve."""
         return max((r for r in self._live.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
 
-    def by_artifact(self, artifact_id: str) -> VersionRecord:
-        """The version of an artifact whose bytes are kept. Raises UNKNOWN_VERSION."""
-        for record in self.live:
-            if record.artifact_id == artifact_id:
-                return record
-        raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired; fetch a newer version")
-
-    def target_of(self, engine: EngineRecord, report: AgentReport) -> VersionRecord | None:
+    def target_of(self, engine: EngineLine, report: AgentReport) -> VersionRecord | None:
         """The version that a report is about; its artifact decides, since epochs share version numbers."""
         sent = self.get(engine.sent_key) if engine.sent_key is not None else None
         artifact = report.target_artifact_id
@@ -246,7 +276,8 @@ class VersionRecords(Mapping[Key, VersionRecord]):
 class Save:
     """Write rows to the log, all or none, and make them durable. For a decision, call `Coordinator.decided` after that.
 
-    `versions` and `groups` are the rows that change, by key and by generation; None for one that is forgotten.
+    `versions` and `groups` are the rows that change, by key and by generation; None for one that is forgotten. `run` is
+    the row of the hub itself.
     `committed` is the outcome that the rows record, if they record one.
     """
 
