@@ -10,33 +10,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from meshrl.models.adapters import AdapterHolder
+from meshrl.models.sharded import by_parts
 
 UP_NAMES = ("gate_up_proj", "up_proj")
 DOWN_NAME = "down_proj"
 RANK_STEP = 8  # grouped products on a GPU want rows of a multiple of 16 bytes
 
 
-class ExpertAdapter(nn.Module):
+class ExpertAdapter(AdapterHolder):
     """The adapter of one parameter of a layer's experts, whose weight stays the experts' own."""
 
-    def __init__(self, experts: nn.Module, parameter: str, *, rank: int, alpha: float, dropout: float) -> None:
+    def __init__(self, experts: nn.Module, parameter: str) -> None:
         super().__init__()
         weight = getattr(experts, parameter)
         self._of = (experts, parameter)  # in a tuple, so that the experts do not become a module of their adapter
         self.transposed = bool(experts.is_transposed)
-        count, *sides = weight.shape
+        self.count, *sides = weight.shape
         self.in_features, self.out_features = sides if self.transposed else reversed(sides)
-        self.rank, self.alpha, self.dropout, self.scale = rank, alpha, dropout, alpha / rank
-        device = weight.device
-        self.lora_A = nn.Parameter(torch.zeros(count, rank, self.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(count, self.out_features, rank, dtype=torch.float32, device=device))
+        self.hold_none()
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(E, rank, in) and (E, out, rank). Raises ValueError for a rank that grouped products refuse."""
+        if rank % RANK_STEP:
+            raise ValueError(
+                f"model.lora.rank is {rank}, and adapters of experts need a multiple of {RANK_STEP}; take "
+                f"{rank + -rank % RANK_STEP}"
+            )
+        return (self.count, rank, self.in_features), (self.count, self.out_features, rank)
 
     def product(self, grouped: Callable[..., torch.Tensor], inputs: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """What the adapter adds for inputs (S, in), sorted by expert; (S, out)."""
@@ -47,20 +55,13 @@ class ExpertAdapter(nn.Module):
     def merged(self) -> torch.Tensor:
         """W + (alpha / rank) B A in float32, sharded as W is: by experts, so that each rank merges its own."""
         experts, parameter = self._of
-        weight: Any = getattr(experts, parameter).detach()
-        low: Any = self.lora_A.detach()
-        high: Any = self.lora_B.detach()
-        if not isinstance(weight, DTensor):
-            return merge(weight, low, high, scale=self.scale, transposed=self.transposed)
-        device = weight.device_mesh.device_type
-        own = [cast("DTensor", each.to(device)).to_local() for each in (weight, low, high)]
-        return DTensor.from_local(
-            merge(*own, scale=self.scale, transposed=self.transposed),
-            weight.device_mesh,
-            weight.placements,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        weight: torch.Tensor = getattr(experts, parameter).detach()
+        low, high = self.lora_A.detach(), self.lora_B.detach()
+
+        def part(own: torch.Tensor, of: slice, *_: slice) -> torch.Tensor:
+            return merge(own, low[of], high[of], scale=self.scale, transposed=self.transposed)
+
+        return by_parts(weight, part, device=low.device)
 
 
 def merge(
@@ -71,13 +72,11 @@ def merge(
     return torch.add(weight.float(), added.transpose(1, 2) if transposed else added, alpha=scale)
 
 
-def adapt(
-    model: nn.Module, targets: Sequence[str], *, rank: int, alpha: float, dropout: float
-) -> dict[str, ExpertAdapter]:
-    """Puts adapters on the parameters of experts that the targets name, by PEFT's rule; the adapters by those names.
+def expert_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """The parameters of experts that the targets name by PEFT's rule, each as its module and its name there.
 
-    Raises ValueError, with the model as it was, for a target that names none, for only one of the two parameters of a
-    layer's experts, and for experts that are not computed by grouped products.
+    Raises ValueError for a target that names none, for only one of the two parameters of a layer's experts, and for
+    experts that are not computed by grouped products.
     """
     holders: dict[str, tuple[Any, str]] = {
         f"{name}.{parameter}": (module, parameter)
@@ -94,11 +93,6 @@ def adapt(
                 + (", ".join(sorted({".".join(name.split(".")[-3:]) for name in holders})) or "none")
             )
         chosen |= found
-    if targets and rank % RANK_STEP:
-        raise ValueError(
-            f"model.lora.rank is {rank}, and adapters of experts need a multiple of {RANK_STEP}; take "
-            f"{rank + -rank % RANK_STEP}"
-        )
     for name, (module, _) in chosen.items():
         layer = name.rpartition(".")[0]
         if missing := [other for other in holders if other.rpartition(".")[0] == layer and other not in chosen]:
@@ -111,18 +105,26 @@ def adapt(
                 f"model.lora.target_parameters: the experts of {type(module).__name__} are not computed by grouped "
                 "products, so they cannot be adapted; leave it out"
             )
+    return chosen
+
+
+def expert_adapters(model: nn.Module, targets: Sequence[str]) -> dict[str, ExpertAdapter]:
+    """Prepares the parameters that `expert_parameters` finds for adapters; raises ValueError as it does."""
     adapted: dict[str, ExpertAdapter] = {}
-    for name, (module, parameter) in chosen.items():
+    for name, (module, parameter) in expert_parameters(model, targets).items():
         if not hasattr(module, "adapters"):
             module.adapters = nn.ModuleDict()
             module.forward = functools.partial(_forward, module, module.forward)
-        made = ExpertAdapter(module, parameter, rank=rank, alpha=alpha, dropout=dropout)
-        module.adapters[parameter] = adapted[name] = made
+        if parameter not in module.adapters:
+            module.adapters[parameter] = ExpertAdapter(module, parameter)
+        adapted[name] = module.adapters[parameter]
     return adapted
 
 
 def _forward(experts: Any, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     up = next(name for name in UP_NAMES if name in experts.adapters)
+    if not experts.adapters[up].rank:
+        return forward(*args, **kwargs)
     with _Adding([experts.adapters[up], experts.adapters[DOWN_NAME]]) as adding:
         output = forward(*args, **kwargs)
     if adding.left:

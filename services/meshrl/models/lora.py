@@ -1,11 +1,10 @@
-"""LoRA adapters on a causal LM (arXiv 2106.09685): put on before sharding, trained by the learner, merged to publish.
+"""LoRA adapters on a causal LM (arXiv 2106.09685): layers prepared before sharding, which slots are mounted on.
 
     y = x W^T + (alpha / rank) dropout(x) A^T B^T     W (out, in) frozen; A (rank, in) and B (out, rank) trained
 
-An adapted layer keeps `weight` and `bias` of its own, so every parameter of the model keeps its Hugging Face name and
-the adapters' are the only new ones, `<layer>.lora_A` and `<layer>.lora_B`. They are float32 whatever the frozen weights
-are. FSDP2 takes both in one group: it wants one dtype of the trained parameters only, gathers all of them in
-`param_dtype`, and reduces the adapters' gradients alone.
+A prepared layer keeps `weight` and `bias` of its own, so every parameter of the model keeps its Hugging Face name. The
+matrices are those of the slot that is mounted (`adapters`): float32 whatever the frozen weights are, under the names
+`<layer>.lora_A` and `<layer>.lora_B`, and outside FSDP.
 
 Names by module: "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj, or that of a parameter
 of experts, such as model.layers.0.mlp.experts.down_proj (`expert_lora`).
@@ -20,37 +19,36 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from meshrl.models.expert_lora import ExpertAdapter, adapt
-from meshrl.models.sharded import fill_from_whole, gather_whole
+from meshrl.models.adapters import A, AdapterHolder, AdapterScale, AdapterSlot, B
+from meshrl.models.expert_lora import ExpertAdapter, expert_adapters, expert_parameters
+from meshrl.models.sharded import by_parts
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
 
-A, B = "lora_A", "lora_B"
 GATES = (".gate", "_gate", ".router", ".wg")
 
 
-class LoraLinear(nn.Linear):
-    """A frozen linear layer with an adapter beside it. Made by `apply_lora`; its base parameters are the layer's."""
+class LoraLinear(nn.Linear, AdapterHolder):
+    """A frozen linear layer that may have an adapter beside it; its base parameters are the layer's."""
 
-    def __init__(self, base: nn.Linear, *, rank: int, alpha: float, dropout: float) -> None:
+    def __init__(self, base: nn.Linear) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
         self.in_features = base.in_features
         self.out_features = base.out_features
         self.weight = base.weight
         self.bias = base.bias
-        self.rank = rank
-        self.alpha = alpha
-        self.dropout = dropout
-        self.scale = alpha / rank
-        device = base.weight.device
-        self.lora_A = nn.Parameter(torch.zeros(rank, base.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
+        self.hold_none()
         self.train(base.training)
 
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(rank, in) and (out, rank)."""
+        return (rank, self.in_features), (self.out_features, rank)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # nn.Linear's name for it
+        if not self.rank:
+            return super().forward(input)
         kept = F.dropout(input, self.dropout) if self.training and self.dropout else input
         low = F.linear(kept, self.lora_A.to(input.dtype))
         return torch.add(super().forward(input), F.linear(low, self.lora_B.to(low.dtype)), alpha=self.scale)
@@ -59,14 +57,62 @@ class LoraLinear(nn.Linear):
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
 
     def merged(self) -> torch.Tensor:
-        """W + (alpha / rank) B A in float32; where W is sharded so is this, collective and on the mesh's device."""
-        weight, low, high = self.weight.detach(), self.lora_A.detach(), self.lora_B.detach()
-        if isinstance(low, DTensor):
-            device = low.device_mesh.device_type  # shards kept on the host are merged where they will be gathered
-            weight, low, high = weight.to(device), low.to(device), high.to(device)
-            assert isinstance(low, DTensor)
-            low = low.redistribute(placements=[Replicate()] * low.device_mesh.ndim)
-        return torch.add(weight.float(), high @ low, alpha=self.scale)  # B's rows lie where W's do
+        """W + (alpha / rank) B A in float32; where W is sharded so is this, each rank making its own part."""
+        low, high = self.lora_A.detach(), self.lora_B.detach()
+
+        def part(own: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+            return torch.add(own.float(), high[rows] @ low[:, columns], alpha=self.scale)
+
+        return by_parts(self.weight.detach(), part, device=low.device)
+
+
+def prepare_lora(
+    model: nn.Module, *, target_modules: Iterable[str], target_parameters: Sequence[str] = ()
+) -> dict[str, LoraLinear | ExpertAdapter]:
+    """Freezes the model and prepares the layers that slots may adapt; returns those that the targets name.
+
+    A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
+    layer of the text model's blocks is one, but for gates, which choose experts; these are prepared in any case.
+    `target_parameters` name parameters of experts in the same way, and without any these stay as they are. Works on the
+    meta device and must come before sharding. Raises ValueError, with the model as it was, when a target names nothing
+    or a layer that shares its weight with another module, or when there is no layer to adapt.
+    """
+    chosen = _chosen_layers(model, target_modules)
+    _refuse_tied(model, chosen)
+    of_experts = expert_adapters(model, target_parameters)
+    model.requires_grad_(False)
+    shared = _owners(model)
+    free = {name: layer for name, layer in _block_layers(model).items() if len(shared[id(layer.weight)]) == 1}
+    prepared: dict[str, LoraLinear | ExpertAdapter] = dict(of_experts)
+    for name, base in (free | chosen).items():
+        layer = base if isinstance(base, LoraLinear) else LoraLinear(base)
+        model.set_submodule(name, layer)
+        if name in chosen:
+            prepared[name] = layer
+    return prepared
+
+
+def make_slot(
+    model: nn.Module,
+    scale: AdapterScale,
+    *,
+    target_modules: Iterable[str],
+    target_parameters: Sequence[str] = (),
+    device: torch.device | None = None,
+) -> AdapterSlot:
+    """A slot, of zeros, over the layers that the targets name, of those that the model was prepared with.
+
+    `device` None is that of the model. Raises ValueError for a target that names none of them.
+    """
+    prepared = prepared_layers(model)
+    named = [*_chosen_layers(model, target_modules), *expert_parameters(model, target_parameters)]
+    if strange := [name for name in named if name not in prepared]:
+        raise ValueError(
+            f"model.lora: {strange[0]!r} was not prepared for adapters when the model was loaded; name it in "
+            "trainer.model.lora of the trainer and start it again"
+        )
+    chosen = {name: layer for name, layer in prepared.items() if name in set(named)}
+    return AdapterSlot(prepared, chosen, scale, device=device or next(model.parameters()).device)
 
 
 def apply_lora(
@@ -78,14 +124,18 @@ def apply_lora(
     target_modules: Iterable[str],
     target_parameters: Sequence[str] = (),
 ) -> dict[str, LoraLinear | ExpertAdapter]:
-    """Freezes the model and puts an adapter on each target; `reset_lora` gives them their first values.
+    """Prepares a model that is not sharded and mounts a slot on it; `reset_lora` gives it its first values.
 
-    A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
-    layer of the text model's blocks is one, but for gates, which choose experts. `target_parameters` name parameters of
-    experts in the same way, and without any these stay as they are. Works on the meta device and must come before
-    sharding. Returns the adapted layers. Raises ValueError, with the model as it was, when a target names nothing or a
-    layer that shares its weight with another module, or when there is no layer to adapt.
+    Returns the adapted layers. Raises ValueError as `prepare_lora` does.
     """
+    targets = tuple(target_modules)
+    prepared = prepare_lora(model, target_modules=targets, target_parameters=target_parameters)
+    scale = AdapterScale(rank=rank, alpha=alpha, dropout=dropout)
+    make_slot(model, scale, target_modules=targets, target_parameters=target_parameters).mount()
+    return prepared
+
+
+def _chosen_layers(model: nn.Module, target_modules: Iterable[str]) -> dict[str, nn.Linear]:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen: dict[str, nn.Linear] = {}
     for target in target_modules:
@@ -98,35 +148,37 @@ def apply_lora(
                 + (f", and {joined[0]} is of all experts: name it in model.lora.target_parameters" if joined else "")
             )
         chosen.update(found)
-    if not chosen:
-        text = set(model.get_decoder().modules()) if isinstance(model, PreTrainedModel) else set(model.modules())
-        chosen = {
-            name: module
-            for name, module in linear.items()
-            if module in text and any(part.isdigit() for part in name.split(".")) and not name.endswith(GATES)
-        }
+    chosen = chosen or _block_layers(model)
     if not chosen:
         raise ValueError(
             "model.lora: this model has no linear layer in its blocks to adapt; train it without model.lora"
         )
-    _refuse_tied(model, chosen)
-    of_experts = adapt(model, target_parameters, rank=rank, alpha=alpha, dropout=dropout)
-    model.requires_grad_(False)
-    for adapter in of_experts.values():
-        adapter.requires_grad_(True)
-    adapted: dict[str, LoraLinear | ExpertAdapter] = dict(of_experts)
-    for name, base in linear.items():
-        if name in chosen:
-            adapted[name] = LoraLinear(base, rank=rank, alpha=alpha, dropout=dropout)
-            model.set_submodule(name, adapted[name])
-    return adapted
+    return {name: module for name, module in linear.items() if name in chosen}
+
+
+def _block_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    text = set(model.get_decoder().modules()) if isinstance(model, PreTrainedModel) else set(model.modules())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module in text
+        and any(part.isdigit() for part in name.split("."))
+        and not name.endswith(GATES)
+    }
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return owners
 
 
 def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
     """A merged copy of a shared weight would have to differ from the weight it is tied to."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+    owners = _owners(model)
     for layer, module in chosen.items():
         others = [name for name in owners[id(module.weight)] if name != f"{layer}.weight"]
         if others:
@@ -161,7 +213,12 @@ def _joined_experts(model: nn.Module) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The adapted layers by name, in the model's order; empty for a model without adapters."""
+    """The layers with an adapter of the mounted slot, by name, in the model's order; empty where none is mounted."""
+    return {name: layer for name, layer in prepared_layers(model).items() if layer.rank}
+
+
+def prepared_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
+    """The layers that slots may adapt by name, in the model's order."""
     return {
         name.replace(".adapters.", "."): module
         for name, module in model.named_modules()
@@ -184,36 +241,35 @@ def is_adapter(parameter_name: str) -> bool:
 def reset_lora(model: nn.Module, seed: int) -> None:
     """First values: A is Kaiming-uniform with a = sqrt(5) as in PEFT, that is U(-1/sqrt(in), 1/sqrt(in)); B is zero.
 
-    Call it once parameters have storage. Every rank draws whole matrices on its CPU and keeps its shard, so that the
-    values depend on the seed alone.
+    Of the mounted slot, once it has storage. Every rank draws on its CPU, so that the values depend on the seed alone.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():
         whole = torch.empty(layer.lora_A.shape)
         nn.init.kaiming_uniform_(whole.view(-1, layer.in_features), a=math.sqrt(5), generator=generator)
-        fill_from_whole(layer.lora_A, whole)
+        layer.lora_A.copy_(whole)
         layer.lora_B.zero_()
 
 
 @torch.no_grad()
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Every adapter's whole matrices, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`.
+    """The mounted slot's matrices, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`.
 
-    Every rank calls it; only a rank that asks to `keep` the state gets it, the others get an empty one.
+    Only a rank that asks to `keep` the state gets it, the others get an empty one.
     """
-    state: dict[str, torch.Tensor] = {}
-    for name, layer in adapted_layers(model).items():
-        for part, parameter in ((A, layer.lora_A), (B, layer.lora_B)):
-            tensor = gather_whole(parameter.detach())
-            if keep:
-                state[f"{name}.{part}"] = tensor.to("cpu", copy=True)
-    return state
+    return {
+        f"{name}.{part}": getattr(layer, part).detach().to("cpu", copy=True)
+        for name, layer in (adapted_layers(model) if keep else {}).items()
+        for part in (A, B)
+    }
 
 
 def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
     """What PEFT keeps in adapter_config.json, for the adapters of this model over the model named `base_name`."""
     adapted = adapted_layers(model)
-    plain = {name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear}
+    plain = {
+        name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in adapted
+    }
     leaves = {name: name.rpartition(".")[2] for name, layer in adapted.items() if isinstance(layer, LoraLinear)}
     first = next(iter(adapted.values()))
     targets = {name if leaf in plain else leaf for name, leaf in leaves.items()}
@@ -273,4 +329,4 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"{folder}: {name} has shape {tuple(stored[name].shape)}, in this model {tuple(parameter.shape)}"
             )
     for name, parameter in own.items():
-        fill_from_whole(parameter, stored[name])
+        parameter.copy_(stored[name])

@@ -5,6 +5,7 @@ Used where a model is loaded, and by the adapters, the checkpointer and the trai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import EllipsisType
 
 import torch
@@ -38,8 +39,16 @@ def fill_part(tensor: torch.Tensor, part: torch.Tensor) -> None:
     local.copy_(part.to(local.device))  # first, since the device converts faster
 
 
-def fill_from_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies a whole tensor, which every rank has, into a parameter: all of it, or this rank's shard."""
-    part = own_part(parameter)
-    if part is not None:
-        fill_part(parameter, whole[part])
+def by_parts(tensor: torch.Tensor, make: Callable[..., torch.Tensor], *, device: torch.device) -> torch.Tensor:
+    """A tensor of the shape and sharding of another: `make` gets this rank's part of it, on `device`, and its slices.
+
+    Nothing is exchanged; `device` is that of the mesh, where shards that wait on the host are computed.
+    """
+    if not isinstance(tensor, DTensor):
+        return make(tensor, *(slice(None) for _ in tensor.shape))
+    part = own_part(tensor)
+    slices = tuple(slice(0, 0) for _ in tensor.shape) if not isinstance(part, tuple) else part
+    made = make(tensor.to_local().to(device), *slices)
+    return DTensor.from_local(
+        made, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
+    )

@@ -162,6 +162,7 @@ class RunTraining:
         self._wait_for_publication()  # versions are sealed in order
         published_before = time.perf_counter()
         self._commands.send(SnapshotCommand(run_id=self.state.run_id))
+        self._learner.take_up(self.state)
         captured = self._versions.capture(result.step)  # the next step changes the live weights
         self._release()  # once the version is published, an engine may need the room
         ended = time.perf_counter()

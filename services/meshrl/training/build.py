@@ -10,13 +10,14 @@ import torch
 from loguru import logger
 from torch import nn
 
+from meshrl.models.adapters import AdapterScale, AdapterSlot
 from meshrl.models.families import learned_positions
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.models.lora import apply_lora, coverage, reset_lora
-from meshrl.training.checkpoints.train_state import seed_rank
+from meshrl.models.lora import coverage, make_slot, prepare_lora, reset_lora
+from meshrl.training.checkpoints.random_state import seed_rank
 from meshrl.training.learner import Learner
-from meshrl.training.model_config import CompileConfig, TrainerModelConfig
+from meshrl.training.model_config import CompileConfig, LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.check import check_layout
 from meshrl.training.parallel.experts import divide_experts
 from meshrl.training.parallel.fsdp import GatheredStep, prepare_blocks, shard
@@ -54,9 +55,8 @@ def build_learner(
             f" to {learned}"
         )
     check_layout(model, config, parallel.plan)
-    add_adapters(model, config)
-    if config.lora is not None and parallel.plan.leads:
-        logger.info(coverage(model))
+    if config.lora is not None:
+        prepare_lora(model, target_modules=config.lora.target_modules, target_parameters=config.lora.target_parameters)
     policy = PackedPolicy(
         model,
         compute_dtype=compute_dtype,
@@ -83,19 +83,22 @@ def build_learner(
     else:
         fill_model(model, config)
     if config.lora is not None:
-        reset_lora(model, seed)
+        add_slot(model, config.lora, seed=seed, device=parallel.device)
+        if parallel.plan.leads:
+            logger.info(coverage(model))
     seed_rank(seed, 0, parallel.plan.rank)  # dropout must not fall alike on every rank
     return Learner(policy, parallel, gathered)
 
 
-def add_adapters(model: nn.Module, config: TrainerModelConfig) -> None:
-    """Puts the adapters of the configuration, if it has any, on the model. Raises ValueError as `apply_lora` does."""
-    if config.lora is not None:
-        apply_lora(
-            model,
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            dropout=config.lora.dropout,
-            target_modules=config.lora.target_modules,
-            target_parameters=config.lora.target_parameters,
-        )
+def add_slot(model: nn.Module, config: LoraConfig, *, seed: int, device: torch.device) -> AdapterSlot:
+    """A new slot, mounted, with its first values. Raises ValueError as `make_slot` does."""
+    slot = make_slot(
+        model,
+        AdapterScale(rank=config.rank, alpha=config.alpha, dropout=config.dropout),
+        target_modules=config.target_modules,
+        target_parameters=config.target_parameters,
+        device=device,
+    )
+    slot.mount()
+    reset_lora(model, seed)
+    return slot

@@ -24,6 +24,7 @@ from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, 
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
+from meshrl.training.checkpoints.random_state import random_state, restore_random_state
 from meshrl.training.optim import clip_gradients, gradient_zeros
 from meshrl.training.parallel.fsdp import GatheredStep, reshard
 from meshrl.training.parallel.rank_group import RankGroup
@@ -88,7 +89,23 @@ class Learner:
         self.device = self.parallel.device
         self._routing = RoutingWatch(policy.routers)
         self._unseen_named = False
+        self._run: RunState | None = None
         policy.train()
+
+    def take_up(self, run: RunState) -> None:
+        """Goes on with the run: mounts its adapters, and draws its random numbers where it drew the last.
+
+        All that works on a run's weights takes it up first; for the run that was taken up last nothing changes.
+        """
+        if run is self._run:
+            return
+        if self._run is not None:
+            self._run.random_state = random_state(self.device)
+        self._run = run
+        if run.slot is not None:
+            run.slot.mount()
+        if run.random_state is not None:
+            restore_random_state(run.random_state, self.device)
 
     def step(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Makes a step from the micro-batches of a whole batch. Raises StepError and UpdateError as its two halves."""
@@ -109,12 +126,15 @@ class Learner:
         that fails drops the run's whole gradient, that of earlier passes included.
         """
         started = time.perf_counter()
+        self.take_up(run)
         counts = counts or count(micro_batches)
         own = self.parallel.plan.own_rows(micro_batches)
         longest = max((len(micro_batch.token_ids) for micro_batch in own), default=0)
         if self.parallel.plan.leads and not self._unseen_named:
             self._name_unseen_positions(micro_batches)
         self._routing.begin()
+        if run.slot is not None:
+            run.slot.open_gradient()
         with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
             rows = []
             for number, micro_batch in enumerate(own, start=1):
@@ -151,7 +171,10 @@ class Learner:
                 "each optim_step, and again after one that failed"
             )
         started = time.perf_counter()
+        self.take_up(run)
         with self._all_or_nothing(run, "while the gradient was clipped"):
+            if run.slot is not None:
+                run.slot.sum_gradient()
             grad_norm = clip_gradients(run.parameters, run.optim.max_norm)
             if not math.isfinite(grad_norm):
                 raise _not_finite(run, f"gradient norm {grad_norm}")
@@ -217,6 +240,7 @@ class Learner:
     def evaluate(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
         """The record of the micro-batches without a gradient (as in StepResult.tokens); nothing changes."""
         counts = count(micro_batches)
+        self.take_up(run)
         self.policy.eval()
         try:
             return self._gathered(

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshrl.client.machine.memory import machine_memory
+from meshrl.models.adapters import AdapterScale
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
-from meshrl.training.build import add_adapters
+from meshrl.models.lora import make_slot, prepare_lora
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
@@ -34,6 +35,7 @@ class MemoryNeed:
     weights: int
     gradients: int
     optimizer: int
+    of_slot: bool = False  # gradients and optimizer are an adapter slot's, which each rank has whole
     snapshot: int = 0  # its rows of the version that is published while the next step is trained
     unsharded: int = 0  # what gradients take beyond that where no rank divides them
 
@@ -43,7 +45,8 @@ class MemoryNeed:
 
     def over(self, times: int) -> MemoryNeed:
         """What each of so many times as many ranks needs that hold a copy of the model between them."""
-        parts = {name: getattr(self, name) // times for name in ("weights", "gradients", "optimizer", "snapshot")}
+        divided = ("weights",) if self.of_slot else ("weights", "gradients", "optimizer", "snapshot")
+        parts = {name: getattr(self, name) // times for name in divided}
         return replace(self, **parts)
 
 
@@ -56,19 +59,25 @@ def memory_need(
     """
     stored_dtype = torch.float32 if config.lora is None else resolve_dtype(config)
     model = empty_model(config, dtype=stored_dtype)
-    add_adapters(model, config)
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    shards = parallel.plan.shards
-    in_host_memory = config.fsdp_cpu_offload or config.lora is not None  # where the snapshot is; an adapter is small
+    base = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    parameters, shards = sum(parameter.numel() for parameter in model.parameters()), parallel.plan.shards
+    lora, adapters, trained = config.lora, 0, parameters // shards
+    if lora is not None:
+        targets = {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
+        prepare_lora(model, **targets)
+        adapters = trained = make_slot(model, AdapterScale(rank=lora.rank, alpha=lora.alpha), **targets).numel
+    in_host_memory = config.fsdp_cpu_offload or lora is not None  # where the snapshot is; an adapter is small
     state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
+    if config.fsdp_cpu_offload:  # a slot lies on the device
+        base, trained = 0, adapters
     return MemoryNeed(
-        parameters=sum(parameter.numel() for parameter in parameters),
-        weights=0 if config.fsdp_cpu_offload else sum(p.numel() * p.itemsize for p in parameters) // shards,
-        gradients=0 if config.fsdp_cpu_offload else trained * GRADIENT_BYTES // shards,
-        optimizer=0 if config.fsdp_cpu_offload or config.optim_cpu_offload else trained * state_bytes // shards,
-        unsharded=trained * GRADIENT_BYTES - (0 if config.fsdp_cpu_offload else trained * GRADIENT_BYTES // shards),
-        snapshot=trained * resolve_dtype(config).itemsize // shards if publishes and not in_host_memory else 0,
+        parameters=parameters + adapters,
+        weights=base // shards + adapters * torch.float32.itemsize,
+        gradients=trained * GRADIENT_BYTES,
+        optimizer=0 if config.optim_cpu_offload else trained * state_bytes,
+        snapshot=trained * resolve_dtype(config).itemsize if publishes and not in_host_memory else 0,
+        of_slot=lora is not None,
+        unsharded=0 if lora is not None else parameters * GRADIENT_BYTES - trained * GRADIENT_BYTES,
     )
 
 

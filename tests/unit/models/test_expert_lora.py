@@ -140,20 +140,27 @@ def test_every_tensor_of_an_adapter_must_change_a_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "rank", "why"),
+    ("family", "targets", "why"),
     [
-        ("qwen3_moe", ["experts.w1"], 8, "names no experts' parameter; this model has mlp.experts.down_proj"),
-        ("qwen3_moe", TARGETS[:1], 8, "name both"),
-        ("qwen3_moe", TARGETS, 4, "need a multiple of 8; take 8"),
-        ("qwen3", TARGETS, 8, "this model has none"),
+        ("qwen3_moe", ["experts.w1"], "names no experts' parameter; this model has mlp.experts.down_proj"),
+        ("qwen3_moe", TARGETS[:1], "name both"),
+        ("qwen3", TARGETS, "this model has none"),
     ],
 )
-def test_targets_that_cannot_be_adapted_are_refused(family: str, targets: list[str], rank: int, why: str) -> None:
+def test_targets_that_cannot_be_adapted_are_refused(family: str, targets: list[str], why: str) -> None:
     model = tiny_model(family, attn=None)
     before = {name: each.requires_grad for name, each in model.named_parameters()}
     with pytest.raises(ValueError, match=why):
-        apply_lora(model, rank=rank, alpha=1.0, dropout=0.0, target_modules=[], target_parameters=targets)
+        apply_lora(model, rank=8, alpha=1.0, dropout=0.0, target_modules=[], target_parameters=targets)
     assert {name: each.requires_grad for name, each in model.named_parameters()} == before
+
+
+def test_a_rank_that_grouped_products_refuse_is_refused_and_no_adapter_mounted() -> None:
+    model = tiny_model("qwen3_moe", attn=None)
+    with pytest.raises(ValueError, match="need a multiple of 8; take 8"):
+        apply_lora(model, rank=4, alpha=1.0, dropout=0.0, target_modules=[], target_parameters=TARGETS)
+    assert not adapted_layers(model)
+    assert torch.equal(logits(model), logits(tiny_model("qwen3_moe", attn=None)))
 
 
 def test_the_log_counts_what_is_adapted_and_names_what_is_not() -> None:

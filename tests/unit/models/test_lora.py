@@ -17,6 +17,7 @@ from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.core.config.shared import ModelConfig
+from meshrl.models.adapters import AdapterScale, AdapterSlot
 from meshrl.models.load import fill_at_random, fill_model
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import (
@@ -28,6 +29,8 @@ from meshrl.models.lora import (
     coverage,
     is_adapter,
     load_adapter,
+    make_slot,
+    prepare_lora,
     reset_lora,
     save_adapter,
 )
@@ -82,8 +85,13 @@ def rows() -> tuple[MicroBatch, ...]:
 def empty() -> Qwen3ForCausalLM:
     with torch.device("meta"):
         model = Qwen3ForCausalLM(build(tied=False).config)
-    apply_lora(model, rank=4, alpha=6.0, dropout=0.0, target_modules=TARGETS)
+    prepare_lora(model, target_modules=TARGETS)
     return model
+
+
+def mount(model: nn.Module) -> None:
+    make_slot(model, AdapterScale(rank=4, alpha=6.0), target_modules=TARGETS).mount()
+    reset_lora(model, 0)
 
 
 def test_adapted_model_starts_as_its_base() -> None:
@@ -92,7 +100,8 @@ def test_adapted_model_starts_as_its_base() -> None:
 
 def test_output_is_the_base_plus_the_scaled_product() -> None:
     base = nn.Linear(5, 3)
-    layer = LoraLinear(base, rank=2, alpha=3.0, dropout=0.0)
+    layer = LoraLinear(base)
+    AdapterSlot({"": layer}, {"": layer}, AdapterScale(rank=2, alpha=3.0), device=torch.device("cpu")).mount()
     nn.init.normal_(layer.lora_A)
     nn.init.normal_(layer.lora_B)
     inputs = torch.randn(7, 5)
@@ -165,7 +174,9 @@ def test_half_precision_follows_float32(autocast: bool) -> None:
 
 @torch.no_grad()
 def test_dropout_spares_the_base_and_evaluation() -> None:
-    layer = LoraLinear(nn.Linear(400, 2), rank=1, alpha=1.0, dropout=0.25)
+    layer = LoraLinear(nn.Linear(400, 2))
+    scale = AdapterScale(rank=1, alpha=1.0, dropout=0.25)
+    AdapterSlot({"": layer}, {"": layer}, scale, device=torch.device("cpu")).mount()
     nn.init.ones_(layer.lora_A)
     nn.init.ones_(layer.lora_B)
     inputs = torch.ones(50, 400)
@@ -325,7 +336,7 @@ def test_checkpoint_fills_an_adapted_model_that_had_no_storage(tmp_path: Path) -
     base.save_pretrained(tmp_path)
     model = empty().to_empty(device="cpu").eval()
     fill_model(model, ModelConfig(name=str(tmp_path), device="cpu"))
-    reset_lora(model, 0)
+    mount(model)
     assert torch.equal(logits(model), logits(base))
 
 
@@ -334,7 +345,7 @@ def test_random_weights_fill_an_adapted_model_that_had_no_storage() -> None:
     for parameter in model.parameters():
         nn.init.constant_(parameter, float("nan"))
     fill_at_random(model)
-    reset_lora(model, 0)
+    mount(model)
     assert bool(logits(model).isfinite().all())
     assert float(adapted_layers(model)["model.layers.0.self_attn.q_proj"].weight.detach().std()) > 0
 

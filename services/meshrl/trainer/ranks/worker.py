@@ -67,6 +67,7 @@ class RankWorker:
                 logger.error("{}", error)
         elif isinstance(command, SnapshotCommand):
             assert run.snapshotter is not None, "rank 0 sets publishing up before it asks for a snapshot"
+            self._learner.take_up(run.state)
             run.snapshotter.capture(run.state.step_done)
             self._release()
         elif isinstance(command, PublishSetupCommand):

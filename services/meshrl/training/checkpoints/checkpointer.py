@@ -32,7 +32,7 @@ from meshrl.core.config.shared import ModelConfig
 from meshrl.core.durable import flush, flush_tree
 from meshrl.models.lora import adapter_state
 from meshrl.models.state import gather_state
-from meshrl.training.checkpoints import files, train_state
+from meshrl.training.checkpoints import files, random_state, train_state
 from meshrl.training.checkpoints.files import CheckpointContents, CheckpointError, FileMark
 from meshrl.training.checkpoints.saving_group import SavingGroup, reason
 from meshrl.training.checkpoints.weights_folder import WeightsWriter
@@ -239,6 +239,7 @@ class Checkpointer:
         all ranks, when there is none to resume from, or when it is damaged or one of another model.
         """
         step, manifest = self._found(step)
+        self._learner.take_up(self._run)
         folder, group = self._folder(step), self._group
         names = group.plan.share(sorted(manifest.files))
         self._group.together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
@@ -256,10 +257,10 @@ class Checkpointer:
             except CheckpointException as error:  # a BaseException, as torch has it
                 raise files.damaged(folder, reason(error)) from error
             train_state.take_over(self._learner.model, self._run, tensors)
-        train_state.seed_rank(self._seed, step, group.plan.rank)
+        random_state.seed_rank(self._seed, step, group.plan.rank)
         if manifest.ranks == group.plan.world_size:
-            saved = train_state.read_random_state(folder / train_state.random_file(group.plan.rank))
-            train_state.restore_random_state(saved, self._learner.device)
+            saved = random_state.read_random_state(folder / random_state.random_file(group.plan.rank))
+            random_state.restore_random_state(saved, self._learner.device)
         self._run.drop_gradient()  # of the weights before
         self._run.step_done = self.durable_step = step
         self.progress = TrainingProgress(tokens=manifest.tokens, samples=manifest.samples, data=manifest.data)
@@ -292,6 +293,7 @@ class Checkpointer:
 
     def _job(self, *, weights_only: bool) -> _Job:
         step = self._run.step_done
+        self._learner.take_up(self._run)
         if not self._on_branch:
             self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         wanted = [self._weights_folder(step)] + ([] if weights_only else [self._folder(step)])
@@ -303,7 +305,7 @@ class Checkpointer:
             weights=gather_state(model, self._snapshot_dtype, keep=first) if needed[0] else None,
             adapters=adapter_state(model, keep=first) if needed[0] and self._adapters else {},
             tensors=train_state.run_tensors(model, self._run) if needed[1:] == b"\1" else None,
-            random_state=train_state.random_state(self._learner.device),
+            random_state=random_state.random_state(self._learner.device),
             tokens=self.progress.tokens,
             samples=self.progress.samples,
             data=self.progress.data,
@@ -331,7 +333,7 @@ class Checkpointer:
 
     def _write_shards(self, job: _Job, tensors: dict[str, torch.Tensor], partial: Path) -> None:
         group, plan = self._group, self._group.plan
-        own_random = partial / train_state.random_file(plan.rank)
+        own_random = partial / random_state.random_file(plan.rank)
 
         def write() -> None:
             writer = FileSystemWriter(partial)
@@ -340,7 +342,7 @@ class Checkpointer:
             )
 
         def write_random_state() -> dict[str, dict[str, int]]:
-            train_state.write_random_state(job.random_state, own_random)
+            random_state.write_random_state(job.random_state, own_random)
             flush(own_random)
             written = [own_random, *partial.glob(f"__{plan.rank}_*"), *([partial / ".metadata"] if plan.leads else [])]
             return {path.name: vars(files.mark(path)) for path in written}

@@ -1,4 +1,4 @@
-"""The state from which a run resumes exactly: its tensors by name, and each rank's random state.
+"""The tensors from which a run resumes exactly, by name.
 
 Read and restored by the checkpointer. Names are the model's own, whatever the sharding, so that another number of ranks
 can read the state; the settings of the optimizer come from the configuration and are not part of it.
@@ -6,17 +6,14 @@ can read the state; the settings of the optimizer come from the configuration an
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from meshrl.models.lora import is_adapter
 from meshrl.training.checkpoints.files import CheckpointError
 from meshrl.training.run_state import RunState
 
@@ -24,16 +21,21 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
-    """Parameters, persistent buffers and optimizer state, sharing memory with model and run; every rank's own shards.
+    """What the run trains and its optimizer's state, sharing memory with model and run; every rank's own shards.
 
-    Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `run.optimizer.state_open()`.
+    A run over a slot has its adapters, which must be mounted: it leaves all else as the model's folder has it. Another
+    has all parameters and persistent buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within
+    `run.optimizer.state_open()`.
     """
     parameters = dict(model.named_parameters())
-    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # tied ones too
+    if run.slot is not None:
+        parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
     tensors = {f"{_MODEL}/{name}": parameter.detach() for name, parameter in parameters.items()}
-    tensors |= {
-        f"{_MODEL}/{name}": buffer.detach() for name, buffer in model.state_dict().items() if name not in every_name
-    }
+    if run.slot is None:
+        every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # tied ones too
+        tensors |= {
+            f"{_MODEL}/{name}": buffer.detach() for name, buffer in model.state_dict().items() if name not in every_name
+        }
     owners = _owners(run)
     for name, parameter in parameters.items():
         if parameter in owners:
@@ -61,6 +63,8 @@ def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Pa
     Raises CheckpointError when the state is one of another model, or of other trainable parameters.
     """
     found = dict(saved.state_dict_metadata)
+    if run.slot is not None:  # checkpoints from before there were slots hold the base model as well
+        found = {name: entry for name, entry in found.items() if is_adapter(name)}
     present = run_tensors(model, run)
     fill = {name: tensor for name, tensor in present.items() if name.startswith(f"{_MODEL}/")}
     held = {name: entry for name, entry in found.items() if name.startswith(f"{_MODEL}/")}
@@ -118,61 +122,3 @@ def take_over(model: nn.Module, run: RunState, tensors: Mapping[str, torch.Tenso
         if full_name.startswith(f"{_OPTIMIZER}/"):
             _, key, name = full_name.split("/", 2)
             owners[parameters[name]].state[parameters[name]][key] = value
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """This process's random state: torch (CPU and device), Python and NumPy."""
-    version, words, spare = random.getstate()
-    assert version == 3, "Python changed its generator"
-    generator = np.random.get_state(legacy=False)
-    assert isinstance(generator, dict), "NumPy changed its generator"
-    words_of_numpy = np.append(generator["state"]["key"].astype(np.int64), [generator["state"]["pos"]])
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_spare": torch.tensor([] if spare is None else [spare], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.append(words_of_numpy, generator["has_gauss"])),
-        "numpy_spare": torch.tensor([generator["gauss"]], dtype=torch.float64),
-    }
-    if device.type == "cuda":
-        state["device"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Makes this process draw the numbers that it would have drawn."""
-    torch.set_rng_state(state["torch"])
-    random.setstate((3, tuple(state["python"].tolist()), next(iter(state["python_spare"].tolist()), None)))
-    *keys, position, has_spare = state["numpy"].tolist()
-    np.random.set_state(
-        ("MT19937", np.array(keys, dtype=np.uint32), position, has_spare, float(state["numpy_spare"][0]))
-    )
-    if device.type == "cuda" and "device" in state:
-        torch.cuda.set_rng_state(state["device"], device)
-
-
-def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Starts all generators of a rank from the run's seed and the step, differently on each rank.
-
-    It is what a rank draws from when its saved state does not exist, since it resumes with another number of ranks.
-    """
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "little"))
-    random.seed(digest)
-    np.random.seed(int.from_bytes(digest[8:12], "little"))
-
-
-def random_file(rank: int) -> str:
-    """Name of a rank's random state in a checkpoint."""
-    return f"random_{rank:05d}.safetensors"
-
-
-def write_random_state(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes what `random_state` gave."""
-    save_file(dict(state), path)
-
-
-def read_random_state(path: Path) -> dict[str, torch.Tensor]:
-    """Reads what `random_state` gave."""
-    state: dict[str, torch.Tensor] = load_file(path)
-    return state
