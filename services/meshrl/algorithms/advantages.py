@@ -33,19 +33,15 @@ def mean_baseline_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int
 
 def grpo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
     """A_i = (R_i - mean) / (std + 1e-6) with mean and std of the group (GRPO, arXiv 2402.03300, outcome supervision).
-
-    std is the population's: sqrt(sum_j (R_j - mean)^2 / G).
-    """
+    std is the population's: sqrt(sum_j (R_j - mean)^2 / G)."""
     rewards = _checked(rewards_G, lengths_G)
     centred = _relative_to(rewards, np.full_like(rewards, rewards.mean()))
     return (centred / np.float32(rewards.std() + 1e-6)).astype(np.float32)
 
 
 def rloo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """A_i = R_i - sum_{j != i} R_j / (G - 1): the mean of the other rollouts as baseline (RLOO, arXiv 2402.14740).
-
-    A group of one has no others: zero.
-    """
+    """A_i = R_i - sum_{j != i} R_j / (G - 1): the mean of the other rollouts as baseline (RLOO, arXiv 2402.14740). A
+    group of one has no others: zero."""
     rewards = _checked(rewards_G, lengths_G)
     if rewards.size == 1:
         return np.zeros(1, dtype=np.float32)
@@ -53,10 +49,8 @@ def rloo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDA
 
 
 def opo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """A_i = R_i - sum_j l_j R_j / sum_j l_j: the baseline of least gradient variance (OPO, arXiv 2505.23585).
-
-    It is the optimal one when the gradients of different tokens are about orthogonal and alike in norm.
-    """
+    """A_i = R_i - sum_j l_j R_j / sum_j l_j: the baseline of least gradient variance (OPO, arXiv 2505.23585). It is the
+    optimal one when the gradients of different tokens are about orthogonal and alike in norm."""
     rewards = _checked(rewards_G, lengths_G)
     weights = np.asarray(lengths_G, dtype=np.float64)
     if weights.min() < 0 or weights.sum() == 0:

@@ -63,10 +63,8 @@ class BatchCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss of the rl term, its normaliser, and the constants of the ref_kl term.
-
-    Raises ValueError for constants that make no objective.
-    """
+    """The loss of the rl term, its normaliser, and the constants of the ref_kl term. Raises ValueError for constants
+    that make no objective."""
 
     loss: Loss
     normaliser: Normaliser = Normaliser.TOKEN
@@ -96,10 +94,8 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTokens:
-    """The predicted tokens of a row, sequence after sequence; float32 (P,) by default.
-
-    A term's weights are None where the batch has none: rl weighs each token 1, ce and ref_kl have no token.
-    """
+    """The predicted tokens of a row, sequence after sequence; float32 (P,) by default. A term's weights are None where
+    the batch has none: rl weighs each token 1, ce and ref_kl have no token."""
 
     logprobs: torch.Tensor  # log p; carries the gradient
     inference_logprobs: torch.Tensor  # log q; read where rl_mask or sampled is true
@@ -210,9 +206,7 @@ def _ref_kl_sum(objective: Objective, row: RowTokens, weights_P: torch.Tensor) -
 
 def candidate_kl(logprobs_NK: torch.Tensor, reference_NK: torch.Tensor, given_NK: torch.Tensor) -> torch.Tensor:
     """(N,) KL(p || ref) over the candidates that are given and all other tokens as one, in nats; computed in float64.
-
-    What is left to the other tokens is taken as at least LEAST_REST on both sides: below, it is rounding.
-    """
+    What is left to the other tokens is taken as at least LEAST_REST on both sides: below, it is rounding."""
     logp_NK = torch.where(given_NK, logprobs_NK.double(), -torch.inf)
     logref_NK = torch.where(given_NK, reference_NK.double(), -torch.inf)
     kl_NK = torch.where(given_NK, logp_NK.exp() * (logprobs_NK.double() - reference_NK.double()), 0.0)

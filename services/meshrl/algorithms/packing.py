@@ -24,10 +24,8 @@ from meshrl.wire.values import Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainSample:
-    """One token sequence to train on; `advantage` holds for each of its loss tokens.
-
-    Weights are None where no token has one: rl then weighs each of its tokens 1, ce and ref_kl have no tokens.
-    """
+    """One token sequence to train on; `advantage` holds for each of its loss tokens. Weights are None where no token
+    has one: rl then weighs each of its tokens 1, ce and ref_kl have no tokens."""
 
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) tokens the policy sampled; the first of a sample has nothing to predict it
@@ -152,10 +150,8 @@ def _rows(
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
-    """The sample's first seq_len tokens, the first of which belongs to no term: nothing predicts it.
-
-    Raises ValueError for arrays that do not go together.
-    """
+    """The sample's first seq_len tokens, the first of which belongs to no term: nothing predicts it. Raises ValueError
+    for arrays that do not go together."""
     length, what = len(sample.token_ids), f"sample of rollout {sample.rollout_id!r}"
     if len(sample.loss_mask) != length or len(sample.logprobs) != length:
         raise ValueError(

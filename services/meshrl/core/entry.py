@@ -67,9 +67,7 @@ def _call(module: str) -> None:
 
 def _have_home() -> None:
     """Sets HOME where there is none, in a container with a user id that passwd does not know: libraries look for it.
-
-    Programs that this one starts inherit it. Ends the process with a sentence where no folder can be made.
-    """
+    Programs that this one starts inherit it. Ends the process with a sentence where no folder can be made."""
     try:
         Path.home()
     except RuntimeError:

@@ -20,10 +20,8 @@ HUB_ADVICE = "check the name, the network, HF_TOKEN and HF_ENDPOINT, or give a f
 
 
 def give_up_on_silence() -> None:
-    """From now on no question of this process to the hub waits longer than HUB_ANSWER_S.
-
-    transformers and huggingface_hub wait for ever with some questions, and for six minutes with others.
-    """
+    """From now on no question of this process to the hub waits longer than HUB_ANSWER_S. transformers and
+    huggingface_hub wait for ever with some questions, and for six minutes with others."""
     hooks: dict[str, list[Any]] = get_session().event_hooks
     if _limit_wait not in hooks["request"]:
         get_session().event_hooks = {**hooks, "request": [*hooks["request"], _limit_wait]}

@@ -32,10 +32,8 @@ def finds(python: Path, module: str) -> bool:
 
 
 def start_anew_in(python: Path, program: str, module: str) -> None:
-    """Replaces this process by the same program, with the same arguments, in another interpreter.
-
-    Does nothing in that interpreter. Raises ConfigError as `check_interpreter` does.
-    """
+    """Replaces this process by the same program, with the same arguments, in another interpreter. Does nothing in that
+    interpreter. Raises ConfigError as `check_interpreter` does."""
     chosen = os.path.abspath(python)
     if chosen in (sys.executable, os.environ.get(CHOSEN)):
         return

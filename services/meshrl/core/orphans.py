@@ -94,10 +94,8 @@ class Lifeline:
     def tie(
         cls, ranks: WatchedRanks, environment: Mapping[str, str], *, lost: Callable[[str], None] | None = None
     ) -> Lifeline:
-        """Connects this rank with rank 0; collective. By default a broken line ends the process.
-
-        Under torchrun the agent, which is the parent process, is watched as well.
-        """
+        """Connects this rank with rank 0; collective. By default a broken line ends the process. Under torchrun the
+        agent, which is the parent process, is watched as well."""
         parent = _agent_of(environment)
         peers: dict[socket.socket, str] = {}
         if ranks.world_size > 1:
@@ -149,10 +147,8 @@ def end_with_agent(environment: Mapping[str, str]) -> None:
 
 
 def _agent_of(environment: Mapping[str, str]) -> int | None:
-    """Process id of the agent that has started this rank; None for a process on its own.
-
-    The torchrun command does not say its own: there it is the parent, unless it is gone already.
-    """
+    """Process id of the agent that has started this rank; None for a process on its own. The torchrun command does not
+    say its own: there it is the parent, unless it is gone already."""
     if AGENT_PID in environment:
         return int(environment[AGENT_PID])
     return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
@@ -240,10 +236,8 @@ def end_with_parent(*, whole_group: bool = False) -> None:
 def guardian_command(
     grace_s: float, folders: Sequence[Path], *, lock_file: Path | None = None, mark: str = ""
 ) -> list[str]:
-    """How to start a guardian. Its stdin must be a pipe; a session of its own keeps it out of what it outlives.
-
-    Without a `mark` it ends only the process groups that it is given.
-    """
+    """How to start a guardian. Its stdin must be a pipe; a session of its own keeps it out of what it outlives. Without
+    a `mark` it ends only the process groups that it is given."""
     lock = "" if lock_file is None else str(lock_file.absolute())
     known = [sys.executable, "-I", "-S", __file__, str(grace_s), lock, mark]
     return [*known, *(str(folder.absolute()) for folder in folders)]
@@ -272,10 +266,8 @@ class FolderGuardian:
 
 @contextmanager
 def children_end_too() -> Iterator[None]:
-    """Whatever this process starts in the block is killed after it, also when this process is killed.
-
-    In a program of a run that is left to the guardian of `rl`. Elsewhere than on Linux nothing is killed.
-    """
+    """Whatever this process starts in the block is killed after it, also when this process is killed. In a program of a
+    run that is left to the guardian of `rl`. Elsewhere than on Linux nothing is killed."""
     if RUN_MARK in os.environ:
         yield
         return
@@ -309,10 +301,8 @@ def _signal(groups: set[int], signum: int) -> set[int]:
 
 
 def end_marked(name: str, mark: str) -> None:
-    """Kills every process of this user that was started with the variable `name` set to `mark`.
-
-    By /proc, so on Linux alone; elsewhere it finds none.
-    """
+    """Kills every process of this user that was started with the variable `name` set to `mark`. By /proc, so on Linux
+    alone; elsewhere it finds none."""
     wanted = f"{name}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:

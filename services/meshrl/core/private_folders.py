@@ -72,10 +72,8 @@ def spool_name(output_dir: Path, engine_id: str) -> str:
 
 
 def _private_name(output_dir: Path, purpose: str) -> str:
-    """A folder name that all programs of a run compute alike, and that no other user can guess.
-
-    It depends on a secret in output_dir/credentials, which the first call makes.
-    """
+    """A folder name that all programs of a run compute alike, and that no other user can guess. It depends on a secret
+    in output_dir/credentials, which the first call makes."""
     file = private_folder(Layout(output_dir).credentials) / "folders.secret"
     if not file.exists():
         made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
@@ -91,10 +89,8 @@ def _private_name(output_dir: Path, purpose: str) -> str:
 
 
 def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """A new folder with mode 0700 for Unix sockets with names of up to SOCKET_NAME_BYTES; the caller deletes it.
-
-    It is in the temporary folder, or, where the path of that is too long, in XDG_RUNTIME_DIR, /tmp or /dev/shm.
-    """
+    """A new folder with mode 0700 for Unix sockets with names of up to SOCKET_NAME_BYTES; the caller deletes it. It is
+    in the temporary folder, or, where the path of that is too long, in XDG_RUNTIME_DIR, /tmp or /dev/shm."""
     choices = dict.fromkeys([Path(tempfile.gettempdir()), Path(environ.get("XDG_RUNTIME_DIR") or "/tmp"), _TMP, SHM])
     for choice in choices:
         if len(os.fsencode(choice / "meshrl-12345678")) + 1 + SOCKET_NAME_BYTES > SOCKET_PATH_BYTES:

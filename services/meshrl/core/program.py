@@ -77,11 +77,8 @@ def run_program(
     *,
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> NoReturn:
-    """Runs a whole program under `name` and ends the process with its exit code.
-
-    `serve` is given the configuration, the event that asks the program to stop, and the program's tracer.
-    `blocking_threads` as in `run`.
-    """
+    """Runs a whole program under `name` and ends the process with its exit code. `serve` is given the configuration,
+    the event that asks the program to stop, and the program's tracer. `blocking_threads` as in `run`."""
     log_as(name, config)
     code = run_traced(name, config, serve, blocking_threads=blocking_threads)
     gc.freeze()  # the interpreter would look through all that was imported before it ends, which takes up to a second
@@ -89,10 +86,8 @@ def run_program(
 
 
 def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
-    """Sets up the log of this process: to stdout under `name`, and to a file of this run below output_dir.
-
-    Its first lines are the notes on how the configuration was written.
-    """
+    """Sets up the log of this process: to stdout under `name`, and to a file of this run below output_dir. Its first
+    lines are the notes on how the configuration was written."""
     keep_private(name, config)
     log_file = run_log(name, Layout(config.output_dir)) if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
@@ -241,10 +236,8 @@ def leave(code: int) -> NoReturn:
 
 
 def raise_open_file_limit() -> None:
-    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one.
-
-    Raises ConfigError where a program could not work with what is allowed.
-    """
+    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one. Raises ConfigError
+    where a program could not work with what is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

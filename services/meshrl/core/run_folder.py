@@ -20,10 +20,8 @@ _OF_A_RUN = (
 
 
 def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
-    """Deletes what is in the folder of an earlier run, but for its credentials and the lock file of this one.
-
-    Raises ConfigError for a folder that is no run's, or that holds the home folder, the current one or one of `keep`.
-    """
+    """Deletes what is in the folder of an earlier run, but for its credentials and the lock file of this one. Raises
+    ConfigError for a folder that is no run's, or that holds the home folder, the current one or one of `keep`."""
     folder = output_dir.resolve()
     if not folder.exists():
         return

@@ -44,8 +44,7 @@ def network_file_system(path: Path) -> str | None:
 
 def prepare(connection: sqlite3.Connection, path: Path, *, outlives_power_cuts: bool = False) -> None:
     """Sets how a connection commits, so that what is committed outlives the process, and where it is asked for or the
-    file is on a network file system, also the machine. Call it outside a transaction.
-    """
+    file is on a network file system, also the machine. Call it outside a transaction."""
     if network_file_system(path) is None:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if outlives_power_cuts else 'NORMAL'}")

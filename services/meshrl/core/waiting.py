@@ -55,10 +55,8 @@ async def stop_or_first(stop: asyncio.Event, *ends: asyncio.Future[Any]) -> None
 async def first_of(
     left: Coroutine[None, None, T], right: Coroutine[None, None, U]
 ) -> tuple[asyncio.Task[T], asyncio.Task[U]]:
-    """Runs both until the first of them ends, then cancels the other one and waits for its clean-up.
-
-    Returns their tasks, each of them done or cancelled; the caller looks at results and errors.
-    """
+    """Runs both until the first of them ends, then cancels the other one and waits for its clean-up. Returns their
+    tasks, each of them done or cancelled; the caller looks at results and errors."""
     tasks = asyncio.create_task(left), asyncio.create_task(right)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -35,9 +35,7 @@ def registered(group: str = TASKSETS) -> Mapping[str, EntryPoint]:
 
 def plugin_id(module_id: str) -> str:
     """Returns the id under which verifiers finds `module_id`: a registered one, a dotted module, or an id of its own.
-
-    Raises ModuleNotFoundError when a registered or dotted module does not exist.
-    """
+    Raises ModuleNotFoundError when a registered or dotted module does not exist."""
     found = registered().get(_short(module_id))
     dotted = found.module if found is not None else module_id
     if "." not in dotted or "/" in dotted:
@@ -49,10 +47,8 @@ def plugin_id(module_id: str) -> str:
 
 
 def split_choice(taskset_id: str) -> tuple[str, dict[str, str]]:
-    """The module of `family:choice` and the option that the choice sets; any other id as it is, and no option.
-
-    Raises ValueError for a colon behind a taskset that takes none.
-    """
+    """The module of `family:choice` and the option that the choice sets; any other id as it is, and no option. Raises
+    ValueError for a colon behind a taskset that takes none."""
     family, colon, choice = taskset_id.partition(":")
     if not colon:
         return taskset_id, {}

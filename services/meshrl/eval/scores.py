@@ -107,9 +107,7 @@ def score(
 
 def pass_at_k(tried: int, passed: int, k: int) -> float:
     """The chance that one of `k` rollouts drawn from those `tried` is among those that `passed`, without replacement.
-
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1: 1 - C(n - c, k) / C(n, k).
-    """
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1: 1 - C(n - c, k) / C(n, k)."""
     return 1.0 - comb(tried - passed, k) / comb(tried, k)
 
 

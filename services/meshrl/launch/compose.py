@@ -251,11 +251,8 @@ class _Composition:
         )
 
     def deadlines(self, trainer_held_s: float) -> dict[str, object]:
-        """The orchestrator's waits, where it names none itself.
-
-        The trainer may be held until an engine serves, and look for its hub before it answers; where programs are
-        restarted, that may happen in the midst of the run.
-        """
+        """The orchestrator's waits, where it names none itself. The trainer may be held until an engine serves, and
+        look for its hub before it answers; where programs are restarted, that may happen in the midst of the run."""
         config = self.config
         given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
         values: dict[str, object] = {}

@@ -37,10 +37,8 @@ ENGINE_KEY = "engine.key"
 
 
 def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
-    """The configuration with an API key for its engines, where neither it nor the environment has one.
-
-    Rollout services that run already could not know it; their engines then want a key for their admin routes alone.
-    """
+    """The configuration with an API key for its engines, where neither it nor the environment has one. Rollout services
+    that run already could not know it; their engines then want a key for their admin routes alone."""
     inference, client = config.inference, config.rollout.client
     if inference is None or not config.makes_credentials(environ) or "rollout" in config.orchestrator.services.given():
         return config
@@ -55,10 +53,8 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
 def credentials_for(
     config: RLConfig, parts: Sequence[Part], environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, str]]:
-    """Writes the run's tokens and its engines' key; returns the variables of each part by its name.
-
-    `config` is what `with_engine_key` made. Raises ConfigError.
-    """
+    """Writes the run's tokens and its engines' key; returns the variables of each part by its name. `config` is what
+    `with_engine_key` made. Raises ConfigError."""
     folder = Layout(config.output_dir).credentials
     if not config.makes_credentials(environ):
         return {}

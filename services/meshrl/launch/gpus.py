@@ -59,10 +59,8 @@ def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
-    """Gives every program its GPUs. Raises ConfigError, with the remedy, if they are too few.
-
-    On a machine without GPUs nothing is placed, and lists, which preflight refuses there, are taken as they are.
-    """
+    """Gives every program its GPUs. Raises ConfigError, with the remedy, if they are too few. On a machine without GPUs
+    nothing is placed, and lists, which preflight refuses there, are taken as they are."""
     count = demand.engines
     if not gpus:
         if demand.num_infer_gpus is not None:

@@ -44,10 +44,8 @@ class FolderLock:
         """The locked file, for another process that is to hold the lock as well."""
 
     def __enter__(self) -> Self:
-        """Raises FolderInUseError, or ConfigError when the folder cannot be written or locked.
-
-        Where the holder was killed and its programs are being ended, it waits for that, for up to ENDING_S.
-        """
+        """Raises FolderInUseError, or ConfigError when the folder cannot be written or locked. Where the holder was
+        killed and its programs are being ended, it waits for that, for up to ENDING_S."""
         deadline_s = time.monotonic() + ENDING_S
         try:
             while not self._try():
@@ -72,10 +70,8 @@ class FolderLock:
         self.fd = -1
 
     def _try(self) -> bool:
-        """Locks the file and writes this process into it; False when another process has the lock.
-
-        Its last holder removes the file, and the folder when it made it, and may do so between any two of these lines.
-        """
+        """Locks the file and writes this process into it; False when another process has the lock. Its last holder
+        removes the file, and the folder when it made it, and may do so between any two of these lines."""
         while True:
             self._made = not self._folder.exists()
             self._folder.mkdir(parents=True, exist_ok=True)

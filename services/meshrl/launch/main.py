@@ -63,10 +63,8 @@ def resolve(
 
 
 def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:
-    """Readies the output folder and writes each program's configuration there; under the folder's lock.
-
-    Raises ConfigError when the folder cannot be used.
-    """
+    """Readies the output folder and writes each program's configuration there; under the folder's lock. Raises
+    ConfigError when the folder cannot be used."""
     layout = Layout(config.output_dir)
     if config.clean_output_dir and not config.dry_run:
         empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
@@ -84,10 +82,8 @@ def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:
 def programs(
     parts: Sequence[Part], layout: Layout, credentials: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[Program]:
-    """What to start: each part as a process that reads its own configuration file, with its credentials' variables.
-
-    A trainer that is started again goes on from the newest checkpoint that this run has written.
-    """
+    """What to start: each part as a process that reads its own configuration file, with its credentials' variables. A
+    trainer that is started again goes on from the newest checkpoint that this run has written."""
     commands = {
         part.name: [str(part.python or sys.executable), "-m", part.module, "@", str(layout.config(part.name))]
         for part in parts

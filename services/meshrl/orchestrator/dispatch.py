@@ -110,10 +110,8 @@ class GroupDispatcher:
             logger.info(f"cancelled {cancelled} rollouts in flight that would be too old for step {step}")
 
     async def _sample(self, ticket: GroupTicket) -> None:
-        """Samples one group, has it scored and judged, and counts it; a task of its own.
-
-        Raises RunError when too many groups in a row were lost, or had equal rewards.
-        """
+        """Samples one group, has it scored and judged, and counts it; a task of its own. Raises RunError when too many
+        groups in a row were lost, or had equal rewards."""
         run = self._run
         with trace.use_span(run.span(ticket.for_step)):
             taught = self._teacher is not None and ticket.task.environment in self._settings.taught
@@ -189,10 +187,8 @@ class LostGroups:
         self._since_s = 0.0
 
     async def judge(self, group: RolloutGroup) -> None:
-        """After a lost group: waits, longer each time in a row.
-
-        Raises RunError after too many; while an engine or the service is away, only once it has had `unreachable_s`.
-        """
+        """After a lost group: waits, longer each time in a row. Raises RunError after too many; while an engine or the
+        service is away, only once it has had `unreachable_s`."""
         if len(group.rollouts) >= self._least[group.ticket.task.environment] or not group.errors:
             self._in_a_row = 0
             self._backoff.reset()

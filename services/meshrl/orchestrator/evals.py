@@ -76,9 +76,7 @@ class Evaluator:
 
     async def evaluate(self, step: int, envs: Sequence[EvalEnvConfig], *, version: int) -> None:
         """Scores these environments, answered by `version` or newer, and writes a record of its own under `step`.
-
-        Raises RunError when it takes too long.
-        """
+        Raises RunError when it takes too long."""
         self.busy = True
         began_s = self._clock.now()
         metrics: dict[str, float] = {}

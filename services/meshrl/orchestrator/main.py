@@ -42,11 +42,8 @@ def main() -> None:
 
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on.
-
-    A benchmark that names no service has stand-ins for all of them. Raises ConfigError when there is nothing to train
-    on.
-    """
+    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on. A benchmark that
+    names no service has stand-ins for all of them. Raises ConfigError when there is nothing to train on."""
     if config.bench and not config.services.model_fields_set:  # `rl --bench` names all of them
         async with standing_in(config) as alone:
             return await orchestrate(alone, stop, tracer)

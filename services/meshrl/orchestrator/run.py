@@ -78,10 +78,8 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, number: int = 0, *, step: int | None = None) -> Iterator[None]:
-        """The run waits for `name`, as long as the block lasts: the log names it, and its seconds are counted.
-
-        `number` is the version or step that the name is about. Calls are traced under the span of `step`.
-        """
+        """The run waits for `name`, as long as the block lasts: the log names it, and its seconds are counted. `number`
+        is the version or step that the name is about. Calls are traced under the span of `step`."""
         with ExitStack() as block:
             if step is not None:
                 block.enter_context(trace.use_span(self.span(step)))
@@ -145,10 +143,8 @@ class Run:
         self._submitted[submitted.step] = submitted
 
     async def take_step(self, step: int) -> SubmittedStep:
-        """A step, which memory then holds no longer; one of an earlier process is read from the journal.
-
-        Raises RunError when the journal does not have it either.
-        """
+        """A step, which memory then holds no longer; one of an earlier process is read from the journal. Raises
+        RunError when the journal does not have it either."""
         if (known := self._submitted.pop(step, None)) is not None:
             return known
         groups, assembled = await self.journal.load_step(step)
@@ -166,10 +162,8 @@ class Run:
         return self.traces.span(step)
 
     def go_back(self, step: int, done: int) -> None:
-        """The trainer restarted at `step`: those after it, up to `done`, are done again.
-
-        Raises RunError when the batch of one is no longer kept.
-        """
+        """The trainer restarted at `step`: those after it, up to `done`, are done again. Raises RunError when the batch
+        of one is no longer kept."""
         self.journal.go_back(step, done)
         self.plan.rolled_back(step)
 
@@ -184,9 +178,7 @@ class Run:
 
 class StepTraces:
     """The traces of steps: a span `rl.step` each, from the first rollout dispatched for it to its version committed.
-
-    Groups, batch and version of the step are traced under it.
-    """
+    Groups, batch and version of the step are traced under it."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
@@ -224,10 +216,8 @@ class StepTraces:
 
 
 class SlotUse:
-    """How many slots of the rollout services stand idle, and how many of them while a batch waits for groups.
-
-    The dispatcher reports when groups begin and end, the loop when it waits; a step's record takes the shares.
-    """
+    """How many slots of the rollout services stand idle, and how many of them while a batch waits for groups. The
+    dispatcher reports when groups begin and end, the loop when it waits; a step's record takes the shares."""
 
     def __init__(self, now: Callable[[], float], slots: Callable[[], int | None]) -> None:
         """`slots` are the rollouts that the services run at once, read at each report; None until they report it."""

@@ -50,8 +50,7 @@ class EpisodePlayer:
 
     async def open(self, request: RolloutRequest) -> GroupEpisodes:
         """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
-        does.
-        """
+        does."""
         if self._text is None:
             self.hosted.check(request)
         tasks = self.hosted.tasks
@@ -90,10 +89,8 @@ class GroupEpisodes:
         self._playing: dict[int, _Progress] = {}
 
     async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
-        """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none.
-
-        Raises nothing but CancelledError.
-        """
+        """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none. Raises nothing
+        but CancelledError."""
         await self._hosted.turn()  # groups may come a hundred at a time
         sessions: dict[str, Session] = {}
         request = self._request
@@ -199,10 +196,8 @@ class _Progress:
 
 
 def stage_of(trace: Trace, session: Session) -> RolloutStage:
-    """What an agent's run does, and since when.
-
-    verifiers stamps the begin of each stage on the trace; within the agent's stage the session knows the call.
-    """
+    """What an agent's run does, and since when. verifiers stamps the begin of each stage on the trace; within the
+    agent's stage the session knows the call."""
     timing = trace.timing
     setup, scoring = StageKind.SETUP, StageKind.SCORING
     stages = (

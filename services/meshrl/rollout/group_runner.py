@@ -124,9 +124,7 @@ class GroupRunner:
 
     async def report_waits(self, say: Callable[[str, str], None] = log_waiting) -> None:
         """Reports, until it is cancelled, the longest waits of the rollouts, and logs the number of repeated failures.
-
-        `say` gets an environment and a line about it.
-        """
+        `say` gets an environment and a line about it."""
         report = WaitingReport(say)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

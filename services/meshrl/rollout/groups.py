@@ -55,9 +55,7 @@ class AdmittedGroup:
 
 class GroupTable:
     """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting.
-
-    `one_call_a_group`: refuse a group_id that runs. False for a worker process, which gets a call for each rollout.
-    """
+    `one_call_a_group`: refuse a group_id that runs. False for a worker process, which gets a call for each rollout."""
 
     def __init__(self, *, max_concurrent: int, max_queued: int, one_call_a_group: bool = True) -> None:
         self.running = 0
@@ -117,10 +115,8 @@ class GroupTable:
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
-        """Moves waiting rollouts into free places, oldest group first, and returns them.
-
-        Called after every rollout that ends, so it looks at no group but those that it starts from.
-        """
+        """Moves waiting rollouts into free places, oldest group first, and returns them. Called after every rollout
+        that ends, so it looks at no group but those that it starts from."""
         started: list[tuple[AdmittedGroup, int]] = []
         for _ in range(min(self.max_concurrent - self.running, self.queued)):
             request_id, group = next(iter(self._waiting.items()))

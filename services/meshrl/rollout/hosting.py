@@ -148,10 +148,8 @@ class HostedEnvironment:
 def load(
     config: EnvConfig, *, model: str, harness: str, max_turns: int | None, default_sampling: Sampling
 ) -> HostedEnvironment:
-    """Imports and builds an environment and reads its tasks. Blocks: call it off the event loop.
-
-    Raises ConfigError when it cannot be found, its options are wrong, or its own code fails.
-    """
+    """Imports and builds an environment and reads its tasks. Blocks: call it off the event loop. Raises ConfigError
+    when it cannot be found, its options are wrong, or its own code fails."""
     name = config.resolved_name
     caches.install()
     resolved = configured(config, harness=harness, max_turns=max_turns)
@@ -196,9 +194,7 @@ def can_be_started(server: Toolset) -> bool:
 
 def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfEnvConfig:
     """The configuration that verifiers makes an environment from; imports the taskset, and reads none of its data.
-
-    Raises EnvironmentOptionsError when its options are wrong, and ConfigError when it cannot be found.
-    """
+    Raises EnvironmentOptionsError when its options are wrong, and ConfigError when it cannot be found."""
     name = config.resolved_name
     try:
         return resolve_env_config(env_block(config, harness=harness, max_turns=max_turns))

@@ -36,10 +36,8 @@ async def open_players(
     stack: AsyncExitStack,
     tracer: Tracer,
 ) -> dict[str, EpisodePlayer | TimedPlayer]:
-    """Players of the environments in `names`, in configured order; `stack` closes them. Raises ConfigError.
-
-    The policy is sampled from `servers`, with sessions in `book`.
-    """
+    """Players of the environments in `names`, in configured order; `stack` closes them. Raises ConfigError. The policy
+    is sampled from `servers`, with sessions in `book`."""
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     client: PolicyClient
     text: TextSamples | None = None

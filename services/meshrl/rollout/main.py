@@ -113,10 +113,8 @@ async def serve_by_dialling(
 
 
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
-    """Connects the engines and brings up what plays: worker processes, or this one. `stack` closes them.
-
-    Raises ConfigError.
-    """
+    """Connects the engines and brings up what plays: worker processes, or this one. `stack` closes them. Raises
+    ConfigError."""
     log_environments(config.env, config.output_dir)
     book = SessionBook()
     servers = await connect_servers(config.client, config.engine_urls, config.weights, book, stack, tracer)

@@ -40,10 +40,8 @@ class PlayableGroup(Protocol):
     itself and knows better what it was doing."""
 
     async def play(self, index: int) -> EpisodeResult:
-        """Plays rollout `index` to its end; cancelling the call ends it.
-
-        Raises MeshError where the group cannot be played as it is asked for, such as for a task that is unknown.
-        """
+        """Plays rollout `index` to its end; cancelling the call ends it. Raises MeshError where the group cannot be
+        played as it is asked for, such as for a task that is unknown."""
 
     def stage(self, index: int) -> RolloutStage | None:
         """What a rollout that is being played does now; None while that is not known."""

@@ -43,10 +43,7 @@ def rollouts_of(
     conversations: bool = False,
 ) -> tuple[Rollout, ...]:
     """The rollouts of an episode, one for each agent whose tokens train the policy, with `conversations` also their
-    messages.
-
-    Raises MeshError, with the reason to report, when the episode failed or was not scored to its end.
-    """
+    messages. Raises MeshError, with the reason to report, when the episode failed or was not scored to its end."""
     if not env.complete(episode):
         raise _failure(env, episode, sessions)
     trainable = [trace for trace in episode.traces if trace.agent.trainable and trace.ok]
@@ -260,10 +257,8 @@ def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
 
 
 def conversations_of(trace: Trace) -> tuple[str, ...]:
-    """The messages of each branch of a trace that trains, in the form of OpenAI's chat API: {"messages", "tools"}.
-
-    A trace has several branches where it keeps several histories, as after a compaction.
-    """
+    """The messages of each branch of a trace that trains, in the form of OpenAI's chat API: {"messages", "tools"}. A
+    trace has several branches where it keeps several histories, as after a compaction."""
     conversations = []
     for branch in trace.branches:
         if not branch.trainable:

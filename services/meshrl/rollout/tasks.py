@@ -58,10 +58,7 @@ class TaskSource:
 
     async def at(self, index: int) -> Task:
         """The task at `index`. Raises MeshError UNKNOWN_TASK when there is none, ENVIRONMENT_FAILED when the taskset
-        breaks.
-
-        Of an infinite taskset it may take as long as drawing all tasks before it; cancel it to give up.
-        """
+        breaks. Of an infinite taskset it may take as long as drawing all tasks before it; cancel it to give up."""
         refuse_unknown(self._name, self.num_tasks, index)
         if self._finite is not None:
             return self._finite[index]

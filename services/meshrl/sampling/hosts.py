@@ -33,20 +33,16 @@ class HostState(enum.Enum):
 
 @dataclass
 class Quarantine:
-    """Groups of one environment that failed or timed out in a row, and until when that leaves the service out.
-
-    Each time is twice as long as the one before; a group that came back well ends the count, and the doubling.
-    """
+    """Groups of one environment that failed or timed out in a row, and until when that leaves the service out. Each
+    time is twice as long as the one before; a group that came back well ends the count, and the doubling."""
 
     until_s: float = 0.0
     in_a_row: int = 0
     times: int = 0
 
     def group_failed(self, now_s: float) -> float:
-        """A group brought nothing but failures, or timed out; returns for how long the service is left out, or 0.
-
-        After a time in quarantine one such group is enough for the next.
-        """
+        """A group brought nothing but failures, or timed out; returns for how long the service is left out, or 0. After
+        a time in quarantine one such group is enough for the next."""
         self.in_a_row += 1
         if self.until_s > now_s or self.in_a_row < (1 if self.times else QUARANTINED_AFTER):
             return 0.0
@@ -223,10 +219,8 @@ class HostTable:
         )
 
     def next_in_turn(self, environment: str) -> RolloutHost:
-        """One of those that host an environment, another each time: to be tried while none is there.
-
-        Raises KeyError where nobody hosts it, which the start of a run rules out.
-        """
+        """One of those that host an environment, another each time: to be tried while none is there. Raises KeyError
+        where nobody hosts it, which the start of a run rules out."""
         hosting = self.hosting(environment)
         if not hosting:
             raise KeyError(environment)

@@ -156,9 +156,7 @@ class RolloutPool:
 
     def join(self, client: RolloutServiceClient, *, patience_s: float, is_new_process: bool) -> None:
         """A worker has dialled in, or has done so again; it is used and watched from now on, until the pool is closed.
-
-        `patience_s`: how long a run waits for it where nobody else has its environments.
-        """
+        `patience_s`: how long a run waits for it where nobody else has its environments."""
         host = next((one for one in self.table.hosts if one.address == client.address), None)
         if host is None:
             host = RolloutHost(address=client.address, since_s=self._clock.now(), patience_s=patience_s)

@@ -134,10 +134,8 @@ class GroupSampler:
         traceparent: str = "",
         conversations: bool = False,
     ) -> RolloutGroup:
-        """Samples a group for its scores alone; what is lost of it is sampled again, up to `attempts` in all.
-
-        The group holds what came back, and what failed last. Raises RunError as `sample` does.
-        """
+        """Samples a group for its scores alone; what is lost of it is sampled again, up to `attempts` in all. The group
+        holds what came back, and what failed last. Raises RunError as `sample` does."""
         whole = await self.sample(
             ticket, sampling=sampling, scores_only=True, traceparent=traceparent, conversations=conversations
         )
@@ -246,11 +244,8 @@ service that has not noticed yet that its stream broke says that the group is ru
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerDeadlines:
-    """How long the rollout services have, in seconds.
-
-    `group_s` for one group, `retry_s` to accept a group that they refuse, `unreachable_s` to come back when they are
-    away.
-    """
+    """How long the rollout services have, in seconds. `group_s` for one group, `retry_s` to accept a group that they
+    refuse, `unreachable_s` to come back when they are away."""
 
     group_s: float
     retry_s: float
@@ -259,9 +254,7 @@ class SamplerDeadlines:
 
 class GroupAttempts:
     """The calls for one group. A service that refuses it is passed over for a while, and another one asked at once.
-
-    `interrupted` counts the calls that brought a part of the group and broke off.
-    """
+    `interrupted` counts the calls that brought a part of the group and broke off."""
 
     def __init__(self, pool: RolloutPool, ticket: GroupTicket, deadlines: SamplerDeadlines, clock: Clock) -> None:
         self.interrupted = 0

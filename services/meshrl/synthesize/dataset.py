@@ -78,9 +78,7 @@ class ConversationDataset:
 
     def write_parquet(self) -> Path | None:
         """Writes all rows of the file beside it as parquet; None without pyarrow, or where rows do not fit one table.
-
-        Blocks. Raises OSError.
-        """
+        Blocks. Raises OSError."""
         try:
             import pyarrow as pa  # comes with datasets, an extra
             import pyarrow.parquet as pq

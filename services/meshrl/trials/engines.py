@@ -100,9 +100,7 @@ class PolicyEndpoints:
 
     async def load(self, folder: Path | None, version: int, *, what: str) -> None:
         """Has every engine serve the weights in `folder`, an absolute path, as `version`; None is the base model.
-
-        Raises RunError when one cannot.
-        """
+        Raises RunError when one cannot."""
         if folder is None and self._serves_base:
             return
         route: str = "/reload_weights"

@@ -38,10 +38,8 @@ class TaskSpan:
 
 
 def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: Collection[TrialKey]) -> list[Trial]:
-    """The trials of one checkpoint that are not done, with the environments evenly mixed from first to last.
-
-    A rollout has the seed that it has in an evaluation during a run of this seed.
-    """
+    """The trials of one checkpoint that are not done, with the environments evenly mixed from first to last. A rollout
+    has the seed that it has in an evaluation during a run of this seed."""
     base = (seed % MAX_SEED) << 32
     placed: list[tuple[float, Trial]] = []
     for span in spans:

@@ -104,9 +104,7 @@ async def serve_trials(
     conversations: bool = False,
 ) -> int:
     """Opens `results`, brings up what plays, does the work; returns the exit code, 1 also for one that was stopped.
-
-    `conversations` asks for the messages of every rollout. Raises ConfigError.
-    """
+    `conversations` asks for the messages of every rollout. Raises ConfigError."""
     with results, FreePorts() as ports:
         engine = None if config.inference is None else _configure_engine(config, config.inference, ports)
         urls = config.engine_urls if engine is None else (f"{scheme()}://{engine.server.address}",)

@@ -11,9 +11,7 @@ from meshrl.wire.types import Rollout
 
 class GroupRelative(Recipe):
     """The policy samples, nothing is scored; `advantage` is any of `algorithms.advantages`, over each agent's rollouts.
-
-    The family of GRPO (arXiv 2402.03300): Dr. GRPO, RLOO, OPO and the rest differ by it and by the trainer's loss.
-    """
+    The family of GRPO (arXiv 2402.03300): Dr. GRPO, RLOO, OPO and the rest differ by it and by the trainer's loss."""
 
     def __init__(self, advantage: Advantage) -> None:
         self._advantage = advantage

@@ -53,10 +53,8 @@ def streams_towards(rollouts: Sequence[Rollout], scores: Scores, *, weight: floa
 
 
 def towards(sample: Sample, scores: TokenScores | None, *, weight: float) -> SampleStreams:
-    """The ref_kl stream of the sampled tokens that have a score. None where there are no scores.
-
-    Raises ValueError for a sample of another temperature than 1, at which scores are given.
-    """
+    """The ref_kl stream of the sampled tokens that have a score. None where there are no scores. Raises ValueError for
+    a sample of another temperature than 1, at which scores are given."""
     if scores is None:
         return SampleStreams()
     logprobs_T = scores.logprobs

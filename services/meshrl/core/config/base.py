@@ -61,10 +61,8 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def hand_down(cls, layers: Sequence[Layer]) -> None:
-        """Copies shared keys of each layer (a file, the command line, the environment) to where they are used.
-
-        A class that composes others overrides it; layers are merged afterwards, so precedence between layers holds.
-        """
+        """Copies shared keys of each layer (a file, the command line, the environment) to where they are used. A class
+        that composes others overrides it; layers are merged afterwards, so precedence between layers holds."""
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:
@@ -74,10 +72,8 @@ class BaseConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete_sections(cls, values: object) -> object:
-        """Completes sections that are given in part from the section's own default.
-
-        The default of `server` may be port 50052: with only `server.host` given, that port stays.
-        """
+        """Completes sections that are given in part from the section's own default. The default of `server` may be port
+        50052: with only `server.host` given, that port stays."""
         if not isinstance(values, Mapping):
             return values
         defaults = {

@@ -43,10 +43,8 @@ class CommandLine:
 
 
 def parse_command_line(spellings: Spellings, argv: Sequence[str]) -> CommandLine:
-    """Reads the arguments after the program's name; arguments that are wrong are its `problems`.
-
-    A flag in another's spelling is left under it in the layer.
-    """
+    """Reads the arguments after the program's name; arguments that are wrong are its `problems`. A flag in another's
+    spelling is left under it in the layer."""
     line, rest = CommandLine(), list(argv)
     while rest:
         try:

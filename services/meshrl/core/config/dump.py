@@ -17,9 +17,7 @@ from meshrl.core.durable import write_file
 
 def dump_toml(config: BaseConfig, path: Path) -> None:
     """Writes every key but secrets, None as "None", to `path`, making its folder. An older file is replaced at once.
-
-    Only its owner may read the file: tables of free arguments may hold secrets, too. Blocking.
-    """
+    Only its owner may read the file: tables of free arguments may hold secrets, too. Blocking."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, to_toml(config), mode=0o600)
 

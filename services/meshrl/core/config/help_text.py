@@ -47,10 +47,8 @@ def help_text(section: type[BaseConfig], prog: str, *, every_key: bool) -> str:
 
 
 def _entries(section: Section, path: Path, own: object) -> Iterator[tuple[Path, str]]:
-    """The path and text of each key, then those of the sections below, each with a title whose path is ().
-
-    `own` is the section as it is by default, where it is on; it may set defaults of its keys.
-    """
+    """The path and text of each key, then those of the sections below, each with a title whose path is (). `own` is the
+    section as it is by default, where it is on; it may set defaults of its keys."""
     below: list[tuple[str, Section, Path, object]] = []
     for name, field in section.model_fields.items():
         kind, here = kind_of(field.annotation), (*path, name)

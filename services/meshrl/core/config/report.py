@@ -16,10 +16,8 @@ Origin = Callable[[Path], str | None]
 
 
 def explain(root: Kind, error: ValidationError, origin_of: Origin, missing: Sequence[Path] = ()) -> list[str]:
-    """All problems, a line each, sorted as validation found them; `origin_of` returns where a value came from.
-
-    Problems that name one of the `missing` keys, which were given under unknown names, are left out.
-    """
+    """All problems, a line each, sorted as validation found them; `origin_of` returns where a value came from. Problems
+    that name one of the `missing` keys, which were given under unknown names, are left out."""
     seen: set[Path] = set()
     texts: list[str] = []
     for problem in error.errors(include_url=False):

@@ -103,10 +103,8 @@ def nearest(section: Section, key: str, prefix: Path = ()) -> Path | None:
 
 
 def suggestion(section: Section, path: Path, part: str, write: Callable[[Path], str]) -> str:
-    """What an unknown key `part` of the section at `path` may have been meant to be; `write` spells a key.
-
-    Where no key is like it, all keys of a section that has few.
-    """
+    """What an unknown key `part` of the section at `path` may have been meant to be; `write` spells a key. Where no key
+    is like it, all keys of a section that has few."""
     close = nearest(section, part, path)
     if close is not None:
         return f"; did you mean {write(close)}?"

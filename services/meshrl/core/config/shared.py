@@ -193,8 +193,7 @@ class PrimeMonitorConfig(BaseConfig):
 
 def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig) -> LogExtrasConfig | None:
     """Which samples and distributions a run logs: what W&B or the platform asks for, else the usual for TensorBoard and
-    Trackio; None for none.
-    """
+    Trackio; None for none."""
     if shown is not None:
         return shown.log_extras
     return LogExtrasConfig() if log.tensorboard or log.trackio else None

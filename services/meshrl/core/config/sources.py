@@ -128,11 +128,8 @@ class Variables(EnvSettingsSource):
         return self._environ
 
     def layer(self, spellings: Spellings, problems: list[str]) -> tuple[Layer, list[str]]:
-        """The layer that the variables make, and warnings.
-
-        Unknown names are other tools' and are left alone, but one that begins with a known section is a warning. Values
-        that cannot be read are added to the `problems`.
-        """
+        """The layer that the variables make, and warnings. Unknown names are other tools' and are left alone, but one
+        that begins with a known section is a warning. Values that cannot be read are added to the `problems`."""
         layer, warnings = Layer(), []
         level = self._environ.get(LOG_LEVEL)
         if level and spellings.root.step("log") is not None:

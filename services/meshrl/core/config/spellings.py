@@ -40,9 +40,7 @@ class Spellings:
 
     def find(self, written: Path) -> tuple[Path, Kind]:
         """The path that a flag or variable names and what it accepts; another's spelling is left as it is written.
-
-        Raises UnknownKeyError.
-        """
+        Raises UnknownKeyError."""
         meant = self.meant(written)
         if meant is not None:
             return written, meant
@@ -60,7 +58,5 @@ class Spellings:
 
     def apply(self, layer: Layer) -> tuple[list[str], list[str]]:
         """Moves what the layer sets under others' spellings to keys of this configuration, before layers are merged.
-
-        Returns notes on keys that were taken under another name or without effect, and problems.
-        """
+        Returns notes on keys that were taken under another name or without effect, and problems."""
         return [], []

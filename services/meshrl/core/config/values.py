@@ -21,10 +21,8 @@ _UNKNOWN = Kind(annotation=None)
 
 
 def decode(kind: Kind, text: str, origin: str) -> Any:
-    """Reads the text of a flag or an environment variable; plain values stay text, which validation converts.
-
-    Raises ConfigError, naming the `origin`, for JSON that does not parse.
-    """
+    """Reads the text of a flag or an environment variable; plain values stay text, which validation converts. Raises
+    ConfigError, naming the `origin`, for JSON that does not parse."""
     stripped = text.strip()
     if text == NONE and kind.nullable:
         return None
@@ -89,10 +87,8 @@ def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, 
 
 
 def as_table(kind: Kind, given: Mapping[Path, Given], path: Path = ()) -> Any:
-    """The value of the key at `path`, from all that is given at it and below it, by the rest of its path.
-
-    Raises ConfigError when a list has gaps.
-    """
+    """The value of the key at `path`, from all that is given at it and below it, by the rest of its path. Raises
+    ConfigError when a list has gaps."""
     here = given[()].value if () in given else None
     below: dict[str, dict[Path, Given]] = {}
     for place, each in given.items():

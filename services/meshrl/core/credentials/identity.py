@@ -151,10 +151,8 @@ _Serve = Callable[[MemberT, asyncio.Event, "Tracing"], Coroutine[None, None, int
 def as_member(
     role: Role, serve: _Serve[MemberT], *, hosts: Callable[[MemberT], Sequence[str]] = lambda config: ()
 ) -> _Serve[MemberT]:
-    """Wraps a program's `serve`: finds its credentials before, and keeps them valid while it runs.
-
-    `hosts` gives the names beside those of this host at which others call the program and verify them.
-    """
+    """Wraps a program's `serve`: finds its credentials before, and keeps them valid while it runs. `hosts` gives the
+    names beside those of this host at which others call the program and verify them."""
 
     async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
         port = config.server.port if config.server is not None else 0

@@ -39,10 +39,8 @@ def engine_session(
 async def ask(
     http: aiohttp.ClientSession, method: str, url: str, *, body: object = None, deadline_s: float | None = None
 ) -> tuple[int, object]:
-    """The status of an answer and the result of `parsed` on it. Raises NO_ANSWER.
-
-    Without `deadline_s` the timeout of the session holds.
-    """
+    """The status of an answer and the result of `parsed` on it. Raises NO_ANSWER. Without `deadline_s` the timeout of
+    the session holds."""
     timeout = http.timeout if deadline_s is None else aiohttp.ClientTimeout(total=deadline_s)
     async with http.request(method, url, json=body, timeout=timeout) as answer:
         return answer.status, parsed(await answer.read())

@@ -32,10 +32,8 @@ class FirstAnswers(Generic[Answer]):
             self._answers.pop(self._contents.popitem(last=False)[0], None)
 
     async def once(self, request_id: str, content: bytes, make: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Runs `make` for a new id, else waits for the first run; one that failed may be tried again.
-
-        Raises what `check` and `make` raise.
-        """
+        """Runs `make` for a new id, else waits for the first run; one that failed may be tried again. Raises what
+        `check` and `make` raise."""
         self.check(request_id, content)
         task = self._answers.get(request_id)
         if task is None:

@@ -46,11 +46,8 @@ class Guard:
         self._read_at_s = time.monotonic()
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
-        """Who makes a call of `method` ("package.Service/Method").
-
-        Raises UNAUTHENTICATED where that is not known or no longer counts, and PERMISSION_DENIED where the caller's
-        role may not.
-        """
+        """Who makes a call of `method` ("package.Service/Method"). Raises UNAUTHENTICATED where that is not known or no
+        longer counts, and PERMISSION_DENIED where the caller's role may not."""
         caller = member(certificate_of(context)) if self._mutual else self._by_token(context)
         why = self.why_not(caller)
         if why is not None:
@@ -66,11 +63,8 @@ class Guard:
         return caller
 
     def why_not(self, caller: Caller, *, standing: bool = False) -> MeshError | None:
-        """Why what a caller showed does not count, or no longer does; None when it does.
-
-        standing: of a call that runs. It outlives what it began with, which its caller has renewed meanwhile; only a
-        revocation ends it.
-        """
+        """Why what a caller showed does not count, or no longer does; None when it does. standing: of a call that runs.
+        It outlives what it began with, which its caller has renewed meanwhile; only a revocation ends it."""
         trust, now_s = self._now(known=True), time.time()
         if caller.token is not None:
             problem = trust.why_not(*caller.token, now_s)
@@ -141,10 +135,8 @@ def member(pem: bytes) -> Caller:
 
 
 def guard_of(credentials: Credentials) -> Guard | None:
-    """The guard that a server's credentials ask for; None where they hold nothing to know callers by.
-
-    Raises CredentialError.
-    """
+    """The guard that a server's credentials ask for; None where they hold nothing to know callers by. Raises
+    CredentialError."""
     if not isinstance(credentials, FileCredentials) or not credentials.asks:
         return None
     files = credentials.files

@@ -41,10 +41,8 @@ class _Method:
     is_ours: bool
 
     async def request(self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
-        """Returns what the servicer wants: the one message, or an iterator over all of them.
-
-        Raises INVALID_REQUEST where the one message is missing.
-        """
+        """Returns what the servicer wants: the one message, or an iterator over all of them. Raises INVALID_REQUEST
+        where the one message is missing."""
         if self.takes_stream:
             return _ParsedRequests(self, received)
         data = await context.read()
@@ -76,10 +74,8 @@ class _ParsedRequests:
 
 
 async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-    """Tells the sender of an upload that the answer is ready and takes in what is under way until it stops.
-
-    An answer sent into a running upload may get lost at the sender: see `ServiceClient._upload`.
-    """
+    """Tells the sender of an upload that the answer is ready and takes in what is under way until it stops. An answer
+    sent into a running upload may get lost at the sender: see `ServiceClient._upload`."""
     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
     with suppress(TimeoutError, grpc.aio.InternalError):  # a sender that goes on or has left: answer all the same
         async with asyncio.timeout(_STOP_UPLOAD_S):

@@ -18,10 +18,8 @@ V1 = V1ALPHA.replace("v1alpha", "v1")
 
 
 def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """Adds reflection of `services` (full names) and of itself to a grpc.aio server that has not started yet.
-
-    It describes every message that this program knows, the google.rpc types of error details among them.
-    """
+    """Adds reflection of `services` (full names) and of itself to a grpc.aio server that has not started yet. It
+    describes every message that this program knows, the google.rpc types of error details among them."""
     describe_v1()
     servicer = aio.ReflectionServicer((*services, V1, V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(

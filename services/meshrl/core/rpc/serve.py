@@ -114,10 +114,8 @@ class GrpcServer:
         self._services.append(service)
 
     async def start(self) -> int:
-        """Binds and starts; returns the port. Every service is NOT_SERVING until `set_serving`.
-
-        Raises ConfigError when the address cannot be bound.
-        """
+        """Binds and starts; returns the port. Every service is NOT_SERVING until `set_serving`. Raises ConfigError when
+        the address cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health.set(self._services, serving=False)
         add_reflection((*self._services, HEALTH_SERVICE), self._server)
@@ -151,10 +149,8 @@ class GrpcServer:
         self._health.set(self._services, serving=False)
 
     async def drain(self, grace_s: float) -> None:
-        """Stops in order: NOT_SERVING, refuse new calls with DRAINING, wait for those in flight, stop.
-
-        Calls that still run after `grace_s` are cancelled. Health and reflection answer until the end.
-        """
+        """Stops in order: NOT_SERVING, refuse new calls with DRAINING, wait for those in flight, stop. Calls that still
+        run after `grace_s` are cancelled. Health and reflection answer until the end."""
         self.set_not_serving()
         self._calls.refusing = True
         if not await self._calls.wait_idle(grace_s):

@@ -84,10 +84,8 @@ def script_of(job: BatchJob, slurm: SlurmConfig) -> str:
 
 
 def submit(job: BatchJob, slurm: SlurmConfig, *, dry_run: bool) -> str:
-    """Writes configuration and script below output_dir and, unless it is a dry run, submits the script.
-
-    Returns a sentence about the outcome. Raises ConfigError when the files cannot be written or sbatch refuses.
-    """
+    """Writes configuration and script below output_dir and, unless it is a dry run, submits the script. Returns a
+    sentence about the outcome. Raises ConfigError when the files cannot be written or sbatch refuses."""
     layout = Layout(job.output_dir.absolute())
     path = layout.slurm / SCRIPT
     script = script_of(job, slurm)

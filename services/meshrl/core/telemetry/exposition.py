@@ -97,9 +97,7 @@ def observed(
     on_lost_folder: Callable[[], None] | None = None,
 ) -> Iterator[ProgramWatch]:
     """Watches this program and serves its metrics for as long as the block runs; entered on its event loop.
-
-    `on_lost_folder` as in `ProgramWatch`.
-    """
+    `on_lost_folder` as in `ProgramWatch`."""
     watch = ProgramWatch(program, waits, output_dir, on_lost_folder=on_lost_folder)
     watch.start()
     try:

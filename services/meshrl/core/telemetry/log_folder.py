@@ -30,8 +30,7 @@ _ATTEMPT = "attempt_"
 
 def begin_attempt(layout: Layout) -> Path:
     """Makes the folder for the logs of a new start and returns it. Logs that lie beside the attempts, as those of older
-    versions do, become an attempt before it. Ends the process with a sentence where nothing can be written.
-    """
+    versions do, become an attempt before it. Ends the process with a sentence where nothing can be written."""
     logs = layout.logs
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -48,8 +47,7 @@ def begin_attempt(layout: Layout) -> Path:
 
 def log_place(layout: Layout, *parts: str) -> Path:
     """The path of a log, or of a folder of logs, in the newest attempt; nothing is made there but the attempt, where
-    there is none. The documents' path becomes a link to it. Ends the process as `begin_attempt` does.
-    """
+    there is none. The documents' path becomes a link to it. Ends the process as `begin_attempt` does."""
     logs, plain = layout.logs, layout.logs / parts[0]
     latest = logs / _LATEST
     try:
@@ -68,10 +66,8 @@ def log_place(layout: Layout, *parts: str) -> Path:
 
 
 def own_log(layout: Layout, name: str) -> Path:
-    """Makes an empty log in the newest attempt for one run of the program `name`, that no other run writes to.
-
-    The documents' path becomes a link to it. Ends the process as `begin_attempt` does.
-    """
+    """Makes an empty log in the newest attempt for one run of the program `name`, that no other run writes to. The
+    documents' path becomes a link to it. Ends the process as `begin_attempt` does."""
     first = log_place(layout, f"{name}.log")
     try:
         log = _new_file(first)

@@ -75,10 +75,8 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Writes one record to every sink. Safe from several threads; blocking, so call it beside an event loop.
-
-    Raises nothing: a sink that fails is warned about once, and asked again with every record.
-    """
+    """Writes one record to every sink. Safe from several threads; blocking, so call it beside an event loop. Raises
+    nothing: a sink that fails is warned about once, and asked again with every record."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -133,10 +131,8 @@ class ConsoleSink(Sink):
 
 
 class JsonlSink(Sink):
-    """One JSON object a record: `{"step": n, name: value, ...}`; numbers that are not finite become null.
-
-    Lines that a full disk refuses wait in memory and are written, in order, once it takes them.
-    """
+    """One JSON object a record: `{"step": n, name: value, ...}`; numbers that are not finite become null. Lines that a
+    full disk refuses wait in memory and are written, in order, once it takes them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

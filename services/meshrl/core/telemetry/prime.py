@@ -36,8 +36,7 @@ class PrimeSink(Sink):
 
     def __init__(self, config: PrimeMonitorConfig, run: JsonObject) -> None:
         """`run` is what the platform is told of the run at its registration. Where there is no key, or the platform
-        does not take the run, that is warned about and nothing is sent.
-        """
+        does not take the run, that is warned about and nothing is sent."""
         self._url = config.base_url.rstrip("/")
         self._key = os.environ.get(config.api_key_var) or _stored_key()
         self._run_id = os.environ.get("RUN_ID", "")

@@ -221,8 +221,7 @@ def open_monitor(
     layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, object], more: Sequence[Sink] = ()
 ) -> Monitor:
     """Returns the monitor of a run: console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`.
-    W&B shows `settings`, too. Raises ConfigError where a package for it is missing.
-    """
+    W&B shows `settings`, too. Raises ConfigError where a package for it is missing."""
     sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
     if log.tensorboard:
         sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))

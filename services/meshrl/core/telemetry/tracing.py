@@ -128,9 +128,7 @@ class SpanProvider(TracerProvider):
 
 class CollectorExporter(SpanExporter):
     """Passes batches on to OpenTelemetry's exporter, which retries by itself; notes whether the collector takes them.
-
-    Batches that are given up are in the trace file. The log has one line when that begins.
-    """
+    Batches that are given up are in the trace file. The log has one line when that begins."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
@@ -191,10 +189,8 @@ class Tracing(trace.Tracer):
         return self._tracer.start_as_current_span(*args, **kwargs)
 
     def close(self) -> None:
-        """Writes what is buffered to the file, then sends it to the collector, within `patience_s` of that.
-
-        Spans after it are lost. Those that the collector has not taken by then are in the file alone.
-        """
+        """Writes what is buffered to the file, then sends it to the collector, within `patience_s` of that. Spans after
+        it are lost. Those that the collector has not taken by then are in the file alone."""
         if self._provider is None:
             return
         processors = list(self._provider.processors)

@@ -26,10 +26,8 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class CountedWait:
-    """One of many waits of a kind, such as a rollout in its scoring; `key` distinguishes it from the others.
-
-    `began_s` is of time.time. Those of one name and `on` are one line: how many they are, and the oldest one's words.
-    """
+    """One of many waits of a kind, such as a rollout in its scoring; `key` distinguishes it from the others. `began_s`
+    is of time.time. Those of one name and `on` are one line: how many they are, and the oldest one's words."""
 
     key: object
     name: str
@@ -60,10 +58,8 @@ class Waits:
 
     @contextmanager
     def waiting(self, name: str, what: str | Callable[[], str], on: Named = ()) -> Iterator[None]:
-        """This program waits for `what`, which is in the hands of `on`, for as long as the block runs.
-
-        `name` is the kind of wait, whose usual length is learnt. Functions are asked whenever somebody looks.
-        """
+        """This program waits for `what`, which is in the hands of `on`, for as long as the block runs. `name` is the
+        kind of wait, whose usual length is learnt. Functions are asked whenever somebody looks."""
         key = object()
         with self._lock:
             self._open[key] = _OpenWait(name, what, on, self._now())

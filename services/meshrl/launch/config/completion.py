@@ -16,10 +16,8 @@ HOSTED_KEYS = (
 
 
 def complete(values: ReadTable) -> Table:
-    """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose.
-
-    Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
-    """
+    """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose. Without an engine of
+    its own the hub keeps its usual port, so that a running engine can know it."""
     completed = dict(values)
     fit_preset(completed)
     starts_engine = completed.get("inference") is not None
@@ -63,10 +61,8 @@ def _is_longer(trainer: object) -> bool:
 
 
 def _hosted_environments(orchestrator: object) -> list[Table]:
-    """The environments that the rollout program must host for the train and eval entries, each name once.
-
-    None at all where there is none to train on, and the first of two that differ: validation reports both.
-    """
+    """The environments that the rollout program must host for the train and eval entries, each name once. None at all
+    where there is none to train on, and the first of two that differ: validation reports both."""
     hosted: dict[str, Table] = {}
     for part in ("train", "eval"):
         section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None

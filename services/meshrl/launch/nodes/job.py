@@ -65,8 +65,7 @@ class NodePorts:
 
 def nodes_of_job(environ: Mapping[str, str], count: int) -> list[str]:
     """Names of the job's nodes, this one first. Raises ConfigError outside of a job or in one that is too small, and
-    NodeLostError.
-    """
+    NodeLostError."""
     listed = environ.get("SLURM_JOB_NODELIST")
     if listed is None or "SLURM_JOB_ID" not in environ:
         raise ConfigError(
@@ -116,10 +115,8 @@ def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
 
 
 def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | None = None) -> str:
-    """Runs a module of ours once on each node, with `stdin` as its input; returns what they all print.
-
-    Raises ConfigError and NodeLostError.
-    """
+    """Runs a module of ours once on each node, with `stdin` as its input; returns what they all print. Raises
+    ConfigError and NodeLostError."""
     count = str(len(names))
     return _ask(
         "srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--export=ALL",
@@ -149,8 +146,7 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
 
 def _ask(*command: str, stdin: str | None = None, deadline_s: float = ASK_DEADLINE_S) -> str:
     """Runs a command of SLURM; returns what it prints. Raises NodeLostError with what it says when it fails, and
-    ConfigError where there is no such command.
-    """
+    ConfigError where there is no such command."""
     try:
         done = subprocess.run(
             command, input=stdin or "", capture_output=True, text=True, timeout=deadline_s, check=False

@@ -47,10 +47,8 @@ class CallBook(Generic[EventT]):
         return call
 
     def receive(self, call_id: str, seq: int, event: EventT) -> bool:
-        """Whether the event is new; False for one that was received before, and for one of a call that is over.
-
-        Raises SkippedEventError for one that is too early.
-        """
+        """Whether the event is new; False for one that was received before, and for one of a call that is over. Raises
+        SkippedEventError for one that is too early."""
         call = self.calls.get(call_id)
         if call is None or seq <= call.received:
             return False

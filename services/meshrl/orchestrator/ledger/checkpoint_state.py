@@ -40,10 +40,7 @@ def write_state(layout: Layout, record: StepRecord) -> None:
 
 def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], dict[str, dict[str, float]]]:
     """Totals and tasks drawn up to a step, from its checkpoint, and the state of algorithms; zeros without a
-    checkpoint.
-
-    Raises RunError when the file is damaged.
-    """
+    checkpoint. Raises RunError when the file is damaged."""
     path = state_path(layout, step)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

@@ -154,10 +154,8 @@ def _resume(
 def _plan_without_damage(
     store: LedgerStore, past: Past, decide: Callable[[Past], ResumePlan]
 ) -> tuple[Past, ResumePlan, dict[str, Rollout]]:
-    """Decides, reads what that needs, and decides again without what is damaged.
-
-    Returns what is left, the decision, and the rollouts of groups that wait for a step or are completed.
-    """
+    """Decides, reads what that needs, and decides again without what is damaged. Returns what is left, the decision,
+    and the rollouts of groups that wait for a step or are completed."""
     while True:
         plan = decide(past)
         wanted = [one for _, members in (*plan.ready, *plan.carried) for one in members]
@@ -179,10 +177,8 @@ def end_whole(path: Path) -> int:
 
 
 def last_logged_step(path: Path, offset: int) -> int:
-    """The last step with a record after `offset`, 0 without one; evaluations have records of their own.
-
-    Read from the end: records of steps that were done again follow those of later steps, and have a flag.
-    """
+    """The last step with a record after `offset`, 0 without one; evaluations have records of their own. Read from the
+    end: records of steps that were done again follow those of later steps, and have a flag."""
     for record in json_records(lines_from_the_end(path, offset)):
         if "time/step" in record and "progress/redone" not in record:
             return int(record["step"])

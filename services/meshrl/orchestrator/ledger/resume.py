@@ -62,11 +62,8 @@ def plan_resume(
     fits: Callable[[StepRecord], bool],
     environments: Mapping[str, int],
 ) -> ResumePlan:
-    """Decides about everything that is open.
-
-    `fits` tests whether the trainer can take a batch as it is, `environments` are those that the run trains on, with
-    the rollouts that a group of each needs at least.
-    """
+    """Decides about everything that is open. `fits` tests whether the trainer can take a batch as it is, `environments`
+    are those that the run trains on, with the rollouts that a group of each needs at least."""
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
         if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:

@@ -76,8 +76,7 @@ class RunRow:
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """What a step took. `progress` counts it and every step before; `drawn` are the tasks drawn by then, `algorithms`
-    what the algorithms of the environments remember.
-    """
+    what the algorithms of the environments remember."""
 
     step: int
     digest: str
@@ -157,10 +156,8 @@ def last_run(connection: sqlite3.Connection) -> RunRow | None:
 
 
 def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int) -> Past:
-    """Everything a run needs to go on with a trainer at `trainer_step`.
-
-    What its end cut off (dropped because the run ended) is open again: the run goes on.
-    """
+    """Everything a run needs to go on with a trainer at `trainer_step`. What its end cut off (dropped because the run
+    ended) is open again: the run goes on."""
     cut_off = f"(state = 'dropped' AND reason = '{DropReason.RUN_ENDED.value}')"
     forgotten = f"(state = 'trained' AND step > {int(trainer_step)})"
     wanted = f"(state IN ('dispatched', 'finished', 'batched') OR {cut_off} OR {forgotten})"
@@ -206,10 +203,8 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
 def _records(
     connection: sqlite3.Connection, run: RunRow, trainer_step: int
 ) -> tuple[dict[int, StepRecord], frozenset[int]]:
-    """Records from the trainer's step on and of steps whose batch is kept, and the steps whose record is damaged.
-
-    No other record is needed, or read: each names every rollout of its step.
-    """
+    """Records from the trainer's step on and of steps whose batch is kept, and the steps whose record is damaged. No
+    other record is needed, or read: each names every rollout of its step."""
     columns = "SELECT step, record, seal FROM steps WHERE run = ?1"
     kept = "SELECT DISTINCT step FROM parts WHERE run = ?1 AND step < ?2"
     rows = connection.execute(

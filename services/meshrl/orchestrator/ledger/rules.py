@@ -50,8 +50,7 @@ class LedgerError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
     """One rollout. `key` is its place in its group, known before it has an id; `reason` is the reason for its loss.
-    `trace_id` is that of its own trace, in hexadecimal, from when it has come back; "" where it has none.
-    """
+    `trace_id` is that of its own trace, in hexadecimal, from when it has come back; "" where it has none."""
 
     key: str
     group_id: str
@@ -146,9 +145,7 @@ class Ledger:
         self, group_id: str, *, cancelled: int = 0, cancelled_for: str = "rollout_service", reason: str = ""
     ) -> int:
         """A group is over: of what has not come back, `cancelled` were cancelled and the others failed for `reason`.
-
-        Returns how many had not come back.
-        """
+        Returns how many had not come back."""
         missing = self._unassigned.pop(group_id)
         for place, key in enumerate(missing):
             if place < cancelled:
@@ -204,11 +201,8 @@ class Ledger:
         return len(missing)
 
     def restore(self, entries: Iterable[LedgerEntry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
-        """Goes on where an earlier process stopped, before any other event.
-
-        `entries` are the open ones and those that a step trained which may still be forgotten; `ended` counts all
-        others by state and reason.
-        """
+        """Goes on where an earlier process stopped, before any other event. `entries` are the open ones and those that
+        a step trained which may still be forgotten; `ended` counts all others by state and reason."""
         for (state, reason), count in ended.items():
             self._count(state, reason, count)
             self._dispatched += count

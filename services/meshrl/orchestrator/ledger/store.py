@@ -51,9 +51,7 @@ _UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
 
 class LedgerStore:
     """A ledger file. What changes it never blocks; `flush` and `close` return when everything before is on disk.
-
-    Reading blocks: call it beside an event loop. Everything raises LedgerFileError when the file cannot be used.
-    """
+    Reading blocks: call it beside an event loop. Everything raises LedgerFileError when the file cannot be used."""
 
     def __init__(self, path: Path, writer: Writer | None = None) -> None:
         """`writer` commits the changes; None is a thread of its own."""
@@ -178,10 +176,8 @@ class LedgerStore:
         self._put(lambda db: db.execute(sql, row))
 
     def batched(self, record: StepRecord, batch: Batch) -> None:
-        """What a step took and the messages of its batch, in place of what was known of the step.
-
-        Routes of experts, most of its bytes, are left out: the batch of the same digest then trains without replay.
-        """
+        """What a step took and the messages of its batch, in place of what was known of the step. Routes of experts,
+        most of its bytes, are left out: the batch of the same digest then trains without replay."""
 
         run, step, text = self._run, record.step, record.to_json()
 

@@ -61,8 +61,7 @@ def check_layout(connection: sqlite3.Connection, path: Path) -> None:
 @contextmanager
 def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection to the file; what is changed in it is committed at the end. Raises LedgerFileError, also for a file
-    of another layout.
-    """
+    of another layout."""
     try:
         with closing(sqlite3.connect(path)) as connection, connection:
             check_layout(connection, path)

@@ -196,10 +196,8 @@ class BatchUploader:
                 steps.uploaded = step
 
     async def _wait_for_withdrawal(self, refusal: BatchRefusal) -> None:
-        """Tells the loop of the refusal and waits until it has withdrawn the batch.
-
-        Raises RunError after REFUSALS_IN_A_ROW.
-        """
+        """Tells the loop of the refusal and waits until it has withdrawn the batch. Raises RunError after
+        REFUSALS_IN_A_ROW."""
         self._refusals_in_a_row += 1
         if self._refusals_in_a_row >= REFUSALS_IN_A_ROW:
             raise RunError(

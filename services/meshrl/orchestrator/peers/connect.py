@@ -55,10 +55,8 @@ class Mesh:
 
 
 def connect(config: OrchestratorConfig, clock: Clock | None = None) -> Services:
-    """Clients of the configured addresses; nothing is dialled yet.
-
-    Raises RunError where an environment needs a teacher's rollout service and none is named.
-    """
+    """Clients of the configured addresses; nothing is dialled yet. Raises RunError where an environment needs a
+    teacher's rollout service and none is named."""
     teachers = None if config.teacher is None else config.teacher.rollout
     if config.taught_environments and teachers is None:
         raise RunError(
@@ -144,10 +142,8 @@ def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
 
 
 def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:
-    """Raises RunError for environments, each after the section that names it, that no service hosts.
-
-    The error lists the environments of each service.
-    """
+    """Raises RunError for environments, each after the section that names it, that no service hosts. The error lists
+    the environments of each service."""
     missing = [(section, name) for section, name in wanted if not table.hosting(name)]
     if not missing:
         return

@@ -84,10 +84,8 @@ class StepWatcher:
             self._begin_epoch(run)
 
     async def done(self, step: int, deadline_s: float) -> StepEvent:
-        """The event that ended `step`; one without metrics when the trainer had done it before it was followed.
-
-        Raises StepUndoneError, and RunError after `deadline_s`.
-        """
+        """The event that ended `step`; one without metrics when the trainer had done it before it was followed. Raises
+        StepUndoneError, and RunError after `deadline_s`."""
         epoch = self.epoch
         if step <= self._run.step and self._caught_up and not self._done[step].done():
             self._done[step].set_result(self._done_without_metrics(step))
@@ -140,10 +138,8 @@ class StepWatcher:
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _read_stream(self) -> None:
-        """Takes the events of one stream.
-
-        Raises RunError when a step has failed and the trainer goes on: its stream would end if it had crashed.
-        """
+        """Takes the events of one stream. Raises RunError when a step has failed and the trainer goes on: its stream
+        would end if it had crashed."""
         async with aclosing(self._client.watch_steps(self._run.run_id, self._seen)) as events:
             while True:
                 failed_for_good = bool(self._failed) and self._caught_up

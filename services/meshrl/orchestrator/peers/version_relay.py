@@ -79,10 +79,8 @@ class VersionRelay:
             await self._clock.sleep(0.1)
 
     async def activate_first(self, version: int) -> Activation:
-        """Commits the version that a run starts from, waiting until the trainer has published it.
-
-        Raises RunError, at once where every engine has refused the version for a reason that stays.
-        """
+        """Commits the version that a run starts from, waiting until the trainer has published it. Raises RunError, at
+        once where every engine has refused the version for a reason that stays."""
         startup_s = self._settings.deadlines.startup_s
         patience = Patience(unreachable_s=startup_s, retry_s=startup_s, also=_NOT_THERE_YET)
         doing = f"activating version {version}, which the run starts from,"
@@ -103,10 +101,8 @@ class VersionRelay:
             raise
 
     async def activate(self, version: int) -> Activation | None:
-        """Commits a version that a step made; None when it could not be and engines keep the one before.
-
-        Raises VersionGoneError, and RunError when the hub is gone.
-        """
+        """Commits a version that a step made; None when it could not be and engines keep the one before. Raises
+        VersionGoneError, and RunError when the hub is gone."""
         deadlines = self._settings.deadlines
         patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
         try:

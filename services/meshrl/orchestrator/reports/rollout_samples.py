@@ -115,8 +115,7 @@ def trainer_logprobs(
     rollout: Rollout, rows: Sequence[MicroBatch], values_N: NDArray[np.float32] | None
 ) -> list[NDArray[np.float32]] | None:
     """(T,) of each sample of the rollout, NaN at tokens that the rl term did not have; None where the trainer gave
-    nothing, or not one value for each token.
-    """
+    nothing, or not one value for each token."""
     places = [
         (row, place) for row in rows for place, owner in enumerate(row.rollout_ids) if owner == rollout.rollout_id
     ]

@@ -16,9 +16,7 @@ from meshrl.wire.types import Rollout, StepEvent
 
 async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep, done: StepEvent) -> None:
     """Gives the monitor a step's samples and distributions, every `config.interval` steps; None asks for neither.
-
-    `done` has the entropies of the trainer.
-    """
+    `done` has the entropies of the trainer."""
     if config is None or step.step % config.interval != 0:
         return
     if config.samples:

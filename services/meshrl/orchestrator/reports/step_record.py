@@ -162,10 +162,8 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, se
 
 
 def mixture_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], asked: Mapping[str, float]) -> Metrics:
-    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1.
-
-    Zero for one of which nothing was trained: filters, losses and slow environments move a mixture silently.
-    """
+    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1. Zero for one of which
+    nothing was trained: filters, losses and slow environments move a mixture silently."""
     trained = [rollout for ready in groups for rollout in ready.kept if rollout.rollout_id not in assembled.untrainable]
     rollouts = Counter(rollout.environment for rollout in trained)
     tokens: Counter[str] = Counter()

@@ -109,10 +109,8 @@ def build_scorer(
     *,
     engine_pool: str,
 ) -> GroupScorer:
-    """The scorer of a run, from its algorithms and teachers by environment; nothing is dialled yet.
-
-    Raises RunError for an algorithm whose teacher is not configured, and where aiohttp is not installed.
-    """
+    """The scorer of a run, from its algorithms and teachers by environment; nothing is dialled yet. Raises RunError for
+    an algorithm whose teacher is not configured, and where aiohttp is not installed."""
     teachers: dict[str, LogprobServers] = {}
     servers: dict[str, LogprobServers] = {}
     for name, teacher in configured.items():

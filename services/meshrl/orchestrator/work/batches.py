@@ -25,11 +25,8 @@ _ROW = re.compile(r"micro_batches\[(\d+)\]")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledBatch:
-    """A batch and what became of the rollouts in it.
-
-    `advantages` is by rollout_id, 0 for one that the rl term has nothing of; `algorithms` is what the algorithms of the
-    environments remember after it.
-    """
+    """A batch and what became of the rollouts in it. `advantages` is by rollout_id, 0 for one that the rl term has
+    nothing of; `algorithms` is what the algorithms of the environments remember after it."""
 
     batch: Batch
     advantages: Mapping[str, float]

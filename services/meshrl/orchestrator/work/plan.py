@@ -175,9 +175,7 @@ class WorkPlan:
 
     def take_back(self, step: int, groups: Sequence[ReadyGroup]) -> list[Screened]:
         """Groups that the batches of `step` and after had come back, as far as they are `kept`: `step` is next again.
-
-        Returns for each what is left of it.
-        """
+        Returns for each what is left of it."""
         self.next_step = step
         for ready in groups:
             self._order[ready.group.ticket.group_id] = ready.group.ticket.sequence

@@ -61,9 +61,7 @@ class Recipes:
 
     def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
         """What each sample of a step trains, by rollout id. Raises RunError for what an algorithm cannot be used with.
-
-        The algorithms remember the step: `state` is then that after it.
-        """
+        The algorithms remember the step: `state` is then that after it."""
         made: dict[str, tuple[SampleStreams, ...]] = {}
         for group in groups:
             if not group:

@@ -87,9 +87,7 @@ def screen_finished(
     least: int = MIN_SURVIVORS,
 ) -> Screened:
     """Judges a whole group: first drops unusable rollouts, of which `least` must be left, then groups without signal.
-
-    Rewards are compared among rollouts of the same agent, as advantages are.
-    """
+    Rewards are compared among rollouts of the same agent, as advantages are."""
     kept: list[Rollout] = []
     dropped: list[tuple[Rollout, DropReason]] = []
     for rollout in rollouts:

@@ -70,9 +70,7 @@ class TimedGroup:
 
     async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
         """Plays episode `index`, or gives it up with the stage in which it was overdue; its task ends behind that.
-
-        Raises nothing but CancelledError.
-        """
+        Raises nothing but CancelledError."""
         began_s, stage_began_s, stage_still_s = time.time(), 0.0, 0.0
         playing = asyncio.create_task(self._episodes.play(index))
         try:

@@ -58,9 +58,7 @@ def capacity_of(payload: object) -> EngineCapacity:
 
 def capacity_in_metrics(text: str) -> EngineCapacity:
     """Reads the answer of GET /metrics of a vLLM server: how many tokens its KV cache has blocks for, in all its parts.
-
-    How many sequences it decodes at once is not in it.
-    """
+    How many sequences it decodes at once is not in it."""
     tokens = 0
     for line in text.splitlines():
         if not line.startswith(_VLLM_CACHE + "{"):
@@ -83,11 +81,8 @@ class EpisodeSizes:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeSizes:
-        """Those of an episode, which is one `Rollout` an agent.
-
-        What a call holds grows with each token that is sampled, so over its life that is the prompt and half of the
-        completion.
-        """
+        """Those of an episode, which is one `Rollout` an agent. What a call holds grows with each token that is
+        sampled, so over its life that is the prompt and half of the completion."""
         samples = [(len(one.token_ids), int(one.loss_mask.sum())) for rollout in rollouts for one in rollout.samples]
         return cls._of(samples, [rollout.timings_s for rollout in rollouts])
 

@@ -19,10 +19,8 @@ from meshrl.wire.types import EngineEndpoint, RolloutRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """Which policy may sample: from `pool`, and at least `min_version` or exactly `exact_version`.
-
-    `reshaped_by` names settings that change the distribution; with any, logprobs must be of what was sampled from.
-    """
+    """Which policy may sample: from `pool`, and at least `min_version` or exactly `exact_version`. `reshaped_by` names
+    settings that change the distribution; with any, logprobs must be of what was sampled from."""
 
     pool: str = ""
     min_version: int | None = None
@@ -54,10 +52,8 @@ class Requirement:
 
 @dataclass
 class KnownEngine:
-    """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known.
-
-    `listed` is False once the hub names it no more: it gets no new calls, and is forgotten when those it has are over.
-    """
+    """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known. `listed` is
+    False once the hub names it no more: it gets no new calls, and is forgotten when those it has are over."""
 
     url: str
     pool: str = ""
@@ -175,9 +171,7 @@ class EngineTable:
 
     def biased(self, need: Requirement) -> tuple[KnownEngine, ...]:
         """The engines that are up, if `need` wants right logprobs and none of them reports such; waiting will not help.
-
-        An engine without a version yet counts: the kind of its logprobs does not change with its weights.
-        """
+        An engine without a version yet counts: the kind of its logprobs does not change with its weights."""
         up = tuple(engine for engine in self.candidates(need) if engine.healthy)
         return up if need.reshaped_by and all(engine.logprobs_mode != PROCESSED for engine in up) else ()
 
@@ -189,10 +183,7 @@ class EngineTable:
 
     def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> KnownEngine | None:
         """The engine for the next call: the session's own (`prefer`) while it fits, else the one that has the fewest
-        calls for its rate, with this one.
-
-        Among equals it is the one whose turn is longest ago.
-        """
+        calls for its rate, with this one. Among equals it is the one whose turn is longest ago."""
         fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
         now_s, mean = self._clock(), mean_rate(engine.rate for engine in fitting)
 

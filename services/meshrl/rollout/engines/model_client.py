@@ -43,10 +43,8 @@ without anybody knowing."""
 
 
 class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """Samples the policy's turns from the engines, and keeps which version sampled which token.
-
-    `seq_len` bounds prompt plus completion, in tokens. `pace` is what the rollouts of this process share the loop by.
-    """
+    """Samples the policy's turns from the engines, and keeps which version sampled which token. `seq_len` bounds prompt
+    plus completion, in tokens. `pace` is what the rollouts of this process share the loop by."""
 
     def __init__(
         self, renderer: PolicyRenderer, router: EngineRouter, book: SessionBook, tracer: Tracer, *, seq_len: int
@@ -230,9 +228,7 @@ class PolicyTurns(Protocol):
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
     """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client.
-
-    `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration.
-    """
+    `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration."""
 
     def __init__(self, inner: Interception, client: PolicyTurns, endpoint: TrainClientConfig) -> None:
         super().__init__()

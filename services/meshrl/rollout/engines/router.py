@@ -124,10 +124,8 @@ class EngineRouter:
         return self._round
 
     async def _look_anew(self, need: Requirement) -> None:
-        """Asks every engine for its state after now, unless a round under way finds one that can serve `need`.
-
-        A version may have reached the engines since the last look; nobody should wait for the next for that.
-        """
+        """Asks every engine for its state after now, unless a round under way finds one that can serve `need`. A
+        version may have reached the engines since the last look; nobody should wait for the next for that."""
         if self._round is not None and not self._round.done():
             await asyncio.shield(self._round)
         if not self.engines.can_meet(need):
@@ -223,11 +221,8 @@ class EngineRouter:
         )
 
     async def _call(self, engine: KnownEngine, session: Session, session_id: str, body: bytes) -> EngineAnswer:
-        """One HTTP call to one engine.
-
-        Raises _UnreachableError, _LockedOutError or _BusyError, after which another engine may be asked, and
-        EngineRefusedError or MeshError ENGINE_FAILED, after which none may.
-        """
+        """One HTTP call to one engine. Raises _UnreachableError, _LockedOutError or _BusyError, after which another
+        engine may be asked, and EngineRefusedError or MeshError ENGINE_FAILED, after which none may."""
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
         if traceparent := current_traceparent():

@@ -94,10 +94,8 @@ class Session:
         return max(known, default=0)
 
     def routes_of(self, token_ids: NDArray[np.int32]) -> Routes | None:
-        """(T, L, K) of a sequence, from each call that began with the same tokens; None where no call brought any.
-
-        Of several calls the first counts: it is the one that sampled. What none brought is unknown.
-        """
+        """(T, L, K) of a sequence, from each call that began with the same tokens; None where no call brought any. Of
+        several calls the first counts: it is the one that sampled. What none brought is unknown."""
         parts: list[tuple[int, Routes | None]] = []
         end = 0
         for call in self.calls:

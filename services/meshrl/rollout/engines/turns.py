@@ -70,10 +70,8 @@ class DirectTurns:
         return typed
 
     async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
-        """One completion; None when the rollout is stopped instead of answered.
-
-        A refusal is what the server would have answered; its cause is noted for verifiers to report.
-        """
+        """One completion; None when the rollout is stopped instead of answered. A refusal is what the server would have
+        answered; its cause is noted for verifiers to report."""
         session = self._session
         if (refusal := await self._refused()) is not None:
             return refusal

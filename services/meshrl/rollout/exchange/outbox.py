@@ -126,11 +126,8 @@ class Outbox:
             self.held_bytes -= sum(len(event.message) for event in call.events.values())
 
     def resume(self, cursors: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A new stream stands; `cursors` has for each wanted call the number from which it is sent again.
-
-        Returns the calls that were dropped since nobody needs them, and those that need an end: an earlier process
-        played them.
-        """
+        """A new stream stands; `cursors` has for each wanted call the number from which it is sent again. Returns the
+        calls that were dropped since nobody needs them, and those that need an end: an earlier process played them."""
         unneeded = tuple(call_id for call_id in self._calls if call_id not in cursors)
         for call_id in unneeded:
             self.drop(call_id)

@@ -49,10 +49,8 @@ class ResultSpool:
         return [SpooledEvent(call_id, seq, message, bool(is_end)) for call_id, seq, message, is_end in rows]
 
     def write(self, events: Sequence[SpooledEvent], forget: Iterable[tuple[str, int | None]] = ()) -> None:
-        """Adds events and removes, per call, those up to a number (None: all), at once and on disk on return.
-
-        Raises OSError or sqlite3.Error where the disk does not take it, or the spool is closed.
-        """
+        """Adds events and removes, per call, those up to a number (None: all), at once and on disk on return. Raises
+        OSError or sqlite3.Error where the disk does not take it, or the spool is closed."""
         with self._in_use, self._file:
             self._file.execute("BEGIN IMMEDIATE")
             rows = [(event.call_id, event.seq, event.message, event.is_end) for event in events]

@@ -70,10 +70,8 @@ def content_mask(
 
 
 def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]], str]) -> tuple[int, int] | None:
-    """The tokens [start, end) of a message that write its text; None where it is not found, or in several places.
-
-    A token that also writes markup belongs to what its first character belongs to.
-    """
+    """The tokens [start, end) of a message that write its text; None where it is not found, or in several places. A
+    token that also writes markup belongs to what its first character belongs to."""
     whole = decode(token_ids)
     sought = text if text in whole else text.strip()  # many templates strip it
     if not sought:

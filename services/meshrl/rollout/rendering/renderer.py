@@ -40,10 +40,8 @@ class UnrenderableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RenderedPrompt:
-    """A turn's prompt in tokens. `attribution` gives the message that each comes from.
-
-    `bridged`: it extends the tokens of the turn before as they stand, those that were sampled included.
-    """
+    """A turn's prompt in tokens. `attribution` gives the message that each comes from. `bridged`: it extends the tokens
+    of the turn before as they stand, those that were sampled included."""
 
     token_ids: list[int]
     attribution: RenderedTokens
@@ -92,11 +90,8 @@ class PolicyRenderer:
             return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
 
     async def reply(self, messages: Sequence[Message], tools: list[WireMessage] | None) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt and of the reply to it, the last of `messages`, up to its stop token.
-
-        Raises MeshError INVALID_REQUEST where the template does not render the reply right behind the prompt, and
-        UnrenderableError.
-        """
+        """The tokens of a prompt and of the reply to it, the last of `messages`, up to its stop token. Raises MeshError
+        INVALID_REQUEST where the template does not render the reply right behind the prompt, and UnrenderableError."""
         wire = _wire(messages)
 
         def render() -> tuple[list[int], list[int]]:

@@ -26,10 +26,8 @@ class TextSamples:
         self._seq_len = seq_len
 
     async def of(self, trace: Trace) -> tuple[Sample, ...]:
-        """One sample for each reply of the model, in order.
-
-        Raises MeshError INVALID_REQUEST for a reply that the policy's template does not render behind its prompt.
-        """
+        """One sample for each reply of the model, in order. Raises MeshError INVALID_REQUEST for a reply that the
+        policy's template does not render behind its prompt."""
         samples: list[Sample] = []
         seen: set[int] = set()
         for branch in trace.branches:

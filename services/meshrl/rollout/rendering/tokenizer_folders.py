@@ -28,10 +28,7 @@ _VISION = ("vision_config", "vision_tower", "image_token_id")
 
 def known_class(name: str) -> str | None:
     """The class of transformers that AutoTokenizer would choose for the folder `name`, or None where only it can
-    choose.
-
-    A folder that has one is that of a model of text alone.
-    """
+    choose. A folder that has one is that of a model of text alone."""
     folder = Path(name)
     if not (folder / "tokenizer.json").is_file():
         return None

@@ -33,10 +33,8 @@ class Culprit:
     rollout: str = NO_ROLLOUT
 
     def fault_of(self, environment: str, rollout: str, busy: Collection[str]) -> Fault:
-        """Whose doing it was, for a rollout of `environment`; `busy` are the environments that the worker played.
-
-        What is known of one environment alone is its own doing, as with memory, which belongs to no rollout.
-        """
+        """Whose doing it was, for a rollout of `environment`; `busy` are the environments that the worker played. What
+        is known of one environment alone is its own doing, as with memory, which belongs to no rollout."""
         suspect = self.environment or (next(iter(busy)) if len(busy) == 1 else "")
         if not suspect:
             return Fault.UNKNOWN

@@ -105,8 +105,7 @@ class WorkerFleet:
 
     async def worker_for(self, environment: str, before: WorkerProcess | None) -> WorkerProcess:
         """The worker for a rollout: the one that played its group `before`, else the least loaded. Waits for one that
-        is being started; one whose event loop is blocked is used where there is no other.
-        """
+        is being started; one whose event loop is blocked is used where there is no other."""
         while True:
             upcoming = self._changed.upcoming
             usable = [place.worker for place in self._places_of(environment) if place.worker and place.worker.usable]
@@ -198,10 +197,8 @@ class WorkerFleet:
         )  # fmt: skip
 
     def _leave_to_blocker(self, place: WorkerPlace) -> None:
-        """Has the others go on elsewhere while the code of one environment blocks a worker that they share.
-
-        Where the standby is ready it takes the worker's place, and the blocker keeps the worker as its own.
-        """
+        """Has the others go on elsewhere while the code of one environment blocks a worker that they share. Where the
+        standby is ready it takes the worker's place, and the blocker keeps the worker as its own."""
         worker, standby = place.worker, self._standby
         hold = worker.hold() if worker is not None and worker.usable else None
         if worker is None or hold is None or not hold.culprit.environment or hold.seconds < LEFT_AFTER_S:

@@ -25,10 +25,8 @@ from meshrl.wire.types import EnvironmentInfo, RolloutFailure, RolloutRequest
 
 
 class PooledPlayer:
-    """Plays groups of one environment at the workers of a fleet.
-
-    `failover_s`: how long a rollout waits for an engine that a worker misses, as a model call would.
-    """
+    """Plays groups of one environment at the workers of a fleet. `failover_s`: how long a rollout waits for an engine
+    that a worker misses, as a model call would."""
 
     def __init__(self, fleet: WorkerFleet, environment: str, failover_s: float) -> None:
         self._fleet = fleet
@@ -41,9 +39,7 @@ class PooledPlayer:
 
     async def open(self, request: RolloutRequest) -> PooledGroup:
         """Returns at once: the worker that plays the first rollout finds the task, and may still refuse the group.
-
-        Raises MeshError UNKNOWN_TASK where there is none at its index.
-        """
+        Raises MeshError UNKNOWN_TASK where there is none at its index."""
         refuse_unknown(self._environment, self.info.num_tasks, request.task_index or 0)
         return PooledGroup(self._fleet, request, self.info, self._failover_s)
 

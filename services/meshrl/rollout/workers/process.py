@@ -144,8 +144,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def new_process(reports: socket.socket, settings: WorkerSettings) -> BaseProcess:
     """Starts a worker; blocking. The first one waits until a fork server has imported what workers need, which takes
-    seconds; those after it take milliseconds. Where there are no fork servers each imports for itself.
-    """
+    seconds; those after it take milliseconds. Where there are no fork servers each imports for itself."""
     method = "forkserver" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -241,10 +240,8 @@ class WorkerProcess:
         return replace(hold, seconds=hold.seconds + since_s) if since_s < ALARM_IS_FRESH_S else None
 
     async def play(self, environment: str, request: pb.RunRolloutsRequest) -> list[bytes]:
-        """Has it play a group of one rollout; returns what it streams, the summary last.
-
-        Raises MeshError where it refuses, and WorkerLostError where it is lost, or left to another environment.
-        """
+        """Has it play a group of one rollout; returns what it streams, the summary last. Raises MeshError where it
+        refuses, and WorkerLostError where it is lost, or left to another environment."""
         assert self._client is not None  # started
         call = self.calls[request.request_id] = WorkerCall(environment, asyncio.timeout(None))
         try:

@@ -21,10 +21,8 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class DataProgress:
-    """Where a run stands in its data after a step: the row that comes next, and what was trained of each part.
-
-    `parts` has the identity of each part's rows, by which a resumed run notices other data.
-    """
+    """Where a run stands in its data after a step: the row that comes next, and what was trained of each part. `parts`
+    has the identity of each part's rows, by which a resumed run notices other data."""
 
     next: Cursor = field(default_factory=Cursor)
     parts: Mapping[str, str] = field(default_factory=dict)

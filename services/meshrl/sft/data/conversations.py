@@ -52,11 +52,8 @@ class Conversation:
 
 
 def to_conversation(row: Row, name: str) -> Conversation:
-    """The conversation of a row; `name` is what errors call the row.
-
-    messages take precedence over prompt and completion, as users of both columns expect. Raises DataError for a row
-    that is malformed.
-    """
+    """The conversation of a row; `name` is what errors call the row. messages take precedence over prompt and
+    completion, as users of both columns expect. Raises DataError for a row that is malformed."""
     if row.get("messages") is not None:
         taken = {"messages"}
         messages, learn_from = _messages(_parsed(row, "messages", name), name, "messages", role="user"), 0

@@ -60,10 +60,8 @@ class Feed:
         self._validation: Sequence[MicroBatch] | None = None
 
     def start(self, progress: DataProgress | None, *, steps_done: int) -> None:
-        """Continues from `progress`, on rank 0. Without it the batches of `steps_done` steps are left out.
-
-        Raises DataError, on all ranks.
-        """
+        """Continues from `progress`, on rank 0. Without it the batches of `steps_done` steps are left out. Raises
+        DataError, on all ranks."""
 
         def open_data() -> bytes:
             self._batches = self._open(progress or DataProgress())

@@ -21,10 +21,8 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def load_sft_tokenizer(text: TextSettings) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that is named, with the chat template that is asked for.
-
-    Raises ModelError for a tokenizer or template that cannot be loaded.
-    """
+    """The model's tokenizer, or the one that is named, with the chat template that is asked for. Raises ModelError for
+    a tokenizer or template that cannot be loaded."""
     named = text.tokenizer.name
     tokenizer = load_tokenizer(text.model if named is None else text.model.model_copy(update={"name": named}))
     if text.tokenizer.chat_template is not None:
@@ -86,10 +84,8 @@ class MatchingRenderers:
         self._fitting: list[Renderers] | None = None
 
     def of(self, conversation: Conversation, token_ids: list[int]) -> Renderers | None:
-        """The first one whose tokens of the conversation are `token_ids`; None without one.
-
-        Those of all families are tried whose special tokens the tokenizer has, and first the one made for its model.
-        """
+        """The first one whose tokens of the conversation are `token_ids`; None without one. Those of all families are
+        tried whose special tokens the tokenizer has, and first the one made for its model."""
         if self._fitting is None:
             from renderers.base import MODEL_RENDERER_MAP
 

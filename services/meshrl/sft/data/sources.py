@@ -116,10 +116,8 @@ class _DatasetRows(DataRows):
 
 
 def open_parts(config: DataConfig) -> dict[str, DataRows]:
-    """The rows of each part of the mixture by its name in metrics: the subset, or the split, or both.
-
-    Raises DataError for data that is missing, cannot be read or is empty.
-    """
+    """The rows of each part of the mixture by its name in metrics: the subset, or the split, or both. Raises DataError
+    for data that is missing, cannot be read or is empty."""
     parts = config.parts()
     subsets, splits = {subset for subset, _ in parts}, {split for _, split in parts}
     opened: dict[str, DataRows] = {}

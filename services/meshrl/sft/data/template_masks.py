@@ -77,8 +77,7 @@ class TemplateMasks:
         self, conversation: Conversation, learned: Sequence[bool]
     ) -> tuple[list[int], NDArray[np.bool_]] | None:
         """Tokens and (T,) mask by the template's marks; None where other roles are learned, or where the template marks
-        more or fewer spans than there are assistant's messages.
-        """
+        more or fewer spans than there are assistant's messages."""
         roles = [message["role"] for message in conversation.messages]
         if any(learns and role != "assistant" for learns, role in zip(learned, roles, strict=True)):
             return None
@@ -135,10 +134,8 @@ class TemplateMasks:
     def _bound(
         self, conversation: Conversation, count: int, whole: list[int], *, bounds: int, generation: bool = False
     ) -> int:
-        """Length of the first `count` messages in tokens, which must begin the whole.
-
-        What a template writes behind the last message alone, such as an end-of-text token, does not count.
-        """
+        """Length of the first `count` messages in tokens, which must begin the whole. What a template writes behind the
+        last message alone, such as an end-of-text token, does not count."""
         where = f"{conversation.row}, message {bounds} ({conversation.messages[bounds]['role']})"
         if not count and generation:
             return self._first_header(conversation, whole)
