@@ -46,7 +46,7 @@ def write_config(folder: Path, tokenizer: Path, url: str, env: str = "mesh_echo"
 async def up(ready: Path, running: asyncio.Task) -> None:
     """Waits until the program has made its file; imports alone may take a busy machine most of a minute."""
     async with asyncio.timeout(START_S):
-        while not ready.exists():
+        while not await asyncio.to_thread(ready.exists):
             if running.done():
                 await running
             await asyncio.sleep(0.02)
