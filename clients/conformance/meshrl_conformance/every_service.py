@@ -15,12 +15,14 @@ from grpc_health.v1 import health_pb2
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import DOMAIN, Reason
 from meshrl.wire.types import CONTRACT_VERSION
+from meshrl.wire.validate import at_least
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 
 UNKNOWN_FIELD = 15_000
 PADDING_BYTES = 5 * 2**20  # beyond what gRPC takes where nobody says otherwise
 MAX_DETAILS_BYTES = 8 * 2**10
 FAR_VERSION = 2**62
+BOOKMARK_S = 0.2
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 # With these gRPC ends calls itself, without details.
 _CODES_OF_GRPC = ("CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNIMPLEMENTED")
@@ -135,6 +137,25 @@ async def _contract_minor(probe: Probe) -> None:
 async def _asked(probe: Probe, version: str) -> list[Any]:
     method, request = first_call(probe.service, version, sound=probe.full)
     return await probe.call(method, request)
+
+
+async def since_1_1(probe: Probe) -> None:
+    """Raises NotCheckedError for a server of an earlier contract."""
+    (answer,) = await _asked(probe, CONTRACT_VERSION)
+    if not at_least(answer.contract_version, "1.1"):
+        raise NotCheckedError(f"the server's contract is {answer.contract_version or 'not stated'}, before 1.1")
+
+
+async def bookmarks(probe: Probe, method: str, request: Any) -> list[Any]:
+    """The first two messages of a watch from now on, with a bookmark whenever nothing comes for a moment."""
+    await since_1_1(probe)
+    request.from_now, request.bookmark_s = True, BOOKMARK_S
+    messages = await probe.call(method, request, until=lambda messages: len(messages) == 2)
+    must(messages[0].bookmark, f"{method} from now on does not begin with a bookmark")
+    revisions = [message.revision for message in messages]
+    must(revisions == sorted(revisions), f"the revisions of {method} are {revisions}")
+    must(revisions[0] < revisions[1] or messages[1].bookmark, f"{method} sends revision {revisions[0]} again")
+    return messages
 
 
 @checks("contract.unknown-fields")

@@ -11,8 +11,7 @@ from meshrl.wire.convert import from_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout, capabilities
-from meshrl.wire.validate import at_least
-from meshrl_conformance.every_service import FAR_VERSION
+from meshrl_conformance.every_service import FAR_VERSION, since_1_1
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, broken_by, checks, must
 
 GROUP_SIZE = 2
@@ -163,9 +162,7 @@ async def _sample(probe: Probe) -> None:
 
 @checks("rollout.presence")
 async def _presence(probe: Probe) -> None:
-    (answer,) = await probe.call("ListEnvironments", pb.ListEnvironmentsRequest())
-    if not at_least(answer.contract_version, "1.1"):
-        raise NotCheckedError(f"the server's contract is {answer.contract_version}, which has no presence")
+    await since_1_1(probe)
     _, rollouts = await _rollouts(probe)
     for rollout in rollouts:
         must(rollout.HasField("reward"), "a rollout has no reward")

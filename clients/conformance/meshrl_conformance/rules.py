@@ -71,6 +71,10 @@ _TRAINER = {
     "trainer.info": "GetTrainer returns at least one run, and sizes above 0.",
     "trainer.runs": "ListRuns lists the runs that GetTrainer returns.",
     "trainer.revisions": "WatchSteps streams the history after a revision, and revisions grow by one.",
+    "trainer.bookmarks": "WatchSteps from now on begins with a bookmark of the newest revision, and sends one after"
+    " each bookmark_s without an event.",
+    "trainer.expired": "WatchSteps after a revision that is not there is OUT_OF_RANGE (REVISION_EXPIRED), with the"
+    " oldest that is in its metadata.",
     "trainer.unknown-run": "A run that is not here is NOT_FOUND (UNKNOWN_RUN).",
     "trainer.header": "The first message of SubmitBatch is the header; one without is INVALID_ARGUMENT.",
     "trainer.next-step": "SubmitBatch of a step that is not the next one is FAILED_PRECONDITION (STEP_OUT_OF_ORDER).",
@@ -99,6 +103,8 @@ _WEIGHTS = {
 }
 
 _WEIGHTS_FULL = {
+    "weights.bookmarks": "WatchVersions from now on begins with a bookmark, and sends one after each bookmark_s without"
+    " a change.",
     "weights.epoch": "An epoch beyond the next is INVALID_ARGUMENT, an older one FAILED_PRECONDITION (STALE_EPOCH).",
     "weights.resume": "An upload that ends early lists the chunks that are missing; the same artifact again resumes.",
     "weights.checksum": "A chunk whose checksum is wrong is DATA_LOSS (CHUNK_CORRUPT).",

@@ -13,6 +13,7 @@ from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire.convert.batches import batch_to_messages
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Batch, MicroBatch
+from meshrl_conformance.every_service import BOOKMARK_S, FAR_VERSION, bookmarks, since_1_1
 from meshrl_conformance.probe import NotCheckedError, Probe, checks, must
 
 TOKENS = 4
@@ -79,6 +80,27 @@ async def _revisions(probe: Probe) -> None:
     revisions = [event.revision for event in events]
     wanted = list(range(after + 1, after + 1 + len(revisions)))
     must(revisions == wanted, f"after revision {after} come {revisions[:8]}")
+
+
+@checks("trainer.bookmarks")
+async def _bookmarks(probe: Probe) -> None:
+    run = (await _trainer(probe)).runs[0]
+    first, *_ = await bookmarks(probe, "WatchSteps", pb.WatchStepsRequest(run_id=run.run_id))
+    must(first.revision >= run.revision, f"from now on begins at {first.revision}, the run was at {run.revision}")
+
+
+@checks("trainer.expired")
+async def _expired(probe: Probe) -> None:
+    run = (await _trainer(probe)).runs[0]
+    request = pb.WatchStepsRequest(run_id=run.run_id, after_revision=FAR_VERSION)
+    refusal = await probe.refused("WatchSteps", request, reason=Reason.REVISION_EXPIRED)
+    await since_1_1(probe)
+    oldest = dict(refusal.info.metadata).get("oldest_revision", "") if refusal.info is not None else ""
+    must(oldest.isdigit(), f"the error's metadata oldest_revision is {oldest!r}")
+    request = pb.WatchStepsRequest(run_id=run.run_id, after_revision=int(oldest), bookmark_s=BOOKMARK_S)
+    (event,) = await probe.call("WatchSteps", request, until=lambda messages: True)
+    begins = event.revision == int(oldest) if event.bookmark else event.revision == int(oldest) + 1
+    must(begins, f"after revision {oldest}, which is the oldest, comes {event.revision}")
 
 
 @checks("trainer.unknown-run")

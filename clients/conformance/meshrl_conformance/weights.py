@@ -11,7 +11,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, result_root
 from meshrl.wire.manifest_checks import violations
 from meshrl.wire.types import Manifest
-from meshrl_conformance.every_service import FAR_VERSION
+from meshrl_conformance.every_service import FAR_VERSION, bookmarks
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, broken_by, checks, must
 
 QUIET_S = 1.0  # a watch whose history has come says nothing for so long
@@ -89,6 +89,11 @@ async def _watch(probe: Probe) -> None:
     if newest is not None:
         told = (newest.epoch, newest.version) in versions
         must(told, f"it does not tell version {newest.version}, which is committed")
+
+
+@checks("weights.bookmarks")
+async def _bookmarks(probe: Probe) -> None:
+    await bookmarks(probe, "WatchVersions", pb.WatchVersionsRequest(run_id="-"))
 
 
 @checks("weights.lease")

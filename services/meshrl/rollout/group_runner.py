@@ -159,8 +159,11 @@ class GroupRunner:
             limit_reason=self._limit.reason,
         )
 
-    async def drain(self, grace_s: float) -> None:
-        """Admits no more groups, gives those that run `grace_s` seconds, then cancels them."""
+    async def drain(self, grace_s: float | None) -> int:
+        """Admits no more groups, gives those that run `grace_s` seconds (None: any number), then cancels them.
+
+        Returns how many rollouts were cancelled.
+        """
         self._table.draining = True
         try:
             async with asyncio.timeout(grace_s):
@@ -172,6 +175,7 @@ class GroupRunner:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
         self._failures.log_counts(self._clock(), every_s=0.0)
+        return stopped
 
     async def _admit(self, request: RolloutRequest) -> _RunningGroup:
         player = self.environments.get(request.environment)

@@ -58,7 +58,7 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
     server = GrpcServer(config.server)
     async with AsyncExitStack() as stack:
         runner = await build(config, stack, tracer)
-        server.add(SERVICE, add_to_server, RolloutServicer(runner))
+        server.add(SERVICE, add_to_server, RolloutServicer(runner, on_drained=stop.set))
         port = await server.start()
         waits = waits_of(tracer)
         waits.serves = (f"{config.server.host}:{port}",)

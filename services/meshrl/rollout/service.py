@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import grpc
 import grpc.aio
+from loguru import logger
 
 from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.rollout.group_runner import GroupRunner
@@ -39,8 +40,10 @@ def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
     """Thin: every decision is in `group_runner` and `groups`, and in `streams` for calls that attach again."""
 
-    def __init__(self, runner: GroupRunner) -> None:
+    def __init__(self, runner: GroupRunner, on_drained: Callable[[], None] = lambda: None) -> None:
+        """`on_drained` is called once a client's Drain has ended every group."""
         self._runner = runner
+        self._on_drained = on_drained
         self._streams = GroupStreams(runner.run)
         self._cancels: FirstAnswers[int] = FirstAnswers()
 
@@ -80,3 +83,12 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     ) -> pb.GetRolloutStatusResponse:
         answer: pb.GetRolloutStatusResponse = convert.to_proto(self._runner.status())
         return answer
+
+    async def Drain(  # noqa: N802  # the name of the RPC
+        self, request: pb.RolloutServiceDrainRequest, context: grpc.aio.ServicerContext
+    ) -> pb.RolloutServiceDrainResponse:
+        validate.validate_drain_request(request)
+        logger.info("draining: {}", request.message or "a client asked for it")
+        cancelled = await self._runner.drain(request.deadline_s if request.HasField("deadline_s") else None)
+        self._on_drained()
+        return pb.RolloutServiceDrainResponse(cancelled=cancelled)

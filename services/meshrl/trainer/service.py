@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 from loguru import logger
 
 from meshrl.core.rpc.first_answers import FirstAnswers
+from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
@@ -23,7 +25,7 @@ from meshrl.wire import validate
 from meshrl.wire.convert import BatchReader, to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.trainable import are_logprobs, bytes_per_token, routes_problem, row_problems
-from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, RoutedShape, TrainerInfo
+from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, RoutedShape, TrainerInfo, capabilities
 
 MIN_MESSAGE_BYTES = 4 * 2**20
 BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
@@ -78,7 +80,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             min_shared_prefix=facts.min_shared_prefix,
             router_replay=facts.router_replay,
         )
-        answer: pb.GetTrainerResponse = to_proto(info, contract_version=CONTRACT_VERSION)
+        answer: pb.GetTrainerResponse = to_proto(
+            info, contract_version=CONTRACT_VERSION, capabilities=capabilities.TRAINER
+        )
         return answer
 
     async def SubmitBatch(  # noqa: N802 - gRPC's name
@@ -119,8 +123,19 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def WatchSteps(  # noqa: N802 - gRPC's name
         self, request: pb.WatchStepsRequest, context: object
     ) -> AsyncIterator[pb.WatchStepsResponse]:
-        async for event in self._runs.find(request.run_id).watch(request.after_revision):
-            yield to_proto(event)
+        validate.validate_watch_request(request)
+        run = self._runs.find(request.run_id)
+        after = run.book.info().revision if request.from_now else request.after_revision
+        events = (to_proto(event) async for event in run.watch(after))
+
+        def bookmark(revision: int) -> pb.WatchStepsResponse:
+            return pb.WatchStepsResponse(revision=revision, bookmark=True, durable_step=run.book.durable_step)
+
+        async with aclosing(
+            with_bookmarks(events, bookmark, sent=after, at_once=request.from_now, quiet_s=request.bookmark_s)
+        ) as messages:
+            async for message in messages:
+                yield message
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: object) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
         validate.validate_checkpoint_request(request)
@@ -150,9 +165,15 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         raise MeshError(Reason.RUN_PROTECTED, f"run {run.book.run_id!r} is this trainer's own; use Drain to end it")
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:  # noqa: N802 - gRPC's name
-        steps = [await run.drain() for run in self._runs]
+        validate.validate_drain_request(request)
+        if request.message:
+            logger.info("the trainer is drained: {}", request.message)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.deadline_s if request.HasField("deadline_s") else None):
+                await asyncio.gather(*(run.drain() for run in self._runs))
         self._on_drained()
-        return pb.DrainResponse(step=steps[0])
+        dropped = sum(run.book.waiting for run in self._runs)
+        return pb.DrainResponse(step=self._runs.own.book.step, dropped_batches=dropped)
 
 
 def check_batch(

@@ -8,12 +8,14 @@ The streams of chunks bypass protobuf (`wire.frames`).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
 from meshrl.core.rpc.first_answers import FirstAnswers
+from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.coordinator.engine_groups import GroupRequest
@@ -22,7 +24,9 @@ from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import digest
-from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, Manifest
+from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, Manifest, capabilities
+
+EVERY_RUN = "-"
 
 
 def _ranges(request: pb.FetchRequest) -> list[tuple[int, int]]:
@@ -117,7 +121,9 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
         validate.validate_register_request(request)
         lease = await self._hub.register(convert.from_proto(AgentRegistration, request))
-        answer: pb.RegisterResponse = convert.to_proto(lease, contract_version=CONTRACT_VERSION)
+        answer: pb.RegisterResponse = convert.to_proto(
+            lease, contract_version=CONTRACT_VERSION, capabilities=capabilities.HUB
+        )
         return answer
 
     async def Session(
@@ -153,8 +159,21 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
-        async for event in self._hub.watch_versions(request.run_id, request.after_revision):
-            yield convert.to_proto(event)
+        validate.validate_watch_request(request)
+        coordinator, run_id = self._hub.coordinator, "" if request.run_id == EVERY_RUN else request.run_id
+        if not request.run_id and coordinator.lines:
+            run_id = coordinator.line("").run_id
+        after = coordinator.revision if request.from_now else request.after_revision
+        events = (convert.to_proto(event) async for event in self._hub.watch_versions(run_id, after))
+
+        def bookmark(revision: int) -> pb.WatchVersionsResponse:
+            return pb.WatchVersionsResponse(revision=revision, bookmark=True)
+
+        async with aclosing(
+            with_bookmarks(events, bookmark, sent=after, at_once=request.from_now, quiet_s=request.bookmark_s)
+        ) as messages:
+            async for message in messages:
+                yield message
 
     async def GetManifest(
         self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext

@@ -5,9 +5,11 @@ import json
 import re
 from contextlib import aclosing
 
+import grpc
 import numpy as np
 import pytest
 
+from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
 
@@ -277,3 +279,18 @@ async def test_an_image_in_a_prompt_fails_the_rollout_by_the_type_of_the_part(st
     failure, _ = await collect(mesh, make_group())
     assert isinstance(failure, RolloutFailure)
     assert "a part of type 'image_url'" in failure.message
+
+
+async def test_a_drain_takes_no_new_group_and_ends_those_that_run_at_its_deadline(start_mesh, engine, make_group):
+    mesh = await start_mesh([engine])
+    engine.on_call = lambda request, body: asyncio.sleep(60.0)
+    playing = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=50.0)))
+    await engine.arrived.get()
+    async with grpc.aio.insecure_channel(mesh.client.address) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        request = rollout_pb2.RolloutServiceDrainRequest(deadline_s=0.2, message="moving")
+        answer = await stub.Drain(request, timeout=30.0)
+    assert answer.cancelled == 2
+    assert (await playing)[-1] == RolloutSummary(finished=0, failed=0, cancelled=2, sampled_tokens=0)
+    assert (await mesh.client.get_status()).draining
+    assert (await refused(mesh, make_group())).reason is Reason.DRAINING

@@ -13,7 +13,7 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
-from meshrl.wire.errors import from_rpc_error
+from meshrl.wire.errors import MeshError, from_rpc_error
 from served_trainer import Mesh
 
 
@@ -87,9 +87,35 @@ class SavesAgain(Relayed):
         return await super().SaveCheckpoint(request, context)
 
 
+class MarksNoBookmarks(Relayed):
+    """Its bookmarks look like events."""
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        async for event in super().WatchSteps(request, context):
+            event.bookmark = event.bookmark and not request.from_now
+            yield event
+
+
+class KeepsItsOldestSecret(Relayed):
+    """Its error does not have the oldest revision."""
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        try:
+            async for event in super().WatchSteps(request, context):
+                yield event
+        except MeshError as error:
+            raise MeshError(error.reason, error.message) from error
+
+
 @pytest.mark.parametrize(
     ("servicer", "rule"),
-    [(OfAnyContract, "contract.major"), (SkipsRevisions, "trainer.step"), (SavesAgain, "trainer.save")],
+    [
+        (OfAnyContract, "contract.major"),
+        (SkipsRevisions, "trainer.step"),
+        (SavesAgain, "trainer.save"),
+        (MarksNoBookmarks, "trainer.bookmarks"),
+        (KeepsItsOldestSecret, "trainer.expired"),
+    ],
 )
 async def test_a_trainer_that_breaks_a_rule_is_named_by_it(mesh: Mesh, servicer: type[Relayed], rule: str) -> None:
     server = GrpcServer(ServerConfig(port=0))

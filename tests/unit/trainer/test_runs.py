@@ -26,9 +26,14 @@ from meshrl.wire.types import StepState
 from training_loop import DEADLINE_S, REPORT, batch, build
 
 
-async def test_a_run_is_found_by_its_name_and_the_own_one_by_none() -> None:
+async def test_a_run_is_found_by_its_name_and_the_only_one_by_none() -> None:
+    alone = RunTable(StepBook(run_id="main", epoch=2))
+    assert alone.find("main") is alone.find("") is alone.own
     table = RunTable(StepBook(run_id="main", epoch=2, start_step=5), StepBook(run_id="second", epoch=1))
-    assert table.find("main") is table.find("") is table.own
+    assert table.find("main") is table.own
+    with pytest.raises(MeshError, match="run_id: must name one of main, second") as unclear:
+        table.find("")
+    assert unclear.value.reason is Reason.INVALID_REQUEST
     assert [queue.book.info().run_id for queue in table] == ["main", "second"]
     assert (table.own.book.info().version, table.own.book.info().epoch) == (5, 2)
     with pytest.raises(MeshError, match="no run 'other' here; this trainer holds 'main', 'second'") as caught:

@@ -34,6 +34,10 @@ class _Violations:
     def positive_s(self, value: float, field: str) -> None:
         self.check(math.isfinite(value) and value > 0, field, f"must be a positive number of seconds, got {value:g}")
 
+    def seconds(self, value: float, field: str) -> None:
+        holds = math.isfinite(value) and value >= 0
+        self.check(holds, field, f"must be 0 or a positive number of seconds, got {value:g}")
+
     def backend(self, value: str, field: str) -> None:
         self.check(value in COLLECTIVE_BACKENDS, field, f"must be nccl or gloo, got {value!r}")
 
@@ -75,6 +79,22 @@ def _check_sampling(violations: _Violations, message: rollout_pb2.Sampling, fiel
     check(all(token_id >= 0 for token_id in message.stop_token_ids), f"{field}.stop_token_ids", "must be 0 or more")
 
 
+def validate_watch_request(message: trainer_pb2.WatchStepsRequest | weights_pb2.WatchVersionsRequest) -> None:
+    """Raises INVALID_REQUEST unless bookmarks come at a time."""
+    violations = _Violations()
+    violations.seconds(message.bookmark_s, "bookmark_s")
+    violations.done("the watch")
+
+
+def validate_drain_request(
+    message: rollout_pb2.RolloutServiceDrainRequest | trainer_pb2.DrainRequest | weights_pb2.WeightSyncDrainRequest,
+) -> None:
+    """Raises INVALID_REQUEST unless a deadline is a time."""
+    violations = _Violations()
+    violations.seconds(message.deadline_s, "deadline_s")
+    violations.done("the drain request")
+
+
 def validate_rollout_request(message: rollout_pb2.RunRolloutsRequest) -> None:
     """Raises INVALID_REQUEST unless the request names a task, a size, a deadline and itself."""
     violations = _Violations()
@@ -84,8 +104,7 @@ def validate_rollout_request(message: rollout_pb2.RunRolloutsRequest) -> None:
     violations.check(message.WhichOneof("task") is not None, "task", "set task_index or task_payload")
     violations.check(message.group_size >= 1, "group_size", "must be at least 1")
     violations.positive_s(message.deadline_s, "deadline_s")
-    lingers = math.isfinite(message.linger_s) and message.linger_s >= 0
-    violations.check(lingers, "linger_s", f"must be 0 or a positive number of seconds, got {message.linger_s:g}")
+    violations.seconds(message.linger_s, "linger_s")
     _check_sampling(violations, message.sampling, "sampling")
     violations.done("the rollout request")
 

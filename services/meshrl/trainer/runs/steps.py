@@ -138,12 +138,14 @@ class StepBook:
                 Reason.REVISION_EXPIRED,
                 f"events up to revision {oldest} are gone, asked for those after {revision}; "
                 "read the run's state with GetTrainer and watch from its revision",
+                metadata={"oldest_revision": str(oldest)},
             )
         if revision > self._revision:
             raise MeshError(
                 Reason.REVISION_EXPIRED,
                 f"revision {revision} is ahead of the newest, {self._revision}: the trainer restarted (epoch "
                 f"{self.epoch}); watch from 0",
+                metadata={"oldest_revision": str(oldest)},
             )
         skip = revision - oldest
         return tuple(event for index, event in enumerate(self._events) if index >= skip)
@@ -162,6 +164,11 @@ class StepBook:
     def drain(self) -> None:
         """Takes no more batches from here on; those queued still train."""
         self.draining = True
+
+    @property
+    def waiting(self) -> int:
+        """Batches that wait."""
+        return len(self._waiting)
 
     @property
     def idle(self) -> bool:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from meshrl.core.waiting import Pulse
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.work_queue import TrainingQueue, Work
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 
 
 class RunTable:
@@ -32,7 +32,9 @@ class RunTable:
         return iter(self._queues.values())
 
     def find(self, run_id: str) -> TrainingQueue:
-        """Raises MeshError UNKNOWN_RUN for a run that is not here."""
+        """The run of this name; an empty one is the only run. Raises UNKNOWN_RUN, and INVALID_REQUEST with several."""
+        if not run_id and len(self._queues) > 1:
+            raise invalid([FieldViolation("run_id", f"must name one of {', '.join(self._queues)}")], "the request")
         queue = self._queues.get(run_id) if run_id else self.own
         if queue is None:
             held = ", ".join(map(repr, self._queues))

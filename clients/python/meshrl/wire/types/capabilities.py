@@ -6,8 +6,11 @@ docs/contract.md lists them.
 from __future__ import annotations
 
 REATTACH = "rollouts.reattach"
+DRAIN = "drain"
 
-ROLLOUT = (REATTACH,)
-"""Of this repository's rollout service."""
+ROLLOUT = (REATTACH, DRAIN)
+"""Of this repository's rollout service; those below are of its other programs."""
+
 ROLLOUT_CALLER = (REATTACH,)
-"""Of its clients."""
+TRAINER = (DRAIN,)
+HUB: tuple[str, ...] = ()
