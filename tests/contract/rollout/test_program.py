@@ -68,7 +68,11 @@ async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, e
         status = health_pb2.HealthCheckResponse
         assert (await watch.read()).status == status.SERVING
         hold = asyncio.Event()  # until the state that a drain has is seen, however late that is
-        engine.on_call = lambda request, body: hold.wait()
+
+        async def held(request: object, body: object) -> None:
+            await hold.wait()
+
+        engine.on_call = held
         async with program_client(port) as client:
             events = asyncio.create_task(_collect(client, make_group()))
             await engine.arrived.get()
