@@ -34,6 +34,9 @@ with loading():
     from loss_curves import stream_batch
     from meshrl.algorithms.losses import grpo_loss, gspo_loss
     from meshrl.algorithms.objective import Objective
+    from meshrl.models.logprobs import head_logprobs
+    from meshrl.models.routers import RouterChoice
+    from meshrl.models.shares import TensorShare
     from meshrl.models.state import gather_state, own_rows
     from meshrl.trainer.publishing.snapshots import PublishPlan
     from meshrl.training.build import build_learner
@@ -69,15 +72,21 @@ LAYOUTS = {
     "cp4": Layout(4, {"cp": 4}, ("ep2",)),
     "cp2 x dp2": Layout(4, {"cp": 2}),
     "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2")),
+    "tp2": Layout(2, {"tp": 2}),
+    "tp2 x ep2": Layout(2, {"tp": 2, "ep": 2}, (ALONE, "cp2")),
+    "tp2 x dp2": Layout(4, {"tp": 2}),
+    "cp2 x tp2": Layout(4, {"cp": 2, "tp": 2}),
+    "cp2 x tp2 x ep2": Layout(4, {"cp": 2, "tp": 2, "ep": 2}, ("tp2 x ep2", "ep2 x dp2")),
     "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",)),
 }
+WITHOUT_EXPERTS = ("tp2", "tp2 x dp2", "cp2 x tp2")  # layouts of dense models alone
 PAIRS = [(earlier, name) for name, layout in LAYOUTS.items() for earlier in layout.resumes]
-PAIRS += [(name, ALONE) for name in LAYOUTS]
+PAIRS += [(name, ALONE) for name in LAYOUTS if name not in WITHOUT_EXPERTS]
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"loss": partial(gspo_loss, clip_low=3e-2, clip_high=4e-2), "model": {}},
-    "grpo of adapters": {
+    "grpo of adapters": {  # and mixtures replay routes
         "loss": partial(grpo_loss, clip_low=0.2, clip_high=0.2),
-        "model": {"lora": {"rank": 4}, "ac": {"mode": "selective"}},
+        "model": {"lora": {"rank": 4}, "ac": {"mode": "selective", "freq": 2}},
     },
 }
 SAVED = ("qwen3_moe", "gspo")
@@ -102,14 +111,26 @@ class Training:
         )
         learner = build_learner(self.config, parallel=parallel)
         self.shares_prefixes = learner.policy.prefix_reason is None
+        routers = learner.policy.routers
+        self.routed = routers.shape if case == "grpo of adapters" else None
+        self.replayed = [0, 0]  # choices that were given, and those of them that were made
+        routers.watchers.append(self._look)
         self.trained = Trained.by(learner, Objective(loss=CASES[case]["loss"]), OptimConfig(lr=1e-3))
+
+    def _look(self, choice: RouterChoice) -> None:
+        if choice.given is not None:
+            known = choice.given >= 0
+            self.replayed[0] += int(known.sum())
+            self.replayed[1] += int((choice.chosen == choice.given)[known].sum())
 
     def step(self, step: int) -> tuple[StepResult, dict[str, Any]]:
         """Makes a step, and what is known of its tokens before."""
         prefixed = {"prompt": 12, "share": True} if self.shares_prefixes else {}
-        rows = stream_batch(step, dp_size=self.parallel.plan.dp_size, vocab_size=VOCAB, **prefixed)
-        logprobs = np.sort(self.trained.evaluate(rows).logprobs.astype(np.float64)).tolist()
+        dp_size = self.parallel.plan.dp_size
+        rows = stream_batch(step, dp_size=dp_size, vocab_size=VOCAB, routed=self.routed, **prefixed)
+        evaluated = self.trained.evaluate(rows) if step == 0 else None
         result = self.trained.step(rows)
+        logprobs = np.sort((evaluated or result.tokens).logprobs.astype(np.float64)).tolist()
         return result, {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -129,7 +150,7 @@ class Training:
         outline = PublishPlan.of(
             model, torch.bfloat16, num_senders=plan.num_senders, bucket_bytes=4096, row_order=plan.row_order
         )
-        own = own_rows(model, torch.bfloat16)
+        own = own_rows(model, torch.bfloat16, sender=plan.rank % plan.num_senders, num_senders=plan.num_senders)
         flat = np.zeros(0, np.uint8)
         if plan.rank < plan.num_senders:
             snapshot = take_snapshot(
@@ -159,6 +180,27 @@ class Training:
         }
 
 
+def vocabulary_apart(parallel: RankGroup) -> float:
+    """How far logprobs, entropies and gradients of a head whose vocabulary ranks divide are from those of the whole."""
+    assert parallel.tensor is not None
+    share = TensorShare.of(parallel.tensor.get_group())
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(13, 8), torch.randn(32, 8), torch.randn(32)
+    temperatures, worst = torch.rand(13) + 0.5, 0.0
+    rows = slice(share.rank * 16, share.rank * 16 + 16)
+    for targets in (torch.randint(0, 32, (13,)), torch.randint(0, 32, (13, 3))):
+        slopes, found = torch.randn(targets.shape), []
+        for part, of in ((slice(None), None), (rows, share)):
+            inputs = [each.clone().requires_grad_() for each in (hidden, weight[part], bias[part])]
+            outputs = head_logprobs(*inputs, targets, temperatures, max_logits_bytes=5 * 16 * 4, share=of)
+            torch.autograd.backward(outputs[0], slopes)
+            found.append([*(each.detach() for each in outputs), *(each.grad for each in inputs)])
+        for whole, own in zip(*found, strict=True):
+            alike = whole if whole.shape == own.shape else whole[rows]
+            worst = max(worst, float((alike - own).abs().max()))
+    return worst
+
+
 def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup) -> dict[str, Any]:
     """What the steps of a training give."""
     try:
@@ -171,7 +213,10 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
         if (family, case) == SAVED and step + 1 == SAVED_AFTER:
             training.checkpointer(folder, name).save()
     found = {key: [step[key] for step in steps] for key in steps[0]}
-    return found | {"shares_prefixes": training.shares_prefixes, "published": training.published()}
+    replayed = parallel.sum(np.array(training.replayed)).tolist()
+    return found | {
+        "shares_prefixes": training.shares_prefixes, "replayed": replayed, "published": training.published()
+    }  # fmt: skip
 
 
 def resumed(folder: Path, earlier: str, name: str, parallel: RankGroup) -> dict[str, Any]:
@@ -189,6 +234,8 @@ def trainings(folder: Path, names: list[str]) -> dict[str, Any]:
         for family in FAMILIES:
             for case in CASES:
                 found[f"{family} / {case} / {name}"] = numbers(folder, family, case, name, parallel)
+        if name == "tp2":
+            found["vocabulary apart"] = vocabulary_apart(parallel)
         for earlier in LAYOUTS[name].resumes if name in LAYOUTS else ():
             found[f"{earlier} -> {name}"] = resumed(folder, earlier, name, parallel)
     return found

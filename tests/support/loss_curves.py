@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ with loading():
     import numpy as np
     import torch
     import torch.distributed as dist
+    from numpy.typing import NDArray
 
     from meshrl.algorithms.losses import dppo_kl_loss
     from meshrl.algorithms.objective import Objective
@@ -30,16 +32,24 @@ with loading():
     from meshrl.training.config import OptimConfig
     from meshrl.training.model_config import TrainerModelConfig
     from meshrl.training.parallel.rank_group import RankGroup
-    from meshrl.wire.types import MicroBatch
+    from meshrl.wire.types import MicroBatch, RoutedShape
+    from meshrl.wire.types.routes import Routes, narrowed
     from trained import Trained
 
 
 def stream_batch(
-    step: int, *, dp_size: int, vocab_size: int, prompt: int = 0, share: bool = False
+    step: int,
+    *,
+    dp_size: int,
+    vocab_size: int,
+    prompt: int = 0,
+    share: bool = False,
+    routed: RoutedShape | None = None,
 ) -> tuple[MicroBatch, ...]:
     """The batch of a step: the same samples whatever the number of ranks, packed for it.
 
-    With `prompt` they begin with so many tokens of one of two prompts, which rows hold once with `share`.
+    With `prompt` they begin with so many tokens of one of two prompts, which rows hold once with `share`. With `routed`
+    they come with routes, which a token and its place decide and which are unknown for one token of five.
     """
     source = np.random.default_rng(step)
     prompts = source.integers(0, vocab_size, (2, prompt)) if prompt else np.zeros((2, 0), np.int64)
@@ -54,7 +64,15 @@ def stream_batch(
         )
         for index, length in enumerate(source.integers(4, 40, 11))
     ]
+    if routed is not None:
+        samples = [replace(sample, routed_experts=_routes(sample.token_ids, routed)) for sample in samples]
     return pack_samples(samples, seq_len=96, dp_size=dp_size, min_shared_prefix=0.0 if share else None).micro_batches
+
+
+def _routes(token_ids: NDArray[np.int32], shape: RoutedShape) -> Routes:
+    first_TL = np.arange(len(token_ids))[:, None] + token_ids[:, None] + np.arange(shape.layers)
+    chosen_TLK = (first_TL[:, :, None] + np.arange(shape.per_token)) % shape.experts
+    return narrowed(np.where(token_ids[:, None, None] % 5 == 0, -1, chosen_TLK), shape.experts)
 
 
 def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -32,7 +33,6 @@ from meshrl.models.attention import (
     choose_kernels,
     enable_packed_attention,
 )
-from meshrl.models.context import ContextShare
 from meshrl.models.families import (
     UNTRAINABLE_TYPES,
     needs_unfused,
@@ -41,6 +41,8 @@ from meshrl.models.families import (
     unpacked_reason,
 )
 from meshrl.models.routers import Routers
+from meshrl.models.sharded import local
+from meshrl.models.shares import ContextShare, TensorShare, sum_over_ranks
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -82,12 +84,14 @@ class PackedPolicy(nn.Module):
         compile_head: bool = False,
         one_pass: bool = False,
         context: ContextShare | None = None,
+        tensor: TensorShare | None = None,
     ) -> None:
         """`autocast` is off where the parameters themselves come in compute_dtype; `device` where the model is meta.
 
         `one_pass`: each row takes one forward pass of the model, whatever its samples, since other ranks wait in it;
-        padded rows then are as long as the longest sample. `context`: the ranks that share each row, see
-        `layout_reason`. Raises ValueError for a model that cannot be trained and for an attention that cannot run here.
+        padded rows then are as long as the longest sample. `context`: the ranks that share each row. `tensor`: those
+        that share its products. Raises ValueError for a model that cannot be trained and for an attention that cannot
+        run here.
         """
         super().__init__()
         if (reason := UNTRAINABLE_TYPES.get(model.config.get_text_config().model_type)) is not None:
@@ -115,6 +119,7 @@ class PackedPolicy(nn.Module):
         self._autocast = autocast and compute_dtype is not torch.float32
         self._max_logits_bytes = max_logits_bytes
         self._compile_head = compile_head
+        self._tensor = tensor
 
     def forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs (N,) and entropies (N,) of the row's predicted tokens, float32; entropies carry no gradient.
@@ -157,7 +162,7 @@ class PackedPolicy(nn.Module):
                 "use_cache": False,
                 "packed_layout": row.layout,
             }
-            if self._transforms_logits():
+            if transforms_logits(self.model):
                 with self.routers.replaying(row.routes):
                     logits_1NV = self.model(**inputs, logits_to_keep=sources_N).logits
                 return token_logprobs(logits_1NV[0], targets_N, temperatures_N)
@@ -178,10 +183,6 @@ class PackedPolicy(nn.Module):
             )
         return True
 
-    def _transforms_logits(self) -> bool:
-        config = self.model.config.get_text_config()
-        return any(getattr(config, name, None) not in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
-
     def _head(
         self, hidden_NE: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,12 +192,13 @@ class PackedPolicy(nn.Module):
             with torch.autocast(hidden_NE.device.type, enabled=False):  # the head looks after its own precision
                 return head_logprobs(
                     hidden_NE.to(dtype),
-                    head.weight.to(dtype),
-                    head.bias,
+                    local(head.weight).to(dtype),
+                    None if head.bias is None else local(head.bias),
                     targets_N,
                     temperatures_N,
                     max_logits_bytes=self._max_logits_bytes,
                     compiled=self._compile_head,
+                    share=self._tensor if isinstance(head.weight, DTensor) else None,
                 )
         piece = max(1, self._max_logits_bytes // (int(self.model.config.get_text_config().vocab_size) * 4))
         parts = [
@@ -228,6 +230,12 @@ class PackedPolicy(nn.Module):
             base += len(flat_PV)
         assert logits_NV is not None, "a row has a sample"
         return logits_NV
+
+
+def transforms_logits(model: PreTrainedModel) -> bool:
+    """Whether a model changes the logits after its output head."""
+    config = model.config.get_text_config()
+    return any(getattr(config, name, None) not in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
 
 
 def _samples(row: PackedRow) -> Iterator[PackedRow]:
@@ -276,13 +284,15 @@ def head_logprobs(
     *,
     max_logits_bytes: int,
     compiled: bool = False,
+    share: TensorShare | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the targets, (N,) or (N, J), and entropies (N,) in nats, float32; entropies carry no gradient.
 
-    `max_logits_bytes` bounds the float32 logits that are there at once; `compiled` fuses the passes over them.
+    `max_logits_bytes` bounds the float32 logits that are there at once; `compiled` fuses the passes over them. With a
+    `share` the vocabulary is divided: weight and bias are this rank's rows of it, and all else is the same on each.
     """
     logprobs_N, entropy_N = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's way to call a Function
-        hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, max_logits_bytes, compiled
+        hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, max_logits_bytes, compiled, share
     )
     return logprobs_N, entropy_N
 
@@ -298,9 +308,12 @@ class _HeadLogprobs(torch.autograd.Function):
         temperatures_N: torch.Tensor,
         max_logits_bytes: int,
         compiled: bool,
+        share: TensorShare | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.piece = max(1, max_logits_bytes // (weight_VE.shape[0] * 4))
-        ctx.compiled = compiled
+        ctx.compiled, ctx.share = compiled, share
+        if share is not None:
+            targets_N = targets_N - share.rank * weight_VE.shape[0]
         logprobs_N, entropy_N, lse_N = (
             torch.empty(shape, dtype=torch.float32, device=hidden_NE.device)
             for shape in (targets_N.shape, targets_N.shape[:1], targets_N.shape[:1])
@@ -309,6 +322,9 @@ class _HeadLogprobs(torch.autograd.Function):
         for at in _pieces(len(targets_N), ctx.piece):
             logits_PV = _logits(hidden_NE[at], weight_VE, bias_V)
             logprobs_N[at], entropy_N[at], lse_N[at] = score(logits_PV, targets_N[at], temperatures_N[at])
+        if share is not None and len(targets_N):
+            inside_N = (targets_N >= 0) & (targets_N < weight_VE.shape[0])
+            logprobs_N, entropy_N, lse_N = _of_whole_vocabulary(logprobs_N, entropy_N, lse_N, inside_N, share)
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, lse_N)
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
@@ -330,14 +346,13 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_weight_VE += _product(grad_PV.t(), hidden_NE[at])
             if grad_bias_V is not None:
                 grad_bias_V += grad_PV.sum(0, dtype=torch.float32)
+        if ctx.share is not None and grad_hidden_NE is not None and len(targets_N):
+            grad_hidden_NE = sum_over_ranks(grad_hidden_NE, ctx.share.group)
         return (
             grad_hidden_NE,
             None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype),
             None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
@@ -360,7 +375,11 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _score(
     logits_PV: torch.Tensor, targets_P: torch.Tensor, temperatures_P: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprob, entropy and log-sum-exp of each token of a piece; targets and logprobs may be (P, J)."""
+    """Logprob, entropy and log-sum-exp of each token of a piece; targets and logprobs may be (P, J).
+
+    The logprob of a target beyond the V logits is that of one of them, which is the caller's to ignore.
+    """
+    targets_P = targets_P.clamp(0, logits_PV.shape[1] - 1)
     scaled_PV = logits_PV / temperatures_P[:, None]
     highest_P = scaled_PV.amax(-1)
     weights_PV = (scaled_PV - highest_P[:, None]).exp()
@@ -374,6 +393,19 @@ def _score(
     return logprobs_P, lse_P - mean_P, lse_P
 
 
+def _of_whole_vocabulary(
+    logprobs_N: torch.Tensor, entropy_N: torch.Tensor, lse_N: torch.Tensor, inside_N: torch.Tensor, share: TensorShare
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `_score` gives of a whole vocabulary, of what it gave each rank of its part of it."""
+    count = len(lse_N)
+    chosen_NJ = torch.where(inside_N, logprobs_N + lse_N.view(-1, *[1] * (logprobs_N.ndim - 1)), 0.0).view(count, -1)
+    parts_RN3 = share.stacked(torch.cat([lse_N[:, None], (lse_N - entropy_N)[:, None], chosen_NJ], dim=1))
+    lse_RN, mean_RN = parts_RN3[..., 0], parts_RN3[..., 1]
+    lse_N = lse_RN.logsumexp(0)
+    mean_N = ((lse_RN - lse_N).exp() * mean_RN).sum(0)
+    return (parts_RN3[..., 2:].sum(0) - lse_N[:, None]).view(logprobs_N.shape), lse_N - mean_N, lse_N
+
+
 def _slope(
     logits_PV: torch.Tensor,
     lse_P: torch.Tensor,
@@ -382,10 +414,15 @@ def _slope(
     grad_P: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the piece's logits, given that of its logprobs; targets and gradient may be (P, J)."""
+    """Gradient of the piece's logits, given that of its logprobs; targets and gradient may be (P, J).
+
+    Targets may lie beyond the V logits, of which `lse_P` then is not alone.
+    """
     probabilities_PV = (logits_PV / temperatures_P[:, None] - lse_P[:, None]).exp()
     if targets_P.ndim == 2:
-        slope_PV = (-grad_P.sum(1, keepdim=True) * probabilities_PV).scatter_add(1, targets_P, grad_P)
+        inside_P = (targets_P >= 0) & (targets_P < logits_PV.shape[1])
+        hits_P, place_P = torch.where(inside_P, grad_P, 0.0), targets_P.clamp(0, logits_PV.shape[1] - 1)
+        slope_PV = (-grad_P.sum(1, keepdim=True) * probabilities_PV).scatter_add(1, place_P, hits_P)
         return (slope_PV / temperatures_P[:, None]).to(dtype)
     hit_PV = torch.arange(logits_PV.shape[1], device=logits_PV.device)[None, :] == targets_P[:, None]
     return ((hit_PV.float() - probabilities_PV) * (grad_P / temperatures_P)[:, None]).to(dtype)

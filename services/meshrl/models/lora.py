@@ -47,11 +47,16 @@ class LoraLinear(nn.Linear, AdapterHolder):
         return (rank, self.in_features), (self.out_features, rank)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # nn.Linear's name for it
-        if not self.rank:
-            return super().forward(input)
-        kept = F.dropout(input, self.dropout) if self.training and self.dropout else input
-        low = F.linear(kept, self.lora_A.to(input.dtype))
-        return torch.add(super().forward(input), F.linear(low, self.lora_B.to(low.dtype)), alpha=self.scale)
+        output = super().forward(input)
+        return self.adapted(output, input, self.lora_A, self.lora_B) if self.rank else output
+
+    def adapted(
+        self, output: torch.Tensor, inputs: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    ) -> torch.Tensor:
+        """The base's output with that of the adapter, of which A `low` and B `high`, or parts of them, are given."""
+        kept = F.dropout(inputs, self.dropout) if self.training and self.dropout else inputs
+        reduced = F.linear(kept, low.to(inputs.dtype))
+        return torch.add(output, F.linear(reduced, high.to(reduced.dtype)), alpha=self.scale)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"

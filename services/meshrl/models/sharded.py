@@ -9,20 +9,29 @@ from collections.abc import Callable
 from types import EllipsisType
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Part = tuple[slice, ...] | EllipsisType
 """A part of a tensor: a slice of each dimension, or all of it."""
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded; the gradient goes to that part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor, on the mesh's device where it is sharded; collective there, else the tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
-    on_mesh = tensor.to(tensor.device_mesh.device_type)
-    assert isinstance(on_mesh, DTensor)
-    return on_mesh.full_tensor()
+    whole: torch.Tensor = tensor.to(tensor.device_mesh.device_type)
+    for dim in range(tensor.device_mesh.ndim):  # in one go torch warns that it gathers twice
+        assert isinstance(whole, DTensor)
+        whole = whole.redistribute(
+            placements=[Replicate() if at <= dim else each for at, each in enumerate(tensor.placements)]
+        )
+    return local(whole)
 
 
 def own_part(tensor: torch.Tensor) -> Part | None:
@@ -35,8 +44,8 @@ def own_part(tensor: torch.Tensor) -> Part | None:
 
 def fill_part(tensor: torch.Tensor, part: torch.Tensor) -> None:
     """Copies what `own_part` names of a whole into a tensor, in its dtype and on its device."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local.copy_(part.to(local.device))  # first, since the device converts faster
+    own = local(tensor)
+    own.copy_(part.to(own.device))  # first, since the device converts faster
 
 
 def by_parts(tensor: torch.Tensor, make: Callable[..., torch.Tensor], *, device: torch.device) -> torch.Tensor:

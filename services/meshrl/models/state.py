@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshrl.models.lora import adapted_weights, is_adapter
-from meshrl.models.sharded import gather_whole
+from meshrl.models.sharded import gather_whole, local
 
 ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_biases"})
 
@@ -87,8 +87,8 @@ def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bo
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTensor:
-    """A tensor of `hf_state`. `in_rows`: each rank of a replica has one of the parts that torch.chunk makes of it,
-    else all of it. Parts are in the order of the ranks, or where it is `reordered` in that of ParallelPlan.row_order.
+    """A tensor of `hf_state`. `in_rows`: each sender has one of the parts that torch.chunk makes of it, else all of
+    it. Parts are in the order of the ranks, or where it is `reordered` in that of ParallelPlan.row_order.
 
     Tensors of one-byte elements always count as whole, so that no rank has half of a 16-bit word.
     """
@@ -100,45 +100,57 @@ class PublishedTensor:
     reordered: bool
 
 
-def published_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[PublishedTensor, ...]:
+def published_tensors(
+    model: nn.Module, dtype: torch.dtype | None = None, *, num_senders: int = 1
+) -> tuple[PublishedTensor, ...]:
     """What `hf_state` would hold, without making it."""
     return tuple(
         PublishedTensor(
             name=name,
             dtype=_wanted(model, name, tensor, dtype),
             shape=tuple(tensor.shape),
-            in_rows=_in_rows(tensor) and _wanted(model, name, tensor, dtype).itemsize > 1,
-            reordered=len(_divisions(tensor)) > 1,
+            in_rows=_leaves_in_rows(tensor, _wanted(model, name, tensor, dtype)),
+            reordered=_has_rows(tensor, num_senders) and len(_divisions(tensor)) > 1,
         )
         for name, tensor in stored_tensors(model).items()
     )
 
 
 @torch.no_grad()
-def own_rows(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """This rank's rows of each tensor that is `in_rows`, and the whole of each other one; collective.
+def own_rows(
+    model: nn.Module, dtype: torch.dtype | None = None, *, sender: int = 0, num_senders: int = 1
+) -> dict[str, torch.Tensor]:
+    """A sender's rows of each tensor that is `in_rows`, and the whole of each other one; collective.
 
-    They share memory with the model and have its types, to be cast as they are copied; merged ones come cast.
+    Rows that this rank holds share memory with the model and have its types, to be cast as they are copied. Where ranks
+    divide a tensor otherwise it is gathered, and its rows come cast, as merged ones do.
     """
     adapted = adapted_weights(model)
     rows: dict[str, torch.Tensor] = {}
     for name, stored in stored_tensors(model).items():
         wanted = _wanted(model, name, stored, dtype)
         tensor = adapted[name].merged().to(wanted) if name in adapted else stored
-        in_rows = isinstance(tensor, DTensor) and _in_rows(tensor) and wanted.itemsize > 1
-        rows[name] = tensor.to_local() if in_rows else gather_whole(tensor)  # type: ignore[attr-defined]  # a DTensor here
+        if not _leaves_in_rows(tensor, wanted):
+            rows[name] = gather_whole(tensor)
+        elif _has_rows(tensor, num_senders):
+            rows[name] = local(tensor)
+        else:
+            step = -(-tensor.shape[0] // num_senders)
+            rows[name] = gather_whole(tensor.to(wanted))[sender * step : (sender + 1) * step].clone()
     return rows
 
 
-def _in_rows(tensor: torch.Tensor) -> bool:
-    """Whether rows are divided over the ranks of a replica, once, or twice: by experts first, and then by FSDP."""
-    if not isinstance(tensor, DTensor):
-        return False
+def _leaves_in_rows(tensor: torch.Tensor, wanted: torch.dtype) -> bool:
+    return isinstance(tensor, DTensor) and wanted.itemsize > 1
+
+
+def _has_rows(tensor: torch.Tensor, num_senders: int) -> bool:
+    """Whether each sender's rows are what its rank has: divided once, or by experts first, and then by FSDP."""
     divisions = _divisions(tensor)
-    if any(placement.dim for placement, _ in divisions):
+    if any(placement.dim for placement, _ in divisions) or math.prod(size for _, size in divisions) != num_senders:
         return False
-    evenly = tensor.shape[0] % math.prod(size for _, size in divisions) == 0
-    return len(divisions) < 2 or (len(divisions) == 2 and evenly)
+    experts = isinstance(tensor, DTensor) and "ep" in (tensor.device_mesh.mesh_dim_names or ())
+    return len(divisions) < 2 or (experts and tensor.shape[0] % num_senders == 0)
 
 
 def _divisions(tensor: torch.Tensor) -> list[tuple[Any, int]]:

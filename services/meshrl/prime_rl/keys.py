@@ -79,7 +79,6 @@ _TRAINERS = ("trainer", "sft")
 _SKIPS = ("skip_progress", "skip_scheduler", "skip_dataloader", "skip_optimizer")
 _OFF = ("1", "none", "auto")
 _PACKED = "rows are packed to seq_len tokens; lower trainer.seq_len where memory is short"
-_PARALLEL = "models are split by FSDP, cp and ep alone; leave it out, and add GPUs with deployment.num_train_gpus"
 _TEACHER = "rl starts no teacher: start `inference`, and name it in orchestrator.teacher.client.base_url"
 _TEXT = "models take text alone; leave it out"
 _MODEL_CODE = "every model runs as transformers defines it, with attention and output head of meshrl"
@@ -226,8 +225,7 @@ _MODELS = tuple(
         ),
         _unused(f"{trainer}.model.impl", _MODEL_CODE),
         _unused(f"{trainer}.model.liger_kernel", _MODEL_CODE),
-        _unused(f"{trainer}.model.tp", "models are split by FSDP, cp and ep alone", *_OFF),
-        _absent(f"{trainer}.model.tp", _PARALLEL),
+        ForeignKey(old=f"{trainer}.model.tp", new=f"{trainer}.model.tp", values={"none": 1, "auto": 1}),
         ForeignKey(old=f"{trainer}.model.ep", new=f"{trainer}.model.ep", values={"none": 1}),
         ForeignKey(old=f"{trainer}.model.cp", new=f"{trainer}.model.cp", values={"none": 1, "auto": 1}),
         _unused(f"{trainer}.model.cp_style", "ranks that share rows always exchange heads, as Ulysses does", "ulysses"),

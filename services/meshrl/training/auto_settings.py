@@ -50,6 +50,7 @@ from meshrl.training.parallel.experts import experts_reason
 from meshrl.training.parallel.fsdp import transformer_blocks
 from meshrl.training.parallel.plan import ParallelPlan
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.parallel.tensor import divides_attention, divides_vocabulary
 
 RESERVE = 0.9  # of the free memory may be planned for
 COMPILE_FROM = 100_000_000  # parameters; 0.6B trains 1.6 times as fast compiled, layers of 30B-A3B 1.5 times
@@ -70,8 +71,11 @@ class BlockShape:
     experts: float = 0.0  # that a token goes through, beside those that all go through
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> BlockShape:
-        """Read from a model, which may be without storage; sizes are its configuration's, experts are its modules."""
+    def of(cls, model: PreTrainedModel, tp: int = 1) -> BlockShape:
+        """Read from a model, which may be without storage; sizes are its configuration's, experts are its modules.
+
+        Of what `tp` ranks divide, sizes are those of one of them.
+        """
         text = model.config.get_text_config()
         hidden = int(text.hidden_size)
         heads = int(getattr(text, "num_attention_heads", 0) or 1)
@@ -85,14 +89,15 @@ class BlockShape:
                 mixed += 1
                 routed += max(experts.per_token for experts in own)
                 widths += _width(own, block, hidden)
+        by_heads = tp if tp > 1 and divides_attention(model) else 1
         return cls(
             layers=layers,
             hidden=hidden,
-            mlp=(widths + max(0, layers - mixed) * int(mlp)) / layers,
-            queries=heads * head_size,
-            keys=key_heads * head_size,
-            vocab=int(text.vocab_size),
-            experts=routed / layers,
+            mlp=(widths + max(0, layers - mixed) * int(mlp)) / layers / tp,
+            queries=heads * head_size // by_heads,
+            keys=key_heads * head_size // by_heads,
+            vocab=int(text.vocab_size) // (tp if divides_vocabulary(model) else 1),
+            experts=routed / layers / tp,
         )
 
     def kept(self, mode: AcMode | None) -> float:
@@ -166,11 +171,11 @@ def choose_layout(config: TrainerModelConfig, environment: Mapping[str, str], *,
 
     It is what the configuration has, but for an `ep` of "auto". Gathering experts, as FSDP does, runs beside computing
     and moves a layer's experts about four times a step. Sending tokens to experts does not, and moves a row's about six
-    times. So ep is taken where the latter is less than a quarter of the former, for as many ranks of this machine as
-    divide its ranks and the experts. Raises ModelError when there is no such model, and ValueError where the sizes do
-    not divide the ranks.
+    times. So ep is taken where the latter is less than a quarter of the former, and where tp needs it, for as many
+    ranks of this machine as divide its ranks and the experts. Raises ModelError when there is no such model, and
+    ValueError where the sizes do not divide the ranks.
     """
-    layout = {"dp_replicate": config.dp_replicate, "cp": config.cp}
+    layout = {"dp_replicate": config.dp_replicate, "cp": config.cp, "tp": config.tp}
     if config.ep != "auto":
         return layout | {"ep": config.ep}
     plan = ParallelPlan.from_environment(environment, **layout)
@@ -180,10 +185,10 @@ def choose_layout(config: TrainerModelConfig, environment: Mapping[str, str], *,
     if layers:
         gathered = 4 * sum(parameter.numel() for parameter in layers[0].module.parameters())
         hidden = int(model.config.get_text_config().hidden_size)
-        exchanged = 6 * math.ceil(seq_len / plan.cp) * layers[0].per_token * hidden
+        exchanged = 6 * math.ceil(seq_len / plan.cp / plan.tp) * layers[0].per_token * hidden
         ranks = math.gcd(plan.shards, plan.local_world_size)
-        fitting = [n for n in range(2, ranks + 1) if ranks % n == 0 and experts_reason(model, n) is None]
-        ep = max(fitting, default=1) if 4 * exchanged < gathered else 1
+        fitting = [n for n in range(2, ranks + 1) if ranks % n == n % plan.tp == 0 and experts_reason(model, n) is None]
+        ep = max(fitting, default=1) if 4 * exchanged < gathered or plan.tp > 1 else 1
     if plan.leads:
         logger.info("auto: model.ep {} for rows of {} tokens on {} ranks", ep, seq_len, plan.world_size)
     return layout | {"ep": ep}
@@ -213,7 +218,8 @@ def resolve_auto(
     least = int(parallel.sum(free).min()) // ranks or None  # where nothing reports it
     model = empty_model(config, dtype=torch.bfloat16)
     need = memory_need(config, optim, parallel, publishes=publishes)
-    planned = functools.partial(choose, BlockShape.of(model), on_gpu=on_gpu, free_bytes=least, itemsize=dtype.itemsize)
+    shape = BlockShape.of(model, parallel.plan.tp)
+    planned = functools.partial(choose, shape, on_gpu=on_gpu, free_bytes=least, itemsize=dtype.itemsize)
     given = config.ac.mode if isinstance(config.ac, ActivationCheckpointConfig) else config.ac
     chosen = planned(need, seq_len=seq_len, given=given)
     if config.ac == "auto" and not chosen.fits and parallel.plan.leads:
@@ -268,7 +274,9 @@ def ways_to_fit(
     ways = []
     for times in (1, 2, 4, 8, 16):
         ranks = plan.dp_shard * plan.cp * times
-        shared = [n for n in range(plan.cp + 1, ranks + 1) if ranks % n == 0 and context_reason(model, n) is None]
+        shared = [
+            n for n in range(plan.cp + 1, ranks + 1) if ranks % n == 0 and context_reason(model, n, plan.tp) is None
+        ]
         enough = [n for n in shared if fits(config, times, -(-row_tokens // n))]
         if enough:
             ways.append(f"model.cp = {enough[0]}")

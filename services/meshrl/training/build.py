@@ -15,6 +15,7 @@ from meshrl.models.families import learned_positions
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import coverage, make_slot, prepare_lora, reset_lora
+from meshrl.models.shares import TensorShare
 from meshrl.training.checkpoints.random_state import seed_rank
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig, LoraConfig, TrainerModelConfig
@@ -22,6 +23,7 @@ from meshrl.training.parallel.check import check_layout
 from meshrl.training.parallel.experts import divide_experts
 from meshrl.training.parallel.fsdp import GatheredStep, prepare_blocks, shard
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.parallel.tensor import divide_layers
 
 LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
 
@@ -67,8 +69,10 @@ def build_learner(
         compile_head=isinstance(config.compile, CompileConfig) and on_gpu,
         one_pass=not parallel.plan.is_alone,
         context=parallel.context,
+        tensor=None if parallel.tensor is None else TensorShare.of(parallel.tensor.get_group()),
     )
-    divided = [] if parallel.experts is None else divide_experts(model, parallel.experts)
+    partial = [] if parallel.tensor is None else divide_layers(model, parallel.tensor)
+    divided = [] if parallel.experts is None else divide_experts(model, parallel.experts, parallel.tensor)
     prepare_blocks(policy, config)
     gathered = None
     if parallel.mesh is not None:
@@ -86,8 +90,9 @@ def build_learner(
         add_slot(model, config.lora, seed=seed, device=parallel.device)
         if parallel.plan.leads:
             logger.info(coverage(model))
-    seed_rank(seed, 0, parallel.plan.rank)  # dropout must not fall alike on every rank
-    return Learner(policy, parallel, gathered)
+    # Dropout must not fall alike on every rank, but on those that have the same tokens.
+    seed_rank(seed, 0, parallel.plan.rank // parallel.plan.tp)
+    return Learner(policy, parallel, gathered, [model.get_parameter(name) for name in partial])
 
 
 def add_slot(model: nn.Module, config: LoraConfig, *, seed: int, device: torch.device) -> AdapterSlot:

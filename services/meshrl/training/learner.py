@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from loguru import logger
 from numpy.typing import NDArray
+from torch import nn
 
 from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, objective_loss
 from meshrl.models.attention import Kernels, PackedLayout
@@ -28,6 +29,7 @@ from meshrl.training.checkpoints.random_state import random_state, restore_rando
 from meshrl.training.optim import clip_gradients, gradient_zeros
 from meshrl.training.parallel.fsdp import GatheredStep, reshard
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.parallel.tensor import settle_gradients
 from meshrl.training.routing import RoutingWatch
 from meshrl.training.run_state import PassResult, RunState, TokenRecord
 from meshrl.wire.types import MicroBatch
@@ -79,9 +81,13 @@ class Learner:
     """
 
     def __init__(
-        self, policy: PackedPolicy, parallel: RankGroup | None = None, gathered: GatheredStep | None = None
+        self,
+        policy: PackedPolicy,
+        parallel: RankGroup | None = None,
+        gathered: GatheredStep | None = None,
+        partial: Sequence[nn.Parameter] = (),
     ) -> None:
-        """`gathered` is that of a sharded policy."""
+        """`gathered` is that of a sharded policy; `partial` are what `divide_layers` named."""
         self.policy = policy
         self._gathered_step = gathered
         self.model = policy.model
@@ -90,6 +96,7 @@ class Learner:
         self._routing = RoutingWatch(policy.routers)
         self._unseen_named = False
         self._run: RunState | None = None
+        self._partial = partial
         policy.train()
 
     def take_up(self, run: RunState) -> None:
@@ -175,6 +182,8 @@ class Learner:
         with self._all_or_nothing(run, "while the gradient was clipped"):
             if run.slot is not None:
                 run.slot.sum_gradient()
+            elif self.parallel.tensor is not None:
+                settle_gradients(run.parameters, self._partial, self.parallel.tensor)
             grad_norm = clip_gradients(run.parameters, run.optim.max_norm)
             if not math.isfinite(grad_norm):
                 raise _not_finite(run, f"gradient norm {grad_norm}")

@@ -17,11 +17,13 @@ import torch
 
 from meshrl.client.machine.memory import machine_memory
 from meshrl.models.adapters import AdapterScale
+from meshrl.models.experts import expert_layers
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
 from meshrl.models.lora import make_slot, prepare_lora
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.parallel.tensor import divided_parameters
 
 GRADIENT_BYTES = 4  # float32
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "muon": 4, "sgd": 4}  # a parameter: two float32 moments, or one
@@ -59,9 +61,17 @@ def memory_need(
     """
     stored_dtype = torch.float32 if config.lora is None else resolve_dtype(config)
     model = empty_model(config, dtype=stored_dtype)
-    base = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    parameters, shards = sum(parameter.numel() for parameter in model.parameters()), parallel.plan.shards
-    lora, adapters, trained = config.lora, 0, parameters // shards
+    plan, parameters = parallel.plan, sum(parameter.numel() for parameter in model.parameters())
+    divided = divided_parameters(model) if plan.tp > 1 else {}
+    experts = {each for layer in expert_layers(model, model.config) for each in layer.module.parameters()}
+    base = gathered = held = 0
+    for name, parameter in model.named_parameters():
+        # What ranks that share products do not divide, each of them has.
+        alike = 1 if name in divided or parameter in experts else plan.tp
+        held += parameter.numel() * alike // plan.shards
+        base += parameter.numel() * alike // plan.shards * parameter.itemsize
+        gathered += parameter.numel() * alike // plan.tp
+    lora, adapters, trained = config.lora, 0, held
     if lora is not None:
         targets = {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
         prepare_lora(model, **targets)
@@ -72,12 +82,12 @@ def memory_need(
         base, trained = 0, adapters
     return MemoryNeed(
         parameters=parameters + adapters,
-        weights=base // shards + adapters * torch.float32.itemsize,
+        weights=base + adapters * torch.float32.itemsize,
         gradients=trained * GRADIENT_BYTES,
         optimizer=0 if config.optim_cpu_offload else trained * state_bytes,
         snapshot=trained * resolve_dtype(config).itemsize if publishes and not in_host_memory else 0,
         of_slot=lora is not None,
-        unsharded=0 if lora is not None else parameters * GRADIENT_BYTES - trained * GRADIENT_BYTES,
+        unsharded=0 if lora is not None else (gathered - trained) * GRADIENT_BYTES,
     )
 
 

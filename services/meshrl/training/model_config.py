@@ -85,6 +85,10 @@ class TrainerModelConfig(ModelConfig):
     cp: int = Field(default=1, ge=1)
     """Context parallel: ranks that share the tokens of a row, for rows longer than one GPU holds (Ulysses)."""
 
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallel: ranks that share each matrix product of dense layers; a mixture needs an ep that is a multiple
+    of it."""
+
     ep: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Expert parallel: ranks that divide a layer's experts and send each other their tokens. 1 shards experts like all
     else; auto: as many ranks of this machine as can, where a row is short beside the experts."""

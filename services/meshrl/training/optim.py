@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshrl.models.experts import expert_layers
+from meshrl.models.sharded import local
 from meshrl.training.config import OptimConfig
 from meshrl.training.muon import Muon
 
@@ -207,7 +208,7 @@ def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dic
     groups: dict[object, dict[str, object]] = {}
     for parameter in parameters:
         is_vector = parameter.ndim < 2
-        mesh = id(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         fresh: dict[str, object] = {"params": [], "weight_decay": 0.0 if is_vector else config.weight_decay}
         members = groups.setdefault((is_vector, mesh), fresh)["params"]
         assert isinstance(members, list)
@@ -227,8 +228,3 @@ def _divided(parameters: Sequence[nn.Parameter], divide: bool) -> Iterator[Seque
         numel += local(parameter).numel()
     if part:
         yield part
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -173,14 +173,14 @@ def test_two_spellings_that_agree_are_one(load: Callable[..., Any]) -> None:
 def test_what_is_not_there_is_said_together_with_all_that_is_wrong(refused: Callable[..., str]) -> None:
     lines = refused(
         "batchsize = 4\n[orchestrator]\ngroup_size = 7\nbatchsize = 8\nuse_sft_loss = true\n"
-        "[trainer.optim]\nlr = 'x'\n[env_vars]\nname = 'x'\n[trainer.model]\ntp = 2\ncp_style = 'ring'\n",
+        "[trainer.optim]\nlr = 'x'\n[env_vars]\nname = 'x'\n[trainer.model]\ncp_style = 'ring'\n",
         "--teacher-gpu-ids", "1", "--fooo", "1",
     ).splitlines()  # fmt: skip
-    assert lines[0] == "rl: the configuration has 10 errors"
+    assert lines[0] == "rl: the configuration has 9 errors"
     keys = [line.strip().split(": ")[0] for line in lines[1:-1]]
     assert sorted(keys[1:]) == sorted(
         [
-            "env_vars is not there", "orchestrator.use_sft_loss", "trainer.model.tp is not there",
+            "env_vars is not there", "orchestrator.use_sft_loss",
             "trainer.model.cp_style is not there",
             "teacher_gpu_ids is not there", "trainer.optim.lr", "orchestrator.batchsize", "batchsize",
             "orchestrator.train.env",
@@ -201,14 +201,14 @@ def test_an_unknown_key_of_a_large_section_does_not_list_all_of_them(refused: Ca
 def test_values_that_change_nothing_are_taken(load: Callable[..., Any]) -> None:
     config = load(
         ENVIRONMENT + "[orchestrator]\nneed_sft_loss = false\nmask_truncated_completions = false\n"
-        "[trainer.model]\ntp = 1\n[deployment]\nnum_train_nodes = 1\n"
+        "[deployment]\nnum_train_nodes = 1\n"
     )
-    assert len(config.notes) == 4
+    assert len(config.notes) == 3
 
 
 def test_ranks_that_share_rows_are_asked_for_as_elsewhere(load: Callable[..., Any]) -> None:
-    config = load(ENVIRONMENT + "[trainer.model]\ncp = 2\nep = 'auto'\ncp_style = 'ulysses'\n")
-    assert (config.trainer.model.cp, config.trainer.model.ep) == (2, "auto")
+    config = load(ENVIRONMENT + "[trainer.model]\ncp = 2\ntp = 'auto'\nep = 'auto'\ncp_style = 'ulysses'\n")
+    assert (config.trainer.model.cp, config.trainer.model.tp, config.trainer.model.ep) == (2, 1, "auto")
     assert any("cp_style is not used" in note for note in config.notes)
 
 

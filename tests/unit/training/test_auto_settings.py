@@ -176,6 +176,16 @@ def test_a_row_that_does_not_fit_comes_with_the_keys_that_help(
     assert ways_to_fit(config, model, group.plan, seq_len, fits) == ways
 
 
+def test_ranks_that_share_products_each_keep_a_part_of_a_blocks_activations() -> None:
+    config = TrainerModelConfig(name=str(SHAPES / "qwen3-4b"), device="cpu", dtype="bfloat16")
+    model = empty_model(config, dtype=torch.bfloat16)
+    whole, half = BlockShape.of(model), BlockShape.of(model, tp=2)
+    assert (half.queries, half.keys, half.mlp, half.vocab) == (
+        whole.queries / 2, whole.keys / 2, whole.mlp / 2, whole.vocab / 2
+    )  # fmt: skip
+    assert half.kept("full") == whole.kept("full") < half.kept(None) < whole.kept(None)
+
+
 MIXED = {"hidden_size": 256, "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 64, "num_experts_per_tok": 8}
 MIXTURES: dict[str, dict[str, int]] = {
     "mixtral": {**MIXED, "intermediate_size": 896, "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -226,22 +236,27 @@ def test_dense_layers_of_a_mixture_count_as_such() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seq_len", "cp", "expected"),
+    ("ranks", "seq_len", "cp", "tp", "expected"),
     [
-        (4, 16, 1, 4),  # 8 experts of 3 * 32 * 16 numbers, gathered four times: 49k, and 16 tokens exchanged: 6k
-        (4, 4096, 1, 1),  # a long row is more to send than the experts
-        (4, 32, 2, 4),  # of which a rank has half
-        (6, 16, 1, 2),  # no other divisor of 6 ranks divides 8 experts
-        (1, 16, 1, 1),
+        (4, 16, 1, 1, 4),  # 8 experts of 3 * 32 * 16 numbers, gathered four times: 49k, and 16 tokens exchanged: 6k
+        (4, 4096, 1, 1, 1),  # a long row is more to send than the experts
+        (4, 32, 2, 1, 4),  # of which a rank has half
+        (6, 16, 1, 1, 2),  # no other divisor of 6 ranks divides 8 experts
+        (1, 16, 1, 1, 1),
+        (4, 4096, 1, 2, 4),  # ranks that share products divide the experts in any case
     ],
 )
 def test_experts_are_divided_where_a_row_is_short_beside_them(
-    ranks: int, seq_len: int, cp: int, expected: int, tmp_path: Path
+    ranks: int, seq_len: int, cp: int, tp: int, expected: int, tmp_path: Path
 ) -> None:
     tiny_config("qwen3_moe", num_experts=8).save_pretrained(tmp_path)
-    config = TrainerModelConfig.model_validate({"name": str(tmp_path), "device": "cpu", "ep": "auto", "cp": cp})
+    config = TrainerModelConfig.model_validate(
+        {"name": str(tmp_path), "device": "cpu", "ep": "auto", "cp": cp, "tp": tp}
+    )
     environment = {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    assert choose_layout(config, environment, seq_len=seq_len) == {"dp_replicate": 1, "cp": cp, "ep": expected}
+    assert choose_layout(config, environment, seq_len=seq_len) == {
+        "dp_replicate": 1, "cp": cp, "tp": tp, "ep": expected
+    }  # fmt: skip
 
 
 def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:

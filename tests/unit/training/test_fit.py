@@ -48,6 +48,13 @@ def test_full_training_takes_sixteen_bytes_a_parameter(folder: str) -> None:
     assert (need.weights, need.gradients, need.optimizer) == (4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS)
 
 
+def test_ranks_that_share_products_each_hold_the_norms(folder: str) -> None:
+    config, group = TrainerModelConfig(name=folder, device="cpu"), RankGroup(ParallelPlan(dp_shard=2, tp=2))
+    need, norms = memory_need(config, OptimConfig(), group), LAYERS * (2 * HIDDEN + 2 * 16) + HIDDEN
+    assert need.parameters == PARAMETERS
+    assert need.weights == 4 * ((PARAMETERS - norms) / 4 + norms / 2)
+
+
 @pytest.mark.parametrize(
     ("optim", "expected"),
     [

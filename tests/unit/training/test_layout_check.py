@@ -42,6 +42,23 @@ from tiny_families import tiny_config
             "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {"cp": 2},
             r"its rotary embeddings depend on the longest sample beyond 128 tokens; set model\.cp = 1",
         ),
+        ("qwen3", {}, {"tp": 2}, None),
+        ("qwen3", {}, {"tp": 2, "cp": 2}, None),
+        ("qwen3_moe", {}, {"tp": 2, "ep": 4}, None),
+        ("deepseek_v3", {"num_attention_heads": 3}, {"tp": 2, "ep": 2}, None),  # whose attention is not divided
+        ("qwen3", {}, {"tp": 4}, r"4 attention heads and 2 key-value heads; set model\.tp to one of \[1, 2\]"),
+        (
+            "qwen3", {}, {"tp": 2, "cp": 4},
+            r"2 attention heads and 1 .* on each of 2 ranks; set model\.cp to one of \[1, 2\]",
+        ),
+        ("qwen3", {"intermediate_size": 49}, {"tp": 2}, r"gate_proj\.weight has 49 rows, .* model\.tp to a divisor"),
+        ("qwen3", {"vocab_size": 63}, {"tp": 2}, r"embed_tokens\.weight has 63 rows, .* model\.tp to a divisor"),
+        ("qwen3_moe", {}, {"tp": 2}, r"divide its experts as well; set model\.ep to a multiple of 2"),
+        ("gpt_oss", {}, {"tp": 2, "ep": 2}, r"has no plan that divides its layers; set model\.tp = 1"),
+        ("apertus", {}, {"tp": 2}, r"mlp\.act_fn\.alpha_\w lies between divided layers .*; set model\.tp = 1"),
+        ("phi3", {}, {"tp": 2}, r"has no plan that divides its layers; set model\.tp = 1"),
+        ("mimo_v2_flash", {}, {"tp": 2}, r"has 'colwise' for .*sinks, which is not supported; set model\.tp = 1"),
+        ("qwen3_next", {}, {"tp": 2}, r"layers of linear_attention, and such models .*; set model\.tp = 1"),
     ],
 )  # fmt: skip
 def test_a_layout_is_taken_or_refused(
@@ -51,7 +68,7 @@ def test_a_layout_is_taken_or_refused(
     config = TrainerModelConfig.model_validate({"name": str(tmp_path), "device": "cpu"} | sizes)
     model, plan = (
         empty_model(config, dtype=torch.float32),
-        ParallelPlan(dp_shard=sizes.get("ep", 1), cp=sizes.get("cp", 1), ep=sizes.get("ep", 1)),
+        ParallelPlan(dp_shard=sizes.get("ep", 1), **{key: sizes[key] for key in ("cp", "tp", "ep") if key in sizes}),
     )
     if told is None:
         check_layout(model, config, plan)

@@ -48,6 +48,13 @@ def test_ranks_that_share_a_row_train_it_together_and_one_of_them_reports_it() -
     assert {(plan.num_senders, plan.mesh_shape["fsdp"]) for plan in shared} == {(4, 4)}
 
 
+def test_ranks_that_share_products_have_the_same_rows() -> None:
+    shared = plans(8, cp=2, tp=2, ep=4)
+    assert [plan.dp_rank for plan in shared] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [plan.reports for plan in shared] == [True, False, False, False] * 2
+    assert (shared[0].mesh_shape, shared[0].experts_shape) == ({"fsdp": 4, "tp": 2}, {"efsdp": 2, "ep": 4})
+
+
 def test_the_first_copy_sends_a_version() -> None:
     assert {plan.num_senders for plan in plans(4)} == {4}
     hybrid = plans(4, dp_replicate=2)
@@ -83,9 +90,10 @@ def test_ranks_divide_experts_before_fsdp_shards_them() -> None:
     [
         (1, {"cp": 2}, r"model\.cp must divide the number of ranks \(1\), got 2; .* change deployment\.num_train_gpus"),
         (6, {"cp": 4}, r"model\.cp must divide the number of ranks \(6\), got 4"),
+        (4, {"cp": 2, "tp": 4}, r"model\.tp must divide .* \(4, divided by 2 already for model\.cp\), got 4"),
         (4, {"ep": 3}, r"model\.ep must divide the ranks that hold a copy of the model \(4\), got 3"),
         (4, {"dp_replicate": 2, "ep": 4}, r"hold a copy of the model \(2\), got 4"),
-        (4, {"dp_replicate": 2, "cp": 4}, r"ranks \(4, of which model\.dp_replicate takes 2\), got 4"),
+        (4, {"dp_replicate": 2, "cp": 4}, r"ranks \(4, divided by 2 already for model\.dp_replicate\), got 4"),
     ],
 )
 def test_ranks_that_share_rows_must_divide_the_ranks(ranks: int, sizes: dict[str, int], told: str) -> None:

@@ -55,7 +55,7 @@ class PublishPlan:
 
         `row_order`: which part of its rows each sender has of a tensor that is divided twice.
         """
-        published = published_tensors(model, dtype)
+        published = published_tensors(model, dtype, num_senders=num_senders)
         tensors = plan_tensors((tensor.name, dtype_name(tensor.dtype), tensor.shape) for tensor in published)
         found = {tensor.name: tensor for tensor in published}
         whole = [i for i, entry in enumerate(tensors) if num_senders > 1 and not found[entry.name].in_rows]
@@ -169,7 +169,8 @@ class Snapshotter:
         assert self.share is not None, "a rank that captures rows has a share"
         began_s = time.perf_counter()
         reuse = self.share.release_snapshot()
-        own = own_rows(self._model, self._dtype)
+        senders = self._parallel.plan.num_senders
+        own = own_rows(self._model, self._dtype, sender=self._parallel.rank % senders, num_senders=senders)
         broadcast = isinstance(self.share, BroadcastShare)
         lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
         if self._is_sender:

@@ -257,7 +257,7 @@ class Checkpointer:
             except CheckpointException as error:  # a BaseException, as torch has it
                 raise files.damaged(folder, reason(error)) from error
             train_state.take_over(self._learner.model, self._run, tensors)
-        random_state.seed_rank(self._seed, step, group.plan.rank)
+        random_state.seed_rank(self._seed, step, group.plan.rank // group.plan.tp)
         if manifest.ranks == group.plan.world_size:
             saved = random_state.read_random_state(folder / random_state.random_file(group.plan.rank))
             random_state.restore_random_state(saved, self._learner.device)

@@ -37,11 +37,12 @@ def experts_reason(model: PreTrainedModel, ep: int) -> str | None:
     return None
 
 
-def divide_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, tensor: DeviceMesh | None) -> list[nn.Module]:
     """Leaves each rank its experts of a model without storage; returns the modules that hold them.
 
-    `mesh` is that of ParallelPlan.experts_shape. These modules must not be compiled (see `prepare_blocks`): all ranks
+    `mesh` is that of ParallelPlan.experts_shape. The ranks of `tensor` have the same tokens, of which each sends some
+    to their experts. These modules must not be compiled (see `prepare_blocks`): all ranks
     exchange tokens in the order of the program.
     """
-    apply_expert_parallelism(model, mesh[EXPERTS], None, dict(model.ep_plan))
+    apply_expert_parallelism(model, mesh[EXPERTS], tensor, dict(model.ep_plan))
     return [layer.module for layer in expert_layers(model, model.config)]

@@ -9,11 +9,11 @@ Ranks are numbered along the mesh, the last dimension fastest:
     dp_replicate   copies of the model (HSDP); gradients are summed over them
     dp_shard       groups of ranks that train rows of their own and hold different parts of a copy
     cp             context parallel: ranks that share the tokens of a row; FSDP shards parameters over dp_shard * cp
-    tp             tensor parallel: ranks that share each matrix product
+    tp             tensor parallel: ranks that share each matrix product, and have the same rows
     ep             expert parallel: ranks that divide a layer's experts among them and send each other their tokens
 
 Expert parallelism adds no ranks: experts see those of one copy as (efsdp, ep), the last fastest, and FSDP shards a
-rank's experts over efsdp = dp_shard * cp * tp / ep.
+rank's experts over efsdp = dp_shard * cp * tp / ep. Experts are never divided by tp, so ep is a multiple of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from meshrl.wire.types import MicroBatch
 
-SHARD, REPLICATE, EXPERTS_SHARD, EXPERTS = "fsdp", "dp_replicate", "efsdp", "ep"
+SHARD, REPLICATE, TENSOR, EXPERTS_SHARD, EXPERTS = "fsdp", "dp_replicate", "tp", "efsdp", "ep"
 
 Item = TypeVar("Item")
 
@@ -53,22 +53,23 @@ class ParallelPlan:
 
     @classmethod
     def from_environment(
-        cls, environment: Mapping[str, str], *, dp_replicate: int = 1, cp: int = 1, ep: int = 1
+        cls, environment: Mapping[str, str], *, dp_replicate: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
     ) -> ParallelPlan:
         """The plan of the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
 
         Sizes are those of the `model` section. Raises ValueError when they do not divide the number of ranks.
         """
         world_size = int(environment.get("WORLD_SIZE", "1"))
-        taken = 1
-        for key, size in (("dp_replicate", dp_replicate), ("cp", cp)):
+        taken, takers = 1, ""
+        for key, size in (("dp_replicate", dp_replicate), ("cp", cp), ("tp", tp)):
             if world_size // taken % size:
-                beside = f", of which model.dp_replicate takes {taken}" if taken > 1 else ""
+                beside = f", divided by {taken} already for {takers}" if taken > 1 else ""
                 raise ValueError(
                     f"model.{key} must divide the number of ranks ({world_size}{beside}), got {size}; use 1 or a "
                     "divisor, or change deployment.num_train_gpus"
                 )
-            taken *= size
+            if size > 1:
+                taken, takers = taken * size, f"{takers} and model.{key}" if takers else f"model.{key}"
         return cls(
             rank=int(environment.get("RANK", "0")),
             local_rank=int(environment.get("LOCAL_RANK", "0")),
@@ -76,6 +77,7 @@ class ParallelPlan:
             dp_replicate=dp_replicate,
             dp_shard=world_size // taken,
             cp=cp,
+            tp=tp,
             ep=ep,
         )
 
@@ -108,8 +110,8 @@ class ParallelPlan:
 
     @property
     def mesh_shape(self) -> dict[str, int]:
-        """The dimensions of the mesh over which FSDP shards, by name, outermost first; HSDP has two."""
-        return self._copies | {SHARD: self.dp_shard * self.cp}
+        """The dimensions of the mesh of all ranks, by name, outermost first: FSDP shards over those before tp."""
+        return self._copies | {SHARD: self.dp_shard * self.cp} | ({TENSOR: self.tp} if self.tp > 1 else {})
 
     @property
     def experts_shape(self) -> dict[str, int]:

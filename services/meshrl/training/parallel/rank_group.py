@@ -17,8 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshrl.models.context import ContextShare
-from meshrl.training.parallel.plan import ParallelPlan
+from meshrl.models.shares import ContextShare
+from meshrl.training.parallel.plan import TENSOR, ParallelPlan
 
 COLLECTIVE_TIMEOUT_S = 600.0
 
@@ -28,10 +28,11 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 class RankGroup:
     """One rank in its group; without arguments, a process on its own.
 
-    plan: who does what. device: where this rank computes. mesh: the dimensions of `plan.mesh_shape`; None where nothing
-    is sharded (one process on a CPU). experts: those of `plan.experts_shape`; None where experts are sharded as all
-    else. context: the ranks that share this rank's rows; None where it has rows of its own. control: gloo group for
-    data on the CPU; None in a group of one.
+    plan: who does what. device: where this rank computes. mesh: what FSDP shards over, the dimensions of
+    `plan.mesh_shape` but for tp; None where nothing is sharded (one process on a CPU). tensor: that of tp; None where
+    no product is shared. experts: those of `plan.experts_shape`; None where experts are sharded as all else. context:
+    the ranks that share this rank's rows; None where it has rows of its own. control: gloo group for data on the CPU;
+    None in a group of one.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RankGroup:
         *,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
+        tensor: DeviceMesh | None = None,
         experts: DeviceMesh | None = None,
         context: ContextShare | None = None,
         control: dist.ProcessGroup | None = None,
@@ -47,6 +49,7 @@ class RankGroup:
         self.plan = plan or ParallelPlan()
         self.device = device or torch.device("cpu")
         self.mesh = mesh
+        self.tensor = tensor
         self.experts = experts
         self.context = context
         self.control = control
@@ -69,15 +72,16 @@ class RankGroup:
         device: torch.device,
         dp_replicate: int = 1,
         cp: int = 1,
+        tp: int = 1,
         ep: int = 1,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> RankGroup:
         """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
         A GPU without torchrun becomes a group of one, since sharding is also what mixes precisions there; a CPU without
-        torchrun needs no group. Raises ValueError when dp_replicate, cp and ep do not divide the group.
+        torchrun needs no group. Raises ValueError when dp_replicate, cp, tp and ep do not divide the group.
         """
-        plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate, cp=cp, ep=ep)
+        plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep)
         on_gpu = device.type == "cuda"
         if plan.is_alone and not on_gpu:
             return cls(plan, device=device)
@@ -98,11 +102,14 @@ class RankGroup:
             return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
         control = None if plan.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        rows = lay({"dp": plan.dp_size, "cp": plan.cp}) if plan.cp > 1 else None
+        rows = lay({"dp": plan.dp_size, "cp": plan.cp, "tp": plan.tp}) if plan.cp > 1 else None
+        world = lay(plan.mesh_shape)
+        *sharded, last = plan.mesh_shape
         return cls(
             plan,
             device=device,
-            mesh=lay(plan.mesh_shape),
+            mesh=world[tuple(sharded)] if last == TENSOR else world,
+            tensor=world[TENSOR] if last == TENSOR else None,
             experts=lay(plan.experts_shape) if plan.ep > 1 else None,
             context=None if rows is None else ContextShare.of(rows.get_group("cp")),
             control=control,

@@ -1,0 +1,235 @@
+"""Ranks that share the rows of a model or its matrix products: what they exchange; used by its attention and layers.
+
+Context parallelism: every rank runs the model on its part of a row's tokens, and attention shares its heads among them
+(Ulysses, arXiv 2309.14509). Before attention the ranks exchange queries, keys and values, after which each has all
+tokens of some heads, and runs the kernels that a rank alone would run; a second exchange brings the output back to the
+tokens. So windows, sinks, samples and shared prefixes need nothing of their own, and no rank waits for one with more
+work. The loss sees the logprobs of the whole row, on each of these ranks alike.
+
+Tensor parallelism: ranks have the same rows. A layer divided by its columns (its outputs) gives each rank some features
+of the tokens, and one divided by its rows (its inputs) takes them up: the ranks' products are summed, after which all
+have the same values again. The gradient of the first layer's input is summed likewise. Everything outside such pairs is
+computed by every rank alike.
+
+An exchange and a sum are one operator each, which torch.compile does not look into: what is compiled keeps the
+collectives in the order of the program, the same on every rank. Registering them with torch is what importing this
+module does.
+
+Shapes: C ranks that share a row of T tokens, t = T / C tokens of a rank, H heads of all ranks, h of one, D head size,
+F features that one rank sends another for a token, N predicted tokens of the row, M of a rank, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed import distributed_c10d
+
+from meshrl.models.sharded import local
+
+EXCHANGE_OPERATOR, SUM_OPERATOR = "meshrl::exchange", "meshrl::sum_over_ranks"
+TOKENS_STEP = 8  # a rank's tokens are a multiple of it: torch.compile makes another graph for one, and products like it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextShare:
+    """This rank among those that share its rows, in the order of their tokens."""
+
+    group: str  # the name under which torch knows their process group
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> ContextShare:
+        """This rank's share in the rows of a process group."""
+        return cls(group=group.group_name, size=dist.get_world_size(group), rank=dist.get_rank(group))
+
+    def missing(self, tokens: int) -> int:
+        """How many tokens of padding make the ranks' parts of a row alike."""
+        return -tokens % (self.size * TOKENS_STEP)
+
+    def real(self, tokens: int) -> int:
+        """How many tokens of this rank's part of a padded row are of the row's own `tokens`, which come first."""
+        part = (tokens + self.missing(tokens)) // self.size
+        return min(max(tokens - self.rank * part, 0), part)
+
+    def own(self, count: int) -> slice:
+        """This rank's part of a row of `count` tokens, or of as many heads."""
+        part = count // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def to_heads(self, *tensors_tHD: torch.Tensor) -> list[torch.Tensor]:
+        """Exchanges this rank's tokens of all heads for all tokens of its heads, each (T, h, D).
+
+        Key-value heads that are fewer than the ranks are repeated; else they are a multiple of them.
+        """
+        parts_tCF = []
+        for tensor in tensors_tHD:
+            heads = tensor.shape[1]
+            whole = tensor.repeat_interleave(self.size // heads, dim=1) if heads < self.size else tensor
+            parts_tCF.append(whole.reshape(len(tensor), self.size, -1))
+        received_CtF = _exchange(torch.cat(parts_tCF, dim=-1).transpose(0, 1).contiguous(), self.group)
+        flat_TF = received_CtF.flatten(0, 1)
+        split = flat_TF.split([part.shape[-1] for part in parts_tCF], dim=-1)
+        return [
+            own.unflatten(1, (-1, tensor.shape[-1])).contiguous()
+            for own, tensor in zip(split, tensors_tHD, strict=True)
+        ]
+
+    def to_tokens(self, tensor_ThD: torch.Tensor) -> torch.Tensor:
+        """Exchanges all tokens of this rank's heads for this rank's tokens of all heads, (t, H, D)."""
+        parts_CtF = tensor_ThD.reshape(self.size, len(tensor_ThD) // self.size, -1)
+        received_tCF: torch.Tensor = _exchange(parts_CtF, self.group).transpose(0, 1)
+        return received_tCF.reshape(received_tCF.shape[0], -1, tensor_ThD.shape[-1])
+
+    def whole(self, own_M: torch.Tensor, place_M: torch.Tensor, count: int) -> torch.Tensor:
+        """Values of the ranks, each at its places, as one tensor of `count` on every rank; (M, ...) become (N, ...).
+
+        The gradient of a rank's values is that of their places: every rank makes the same loss of the whole.
+        """
+        whole_N: torch.Tensor = _Whole.apply(own_M, place_M, count, self.group)  # type: ignore[no-untyped-call]  # torch's
+        return whole_N
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorShare:
+    """This rank among those that share its products."""
+
+    group: str  # the name under which torch knows their process group
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> TensorShare:
+        """This rank's share in the products of a process group."""
+        return cls(group=group.group_name, size=dist.get_world_size(group), rank=dist.get_rank(group))
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, which every rank has, for a use of it that differs by rank: their gradients are summed."""
+        copy: torch.Tensor = _Copied.apply(tensor, self.group)  # type: ignore[no-untyped-call]  # torch's
+        return copy
+
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, on every rank, which all use alike."""
+        total: torch.Tensor = _Summed.apply(tensor, self.group)  # type: ignore[no-untyped-call]  # torch's
+        return total
+
+    def alike(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, which every rank has and uses alike: the sum of the ranks' gradients is that of one of them."""
+        same: torch.Tensor = _Alike.apply(tensor, self.size)  # type: ignore[no-untyped-call]  # torch's
+        return same
+
+    def own(self, count: int) -> slice:
+        """This rank's part of so many features."""
+        part = count // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def stacked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors in their order, (size, ...), on every rank; without a gradient."""
+        parts = tensor.new_empty((self.size * len(tensor), *tensor.shape[1:]))
+        dist.all_gather_into_tensor(parts, tensor.contiguous(), group=_process_group(self.group))
+        return parts.view(self.size, *tensor.shape)
+
+    def embedded(self, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
+        """The rows that ids (...) name of a whole table of which each rank has a part, in order; (..., E)."""
+        rows = local(weight)
+        place = ids - self.rank * len(rows)
+        inside = (place >= 0) & (place < len(rows))
+        skipped = None if padding is None else padding - self.rank * len(rows)
+        if skipped is not None and not 0 <= skipped < len(rows):
+            skipped = None
+        found = F.embedding(place.clamp(0, len(rows) - 1), rows, padding_idx=skipped)
+        return self.summed(torch.where(inside[..., None], found, 0.0))
+
+
+def _process_group(name: str) -> dist.ProcessGroup:
+    return distributed_c10d._resolve__process_group(name)  # type: ignore[attr-defined,arg-type]  # as torch's operators do
+
+
+@torch.library.custom_op(EXCHANGE_OPERATOR, mutates_args=())
+def _exchange(parts_CtF: torch.Tensor, group: str) -> torch.Tensor:
+    """Sends part r to rank r of the group; part r of the result is what rank r has sent."""
+    received_CtF = torch.empty_like(parts_CtF, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received_CtF, parts_CtF.contiguous(), group=_process_group(group))
+    return received_CtF
+
+
+@_exchange.register_fake
+def _exchange_shape(parts_CtF: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(parts_CtF, memory_format=torch.contiguous_format)
+
+
+def _keep_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _exchange_back(ctx: Any, grad_CtF: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _exchange(grad_CtF, ctx.group), None
+
+
+_exchange.register_autograd(_exchange_back, setup_context=_keep_group)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_M: torch.Tensor, place_M: torch.Tensor, count: int, group: str) -> torch.Tensor:
+        ctx.save_for_backward(place_M)
+        whole_N = own_M.new_zeros((count, *own_M.shape[1:]))
+        whole_N[place_M] = own_M
+        dist.all_reduce(whole_N, group=_process_group(group))
+        return whole_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (place_M,) = ctx.saved_tensors
+        return grad_N[place_M], None, None, None
+
+
+@torch.library.custom_op(SUM_OPERATOR, mutates_args=())
+def sum_over_ranks(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum of the ranks' tensors; without a gradient."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_process_group(group))
+    return total
+
+
+@sum_over_ranks.register_fake
+def _sum_shape(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_over_ranks(gradient, ctx.group), None
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / ctx.size, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: str) -> torch.Tensor:
+        total: torch.Tensor = sum_over_ranks(tensor, group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
