@@ -147,7 +147,7 @@ class TensorShare:
 
 
 def _process_group(name: str) -> dist.ProcessGroup:
-    return distributed_c10d._resolve__process_group(name)  # type: ignore[attr-defined,arg-type]  # as torch's operators do
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]  # as torch's operators do
 
 
 @torch.library.custom_op(EXCHANGE_OPERATOR, mutates_args=())
