@@ -14,6 +14,7 @@ from meshrl.wire.convert import to_proto
 from meshrl.wire.errors import Reason
 from meshrl.wire.manifest import MIN_CHUNK_BYTES, artifact_id, build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import Manifest, Transport
+from meshrl_conformance.every_service import since_1_1
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 
 VALUES = 3 * MIN_CHUNK_BYTES // 4 - 5  # float32 values of three chunks, the last of them short
@@ -196,6 +197,22 @@ async def _not_ready(probe: Probe) -> None:
     await probe.refused("ActivateVersion", request, reason=Reason.ENGINES_NOT_READY)
     (sealed,) = await probe.call("SealVersion", version.seal())
     must(sealed.version.state == pb.VERSION_STATE_SEALED, "the version is not sealed any more")
+
+
+@checks("weights.content")
+async def _content(probe: Probe) -> None:
+    await since_1_1(probe)
+    version = await _sealed_now(probe)
+    named = {"run_id": "conformance", "version": version.manifest.version}
+    for wrong in ({"artifact_id": "0" * 64}, {"epoch": version.manifest.epoch + 1}):
+        activation = pb.ActivateVersionRequest(
+            request_id=str(uuid.uuid4()), prepare_deadline_s=0.2, min_ready=100, **named, **wrong
+        )
+        await probe.refused("ActivateVersion", activation, reason=Reason.VERSION_CONFLICT)
+    abort = pb.AbortVersionRequest(
+        request_id=str(uuid.uuid4()), epoch=version.manifest.epoch, artifact_id="0" * 64, **named
+    )
+    await probe.refused("AbortVersion", abort, reason=Reason.VERSION_CONFLICT)
 
 
 @checks("weights.abort")

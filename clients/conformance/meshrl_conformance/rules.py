@@ -116,6 +116,8 @@ _WEIGHTS_FULL = {
     "weights.request-id": "A request_id that comes again with another request is ALREADY_EXISTS (DUPLICATE_REQUEST).",
     "weights.not-ready": "ActivateVersion with too few engines is DEADLINE_EXCEEDED (ENGINES_NOT_READY), and the"
     " version stays sealed.",
+    "weights.content": "ActivateVersion and AbortVersion that name another artifact_id, or ActivateVersion another"
+    " epoch, end with ALREADY_EXISTS (VERSION_CONFLICT).",
     "weights.abort": "AbortVersion drops a version that is not committing, however often it is asked.",
 }
 

@@ -77,9 +77,34 @@ class TakesDamage(WeightSyncService):
         return await super().CreateVersion(mended(), context)
 
 
+class GoesByNumbers(WeightSyncService):
+    """It commits whatever has the number of a version."""
+
+    async def ActivateVersion(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        request.ClearField("artifact_id")
+        request.ClearField("epoch")
+        return await super().ActivateVersion(request, context)
+
+
+class NeverMarks(WeightSyncService):
+    """From now on it sends what was."""
+
+    async def WatchVersions(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        request.ClearField("from_now")
+        async for event in super().WatchVersions(request, context):
+            event.bookmark = False
+            yield event
+
+
 @pytest.mark.parametrize(
     ("servicer", "rule"),
-    [(NamesItOtherwise, "weights.artifact"), (SumsNothing, "weights.fetch"), (TakesDamage, "weights.checksum")],
+    [
+        (NamesItOtherwise, "weights.artifact"),
+        (SumsNothing, "weights.fetch"),
+        (TakesDamage, "weights.checksum"),
+        (GoesByNumbers, "weights.content"),
+        (NeverMarks, "weights.bookmarks"),
+    ],
 )
 async def test_a_hub_that_breaks_a_rule_is_named_by_it(
     mesh: Any, engine: Any, state: Any, servicer: type[WeightSyncService], rule: str

@@ -6,7 +6,14 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from google.protobuf import descriptor_pool as default_pool
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.json_format import MessageToJson, Parse
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass, GetMessageClassesForFiles
 
 import meshrl.v1
 from meshrl.wire.types import CONTRACT_VERSION
@@ -67,3 +74,61 @@ def test_what_the_last_version_has_stays() -> None:
     """Only presence may change, as of a reward that must not be forgotten."""
     gone = released("1.0") - {element.replace(": optional ", ": ") for element in current()}
     assert not {element for element in gone if ": optional " not in element}
+
+
+def filled(message: Message, depth: int = 0) -> Message:
+    """The message with a value other than the default in every field; of a oneof the last member stays."""
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
+            if value.message_type is None:
+                getattr(message, field.name)[scalar(key)] = scalar(value)
+        elif field.message_type is not None:
+            if depth < 6:
+                target = getattr(message, field.name)
+                filled(target.add() if field.is_repeated else target, depth + 1)
+                if not field.is_repeated:
+                    target.SetInParent()
+        elif field.is_repeated:
+            getattr(message, field.name).extend([scalar(field)] * 2)
+        else:
+            setattr(message, field.name, scalar(field))
+    return message
+
+
+def scalar(field: FieldDescriptor) -> object:
+    if field.enum_type is not None:
+        return field.enum_type.values[-1].number
+    kinds = {FieldDescriptor.CPPTYPE_STRING: "text", FieldDescriptor.CPPTYPE_BOOL: True}
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return b"bytes"
+    return kinds.get(field.cpp_type, 7)
+
+
+def messages_of_1_0() -> list[type[Message]]:
+    pool = DescriptorPool()
+    for file in FileDescriptorSet.FromString((RELEASED / "1.0.binpb").read_bytes()).file:
+        pool.Add(file)
+    names = [name for name in GetMessageClassesForFiles(files_of(pool), pool) if name.startswith("meshrl.v1.")]
+    return [GetMessageClass(pool.FindMessageTypeByName(name)) for name in sorted(names)]
+
+
+def files_of(pool: DescriptorPool) -> list[str]:
+    found = FileDescriptorSet.FromString((RELEASED / "1.0.binpb").read_bytes())
+    return [file.name for file in found.file]
+
+
+@pytest.mark.parametrize("then", messages_of_1_0(), ids=lambda kind: kind.DESCRIPTOR.name)
+def test_a_message_of_1_0_is_read_now_and_one_of_now_then(then: type[Message]) -> None:
+    """Every field of 1.0 keeps its value over the wire and in JSON, both ways; what is newer is passed over."""
+    now = GetMessageClass(default_pool.Default().FindMessageTypeByName(then.DESCRIPTOR.full_name))
+    sent = filled(then())
+    received = now.FromString(sent.SerializeToString())
+    assert then.FromString(received.SerializeToString()) == sent
+    assert Parse(MessageToJson(received), then(), ignore_unknown_fields=True) == sent
+    assert Parse(MessageToJson(sent), now()) == received
+    newer = filled(now())
+    understood = then.FromString(newer.SerializeToString())
+    understood.DiscardUnknownFields()
+    shared = {field.name for field in then.DESCRIPTOR.fields}
+    assert {field.name for field, _ in understood.ListFields()} <= shared
