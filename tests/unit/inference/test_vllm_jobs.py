@@ -1,10 +1,14 @@
 """Weight jobs of a vLLM worker; needs no vLLM."""
 
+import asyncio
 import threading
 
+import pytest
 import torch
 
-from meshrl.inference.vllm.jobs import Job
+from meshrl.inference.vllm import calls
+from meshrl.inference.vllm.jobs import Job, JobOutcome
+from meshrl.wire.errors import MeshError, Reason
 
 CPU = torch.device("cpu")
 DEADLINE_S = 30.0
@@ -63,6 +67,48 @@ def test_job_whose_predecessor_never_ends_fails_in_one_sentence() -> None:
     }
     go.set()
     assert before.join(DEADLINE_S)
+
+
+class Workers:
+    """Two workers as vLLM calls them: with the answers of all to each call."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.looks = 0
+
+    async def collective_rpc(self, method: str, **how: object) -> list[JobOutcome | None]:
+        assert method == "meshrl_outcome"
+        self.looks += 1
+        return [job.outcome for job in self.jobs]
+
+
+async def test_workers_are_looked_at_when_a_job_ends_and_not_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "LOOK_S", (0.001, 3600.0))
+    workers, go = Workers(), [threading.Event(), threading.Event()]
+    engine = calls.EngineCalls(workers)  # type: ignore[arg-type]  # all that it uses of an AsyncLLM
+    workers.jobs = [Job(lambda one=one: assert_set(one), CPU, ends=engine.ends.address) for one in go]
+    waiting = asyncio.create_task(engine.wait_for_job(DEADLINE_S))
+    await asyncio.sleep(0.2)
+    assert workers.looks == 1  # before it was asked every 5 ms
+    go[1].set()
+    go[0].set()
+    await asyncio.wait_for(waiting, DEADLINE_S)
+    engine.ends.close()
+
+
+async def test_a_job_that_fails_wakes_its_engine_and_one_without_end_has_a_deadline() -> None:
+    workers = Workers()
+    engine = calls.EngineCalls(workers)  # type: ignore[arg-type]  # as above
+    workers.jobs = [Job(lambda: 1 / 0, CPU, ends=engine.ends.address)]
+    with pytest.raises(MeshError, match="division by zero"):
+        await asyncio.wait_for(engine.wait_for_job(DEADLINE_S), DEADLINE_S)
+    go = threading.Event()
+    workers.jobs = [Job(lambda: assert_set(go), CPU, ends=engine.ends.address)]
+    with pytest.raises(MeshError) as caught:
+        await engine.wait_for_job(-1.0)
+    assert caught.value.reason is Reason.DEADLINE_PASSED
+    go.set()
+    engine.ends.close()
 
 
 def assert_set(event: threading.Event) -> None:

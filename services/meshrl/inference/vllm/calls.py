@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.v1.engine.async_llm import AsyncLLM
-
+from meshrl.inference.vllm.jobs import JobEnds
 from meshrl.wire.errors import MeshError, Reason
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 AnswerT = TypeVar("AnswerT")
 
-POLL_S = (0.001, 0.005)
+LOOK_S = (0.001, 5.0)
+"""Between two looks at the workers' job: at first once one of them has ended, and at most.
+
+vLLM's workers spin on sched_yield for a second after every call. Calls in quick succession would take a core for each
+worker as long as a job waits, and Linux 6.18 gave other programs nothing for up to 30 s beside such loops.
+"""
 RPC_DEADLINE_S = 60.0
 
 
@@ -22,6 +29,7 @@ class EngineCalls:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self.ends = JobEnds()
 
     async def rpc(self, method: str, *args: object, deadline_s: float = RPC_DEADLINE_S) -> Any:
         """Calls every worker and returns the first failure, else the first answer; None while any has none."""
@@ -34,12 +42,12 @@ class EngineCalls:
 
     async def wait_for_job(self, deadline_s: float) -> None:
         """Waits for the workers' job. Raises what it failed with, or MeshError DEADLINE_PASSED."""
-        end_s, wait_s = time.monotonic() + deadline_s, POLL_S[0]
+        end_s, wait_s = time.monotonic() + deadline_s, LOOK_S[1]
         while (outcome := await self.rpc("meshrl_outcome")) is None:
             if time.monotonic() > end_s:
                 raise MeshError(Reason.DEADLINE_PASSED, f"vLLM's workers did not finish within {deadline_s:g} s")
-            await asyncio.sleep(wait_s)
-            wait_s = min(1.5 * wait_s, POLL_S[1])
+            # Workers of other hosts end about when the first one here does.
+            wait_s = LOOK_S[0] if await self.ends.next(wait_s) else min(2 * wait_s, LOOK_S[1])
         if "reason" in outcome:
             raise MeshError(Reason[outcome["reason"]], outcome["message"])
 

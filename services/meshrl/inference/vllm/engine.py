@@ -163,7 +163,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Builds the workers' shadows. Raises VllmError when this model cannot take versions."""
-        made = await self._calls.rpc("meshrl_open", deadline_s=OPEN_DEADLINE_S)
+        made = await self._calls.rpc("meshrl_open", self._calls.ends.address, deadline_s=OPEN_DEADLINE_S)
         if "reason" in made:
             raise VllmError(made["message"])
         logger.info(
@@ -182,6 +182,7 @@ class VllmEngine:
         if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
             logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
         self._llm.shutdown()
+        self._calls.ends.close()
         if self._adapters is not None:
             self._adapters.close()
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypedDict
 
 import torch
@@ -36,13 +40,14 @@ class Job:
 
     def __init__(
         self, work: Callable[[], None], device: torch.device, *, after: Job | None = None,
-        doing: str = "a weight job", before_deadline_s: float = BEFORE_DEADLINE_S,
+        doing: str = "a weight job", before_deadline_s: float = BEFORE_DEADLINE_S, ends: str = "",
     ) -> None:  # fmt: skip
-        """`doing` names the work in the message of one that runs out of memory."""
+        """`doing` names the work in the message of one that runs out of memory; `ends` is a `JobEnds.address`."""
         self._work, self._device = work, device
         self._before: Job | None = after
         self._doing = doing
         self._before_deadline_s = before_deadline_s
+        self._ends = ends
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device) if after is None else after._stream  # type: ignore[no-untyped-call]  # torch has none
@@ -73,8 +78,35 @@ class Job:
             self.outcome = {"reason": Reason.LAYOUT_MISMATCH.name, "message": f"{type(error).__name__}: {error}"}
         else:
             self.outcome = {"seconds": time.perf_counter() - began_s}
+        finally:
+            if self._ends:
+                # Blocked or refused: ends that nobody has looked at wait there, or the program is on another host.
+                with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                    sender.setblocking(False)
+                    sender.sendto(b".", self._ends)
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the end; whether it came."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+
+class JobEnds:
+    """Receives a datagram for each job that ends on this host; belongs to the engine's own program."""
+
+    def __init__(self) -> None:
+        self.address = f"\0meshrl-jobs-{secrets.token_hex(16)}"  # Linux keeps such a name in memory, without a file
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(self.address)
+
+    async def next(self, timeout_s: float) -> bool:
+        """Waits for the next end, one before this call included; False when none came within `timeout_s`."""
+        try:
+            await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._socket, 1), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()

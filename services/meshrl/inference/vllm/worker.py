@@ -38,8 +38,12 @@ class WeightsExtension:
 
     _meshrl_shadow: WorkerShadow | None = None  # `gpu_worker` builds it before vLLM measures its room
 
-    def meshrl_open(self) -> dict[str, str]:
-        """Builds the shadow; once, before requests come. Returns what was built, or {"reason", "message"}."""
+    def meshrl_open(self, ends: str) -> dict[str, str]:
+        """Builds the shadow; once, before requests come. Returns what was built, or {"reason", "message"}.
+
+        `ends`: the `JobEnds.address` for the ends of jobs.
+        """
+        self._meshrl_ends = ends
         worker = self._meshrl_worker
         if self._meshrl_device().type == "cpu":
             # vLLM's attention in bfloat16 uses AMX where the processor has it. Without the kernel's leave for this
@@ -174,7 +178,9 @@ class WeightsExtension:
             work()
 
         self._meshrl_staged = None
-        self._meshrl_job = Job(alone, self._meshrl_device(), after=self._meshrl_job, doing=doing)
+        self._meshrl_job = Job(
+            alone, self._meshrl_device(), after=self._meshrl_job, doing=doing, ends=self._meshrl_ends
+        )
 
     def _meshrl_device(self) -> torch.device:
         return torch.device(self._meshrl_worker.device)
