@@ -10,7 +10,7 @@ from meshrl.core.paths import Layout
 from meshrl.core.run_folder import empty_folder
 from meshrl.core.slurm.config import SlurmConfig
 from meshrl.core.slurm.submit import BatchJob, submit
-from meshrl.launch.compose import Part, compose, key_environ
+from meshrl.launch.compose import compose, key_environ
 from meshrl.launch.config import RLConfig
 from meshrl.launch.lock import FolderLock
 from meshrl.launch.nodes.job import JobNode
@@ -25,7 +25,20 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
     message for the user. Raises ConfigError when something is wrong, or sbatch refuses."""
     layout = Layout(config.output_dir)
     in_job = config.model_copy(update={"slurm": None, "dry_run": False, "clean_output_dir": False})
-    parts = _as_in_the_job(in_job)
+    # As it would be on nodes called node-0 and so on: raises ConfigError for what does not fit.
+    ports, given = itertools.count(FIRST_PORT), config.deployment
+    if given.type == "single_node":
+        parts = compose(in_job, lambda _: next(ports), gpus=[str(gpu) for gpu in range(given.gpus_per_node)])
+    elif given.nodes < 2 or config.inference is None:
+        raise ConfigError(
+            "deployment.type 'multi_node' starts engines on num_infer_nodes nodes, but inference is off; add"
+            " [inference], or use 'single_node'"
+        )
+    else:
+        names = [f"node-{number}" for number in range(given.nodes)]
+        in_spread, spread = spread_over(in_job, [JobNode(name=name, address=name) for name in names])
+        hosts = [node.address for node in spread.engines]
+        parts = compose(in_spread, lambda _: next(ports), placement=spread.placement, engine_hosts=hosts)
     if slurm.requeue_at_limit and config.trainer.ckpt is None:
         raise ConfigError(
             "slurm.requeue_at_limit goes on from a checkpoint, and the trainer saves none; add [ckpt], or leave it out"
@@ -41,28 +54,11 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
             module="meshrl.launch.main",
             config=in_job,
             output_dir=config.output_dir,
-            nodes=config.deployment.nodes,
-            gpus_per_node=config.deployment.gpus_per_node,
+            nodes=given.nodes,
+            gpus_per_node=given.gpus_per_node,
             environ={}
             if config.inference is None
             else key_environ(config.inference.api_key, config.inference.api_key_var),
         )
         notes = "".join(f"note: {text}\n" for text in config.notes)
         return notes + submit(job, slurm, dry_run=config.dry_run)
-
-
-def _as_in_the_job(config: RLConfig) -> tuple[Part, ...]:
-    """The programs as they would be on nodes called node-0 and so on. Raises ConfigError for what does not fit."""
-    ports = itertools.count(FIRST_PORT)
-    gpus = [str(gpu) for gpu in range(config.deployment.gpus_per_node)]
-    if config.deployment.type == "single_node":
-        return compose(config, lambda _: next(ports), gpus=gpus)
-    if config.deployment.nodes < 2 or config.inference is None:
-        raise ConfigError(
-            "deployment.type 'multi_node' starts engines on num_infer_nodes nodes, but inference is off; add"
-            " [inference], or use 'single_node'"
-        )
-    names = [f"node-{number}" for number in range(config.deployment.nodes)]
-    spread_config, spread = spread_over(config, [JobNode(name=name, address=name) for name in names])
-    hosts = [node.address for node in spread.engines]
-    return compose(spread_config, lambda _: next(ports), placement=spread.placement, engine_hosts=hosts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -24,7 +25,7 @@ from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, standing_in
 from meshrl.orchestrator.bench.summary import report_bench
 from meshrl.orchestrator.build import build_loop, make_journal
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
 from meshrl.prime_rl import PrimeRLKeys
@@ -45,7 +46,10 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
     """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on. A benchmark that
     names no service has stand-ins for all of them. Raises ConfigError when there is nothing to train on."""
     if config.bench and not config.services.model_fields_set:  # `rl --bench` names all of them
-        async with standing_in(config) as alone:
+        train = config.train if config.train.env else TrainEnvsConfig(env=[TrainEnvConfig(id="made-up")])
+        names = {env.resolved_name for env in (*train.env, *(config.eval.env if config.eval is not None else ()))}
+        async with standing_in(names, seq_len=config.seq_len, max_tokens=config.sampling.max_tokens) as found:
+            alone = config.model_copy(update={"services": found, "train": train})
             return await orchestrate(alone, stop, tracer)
     if not config.train.env:
         raise ConfigError(
@@ -100,7 +104,11 @@ async def _train(
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
     try:
-        more = [shown, *_webhooks(config), *await asyncio.to_thread(_registered_sinks, config, mesh.trainer.model)]
+        more = [
+            shown,
+            *_webhooks(config.alerts.webhook_var, config.output_dir),
+            *await asyncio.to_thread(_registered_sinks, config, mesh.trainer.model),
+        ]
         monitor = await asyncio.to_thread(
             open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more
         )
@@ -129,9 +137,8 @@ async def _train(
             await asyncio.to_thread(monitor.close)
 
 
-def _webhooks(config: OrchestratorConfig) -> list[Sink]:
+def _webhooks(variable: str | None, output_dir: Path) -> list[Sink]:
     """Where alerts are posted to. Raises ConfigError for a variable that is not set to a URL."""
-    variable = config.alerts.webhook_var
     if variable is None:
         return []
     url = os.environ.get(variable, "")
@@ -140,7 +147,7 @@ def _webhooks(config: OrchestratorConfig) -> list[Sink]:
             f"orchestrator.alerts.webhook_var is {variable!r}, but this environment variable holds no http(s):// URL;"
             " set it, or leave the key out"
         )
-    return [WebhookSink(url, config.output_dir)]
+    return [WebhookSink(url, output_dir)]
 
 
 def _registered_sinks(config: OrchestratorConfig, base_model: str) -> list[Sink]:

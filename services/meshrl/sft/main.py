@@ -7,7 +7,6 @@ import os
 import sys
 
 from meshrl.core.config import ConfigError, dump_toml, load_config
-from meshrl.core.heap import loading
 from meshrl.core.paths import Layout
 from meshrl.core.run_folder import empty_folder
 from meshrl.core.slurm.submit import BatchJob, submit
@@ -24,7 +23,6 @@ def main() -> None:
     rank_main(
         "sft",
         lambda: load_config(SFTConfig, prog="sft", instead=submit_sft, spellings=PrimeRLKeys(SFTConfig, "sft")),
-        run_rank=_run_rank,
         run_bench=_run_bench,
         prepare=_prepare,
     )
@@ -100,13 +98,6 @@ def _dry_run(config: SFTConfig) -> None:
     except OSError as error:
         raise ConfigError(f"output_dir {str(config.output_dir)!r} cannot be written: {error.strerror}") from error
     sys.stdout.write(f"dry run: the configuration is valid; the resolved file is {path}\n")
-
-
-def _run_rank(config: SFTConfig, rank: int) -> None:
-    with loading():
-        from meshrl.sft.program import run_rank  # takes seconds to import, and an agent needs none of it
-
-    run_rank(config, rank)
 
 
 def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:

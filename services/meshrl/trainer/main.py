@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshrl.core.config import load_config
-from meshrl.core.heap import loading
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.bench.config import BenchConfig
@@ -15,16 +14,8 @@ def main() -> None:
     rank_main(
         "trainer",
         lambda: load_config(TrainerConfig, prog="trainer", spellings=PrimeRLKeys(TrainerConfig, "trainer")),
-        run_rank=_run_rank,
         run_bench=_run_bench,
     )
-
-
-def _run_rank(config: TrainerConfig, rank: int) -> None:
-    with loading():
-        from meshrl.trainer.program import run_rank  # takes seconds to import, and an agent needs none of it
-
-    run_rank(config, rank)
 
 
 def _run_bench(config: TrainerConfig, bench: BenchConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+from pathlib import Path
 
 from loguru import logger
 from opentelemetry import trace
@@ -75,7 +76,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         return 1
     server = GrpcServer(config.server, tracer=tracer)
     server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub))
-    enrollment, entry = _enrollment(config), None
+    enrollment, entry = _enrollment(Layout(config.output_dir).credentials, config.enrollment_port), None
     if enrollment is not None:
         server.add(ENROLLMENT, add_EnrollmentServiceServicer_to_server, enrollment)
     try:
@@ -137,13 +138,12 @@ async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event,
     return 0
 
 
-def _enrollment(config: WeightsConfig) -> EnrollmentServicer | None:
+def _enrollment(folder: Path, port: int | None) -> EnrollmentServicer | None:
     """The service that renews the members' certificates and lets hosts join; None without the run's authority here.
 
     Raises ConfigError where hosts are to join and the authority is not here.
     """
-    folder = Layout(config.output_dir).credentials
-    if config.enrollment_port is None and not os.path.exists(folder / "ca.key"):
+    if port is None and not os.path.exists(folder / "ca.key"):
         return None
     try:
         return EnrollmentServicer(Authority(folder))

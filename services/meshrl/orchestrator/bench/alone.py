@@ -6,14 +6,13 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ServicesConfig
-from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
@@ -22,13 +21,12 @@ MOST_TOKENS = 1024
 
 
 @asynccontextmanager
-async def standing_in(config: OrchestratorConfig) -> AsyncIterator[OrchestratorConfig]:
-    """Starts the stand-ins; the configuration that uses them. Raises ConfigError where they do not come up."""
-    train = config.train if config.train.env else TrainEnvsConfig(env=[TrainEnvConfig(id="made-up")])
-    names = {env.resolved_name for env in (*train.env, *(config.eval.env if config.eval is not None else ()))}
-    most = config.sampling.max_tokens
-    tokens = min(config.seq_len, MOST_TOKENS if most is None else most + most // 3 + 1)  # a quarter is the prompt's
-    order = {"seq_len": config.seq_len, "most_tokens": max(2, tokens), "names": sorted(names)}
+async def standing_in(names: Collection[str], *, seq_len: int, max_tokens: int | None) -> AsyncIterator[ServicesConfig]:
+    """Starts stand-ins that host the environments `names`; yields their addresses. Raises ConfigError where they do not
+    come up."""
+    most = MOST_TOKENS if max_tokens is None else max_tokens + max_tokens // 3 + 1  # a quarter is the prompt's
+    tokens = min(seq_len, most)
+    order = {"seq_len": seq_len, "most_tokens": max(2, tokens), "names": sorted(names)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "meshrl.orchestrator.bench.stand_ins", json.dumps(order),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -44,8 +42,7 @@ async def standing_in(config: OrchestratorConfig) -> AsyncIterator[OrchestratorC
             raise ConfigError("orchestrator.bench: what stands in for the other programs did not start")
         address = f"127.0.0.1:{port}"
         logger.info("bench: no service is named, so made-up rollouts and a trainer that takes every batch stand in")
-        services = ServicesConfig(rollout=[address], trainer=address, weights=address)
-        yield config.model_copy(update={"services": services, "train": train})
+        yield ServicesConfig(rollout=[address], trainer=address, weights=address)
     finally:
         process.stdin.close()
         try:

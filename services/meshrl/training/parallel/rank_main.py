@@ -5,6 +5,7 @@ Above it are the two console scripts; below it are each program's `program.py` f
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -37,16 +38,15 @@ def rank_main(
     name: str,
     load: Callable[[], ConfigT],
     *,
-    run_rank: Callable[[ConfigT, int], None],
     run_bench: Callable[[ConfigT, BenchConfig], None],
     prepare: Callable[[ConfigT], None] = lambda config: None,
 ) -> None:
     """Runs the program `name`, whose module is `meshrl.<name>.main`, and ends the process with its exit code.
 
     `prepare` is called once for a group, by the process that is started first, before anything is written.
-    `run_rank` is given the configuration and this process's rank. It and `run_bench` import what they need when they
-    are called, since that takes seconds and an agent needs none of it. The program's log file has the lines of rank 0
-    and of the agent.
+    A rank is `run_rank(config, rank)` of `meshrl.<name>.program`. That is imported only here, and `run_bench` imports
+    what it needs when it is called, since that takes seconds and an agent needs none of it. The program's log file has
+    the lines of rank 0 and of the agent.
     """
     end_with_agent(os.environ)
     wait_briefly(os.environ)
@@ -68,5 +68,7 @@ def rank_main(
     log_as(f"{name}:{rank}" if rank else name, config, to_file=rank == 0)
     if config.bench is not None:
         run_bench(config, config.bench)
-    else:
-        run_rank(config, rank)
+        return
+    with loading():
+        program = importlib.import_module(f"meshrl.{name}.program")
+    program.run_rank(config, rank)
