@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT")
 
-LOOK_S = (0.001, 5.0)
+LOOK_S = (0.001, 15.0)
 """Between two looks at the workers' job: at first once one of them has ended, and at most.
 
 vLLM's workers spin on sched_yield for a second after every call. Calls in quick succession would take a core for each
