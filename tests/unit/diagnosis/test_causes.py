@@ -31,6 +31,11 @@ ILL = {
     "high_learning_rate": "reward_collapse",
     "errored_rollouts": "errored_rollouts",
     "reward_hacking": "reward_hacking",
+    "starved_trainer": "starved_trainer",
+    "length_drift": "length_drift",
+    "repeated_completions": "repeated_completions",
+    "stale_rollouts": "stale_rollouts",
+    "masked_tokens": "masked_tokens",
 }
 """Under the name of a recorded run, the cause that comes first."""
 Record = dict[str, Any]
@@ -64,6 +69,11 @@ def test_a_run_that_is_well_has_no_cause_at_any_of_its_steps(name: str) -> None:
         assert causes_of(lines[:end], synchronous="synchronous" in name) == [], f"after {end} records"
 
 
+def test_five_runs_are_well_and_twelve_ill() -> None:
+    assert len(WELL) >= 5
+    assert len(ILL) + len(CHANGED) >= 12
+
+
 def later(change: Callable[[Record, int], None]) -> Callable[[Record, int], None]:
     """The change in the last ten steps alone."""
 
@@ -79,13 +89,6 @@ def slow_trainer(record: Record, step: int) -> None:
 
 
 CHANGED: dict[str, Callable[[Record, int], None]] = {
-    "starved_trainer": lambda record, step: record.update({"time/wait_for_batch": 3.5, "time/train_step": 4.0}),
-    "length_drift": lambda record, step: record.update(
-        {"completion_len/all/mean": 20.0 + step, "eval/reverse_text_held_out/avg@1": 0.5}
-    ),
-    "repeated_completions": lambda record, step: record.update({"repeated_completions/all": step / 60}),
-    "stale_rollouts": lambda record, step: record.update({"dropped/stale": 100.0}),
-    "masked_tokens": lambda record, step: record.update({"masked_advantage_negative/mean": 0.7}),
     "idle_engines": slow_trainer,
     "slow_weights": lambda record, step: record.update({"weights/lag_s": 2.5}),
     "mismatch_growth": lambda record, step: record.update({"mismatch_kl/all/mean": 1e-4 * 1.2**step}),

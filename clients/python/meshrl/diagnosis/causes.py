@@ -23,7 +23,7 @@ TREND = 15
 MOST_ERRORED = 0.05
 MOST_TRUNCATED = 0.3
 MOST_EMPTY = 0.3
-MOST_MASKED = 0.5
+MOST_MASKED = 0.4
 MOST_STALE = 0.3
 MOST_REPEATED = 0.5
 MOST_ALIKE = 0.9
@@ -424,11 +424,6 @@ CAUSES: tuple[Cause, ...] = (
         remedy="mend the environment's reward: no advantage comes from equal rewards",
     ),
     Cause(
-        name="zero_signal", symptom="flat reward, few batches", key="orchestrator.train.env", look=_zero_signal,
-        remedy="choose tasks that the policy solves sometimes, fine-tune it first, or raise"
-        " orchestrator.sampling.temperature or orchestrator.group_size",
-    ),
-    Cause(
         name="empty_rollouts", symptom="flat reward", key="rollout.seq_len", look=_empty_rollouts,
         remedy="leave more room after the prompt, and check the chat template's end of turn",
     ),
@@ -446,6 +441,11 @@ CAUSES: tuple[Cause, ...] = (
         name="length_drift", symptom="replies grow or shrink", key="orchestrator.advantage.length_penalty",
         look=_length_drift,
         remedy="set it where the reward pays length, and evaluate held-out tasks with orchestrator.eval",
+    ),
+    Cause(
+        name="zero_signal", symptom="flat reward, few batches", key="orchestrator.train.env", look=_zero_signal,
+        remedy="choose tasks that the policy solves sometimes, fine-tune it first, or raise"
+        " orchestrator.sampling.temperature or orchestrator.group_size",
     ),
     Cause(
         name="exploding_gradient", symptom="collapse", key="trainer.optim.lr", look=_exploding_gradient,
