@@ -1,7 +1,8 @@
 """How fast the page of `meshrl ui` is on a long run: 10,000 steps of 150 metrics, 1.3 million rollouts in the ledger.
 
-Makes the folder, serves it, and drives a headless Chromium: first paint of a page opened anew, each view's time from
-the change of address to its last element, and a rollout of 32,768 tokens. Prints a table; needs Chromium on PATH.
+Makes the folder, serves it, asks for each route, and drives a headless Chromium: first paint of a page opened anew,
+each view's time from the change of address to its last element, and a rollout of 32,768 tokens. Prints two tables;
+needs Chromium on PATH.
 
     python tests/benchmarks/bench_ui.py [--steps N] [--rollouts N] [--repeats N] [--pictures FOLDER]
 """
@@ -17,10 +18,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import zstandard
+from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
@@ -31,7 +34,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.server import Page
 
 VIEWS = {
-    "now": ("now?n={step}", "document.querySelectorAll('.u-wrap').length >= 5"),
+    "overview": ("overview?n={step}", "document.querySelectorAll('.u-wrap').length >= 5"),
     "rollouts": ("rollouts?step={step}", "document.querySelectorAll('.message').length > 1"),
     "rollout of 32k tokens": (
         "rollouts?step=2&look=logprobs&n={step}", "document.querySelectorAll('.tokens .block i').length >= 256",
@@ -41,7 +44,7 @@ VIEWS = {
     ),
     "timeline": ("timeline?n={step}", "document.querySelectorAll('rect.span').length > 1"),
     "weights": ("weights?n={step}", "document.querySelectorAll('.u-wrap').length >= 1"),
-    "ledger": ("ledger?n={step}", "document.querySelectorAll('table').length == 2"),
+    "ledger": ("ledger?n={step}", "document.querySelectorAll('#view table').length == 2"),
     "compare": ("compare?n={step}", "document.querySelectorAll('.u-wrap').length == 1"),
 }  # fmt: skip
 NAMES = ("reward/all/mean", "time/step", "time/wait_for_rollouts", "perf/throughput", "mismatch_kl/all/mean",
@@ -74,14 +77,43 @@ def fill(folder: Path, steps: int, rollouts: int) -> None:
         )  # fmt: skip
 
 
+ROUTES = (
+    "runs", "runs/0/now", "runs/0/metrics", f"runs/0/metrics?names={','.join(NAMES)}",
+    f"runs/0/metrics?along=time&names={','.join(NAMES)}", "runs/0/doctor", "differences?runs=0,0", "runs/0/rollouts",
+    "runs/0/rollouts?step=2", "runs/0/timeline", "runs/0/swaps", "runs/0/ledger",
+)  # fmt: skip
+
+
+def row(name: str, times: Sequence[float]) -> str:
+    """The first time, the median and the 95th percentile of the others, in ms."""
+    rest = sorted(times[1:])
+    p95 = rest[min(len(rest) - 1, int(0.95 * len(rest)))]
+    return f"| {name} | {times[0]:.0f} | {statistics.median(rest):.0f} | {p95:.0f} |"
+
+
+async def measure_routes(base: str, repeats: int) -> None:
+    print("| route | first ms | median ms | p95 ms |\n|---|---|---|---|")
+    async with ClientSession() as session:
+        for route in ROUTES:
+            times = []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                async with session.get(f"{base}api/{route}") as answer:
+                    answer.raise_for_status()
+                    await answer.read()
+                times.append((time.perf_counter() - began) * 1e3)
+            print(row(route.partition("names=")[0], times), flush=True)
+
+
 async def measure(folder: Path, repeats: int, pictures: Path | None) -> None:
     server = TestServer(Page([RunFolder(folder)]).application(hosts=None, token=None))
     await server.start_server()
     base = str(server.make_url("/"))
+    await measure_routes(base, repeats)
     async with browser_tab() as tab:
         paints = []
         for number in range(repeats):
-            await tab.open(f"{base}?again={number}#/0/now")
+            await tab.open(f"{base}?again={number}#/0/overview")
             await tab.until("performance.getEntriesByName('first-contentful-paint').length == 1")
             paints.append(await tab.ask("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
         print(f"first paint: {statistics.median(paints):.0f} ms median, {max(paints):.0f} ms at most")
@@ -94,9 +126,7 @@ async def measure(folder: Path, repeats: int, pictures: Path | None) -> None:
                 await tab.ask(f"location.hash = '/0/{view.format(step=number + 3)}'")
                 await tab.until(ready)
                 times.append((time.perf_counter() - began) * 1e3)
-            rest = sorted(times[1:])
-            p95 = rest[min(len(rest) - 1, int(0.95 * len(rest)))]
-            print(f"| {name} | {times[0]:.0f} | {statistics.median(rest):.0f} | {p95:.0f} |", flush=True)
+            print(row(name, times), flush=True)
             if pictures is not None:
                 await tab.picture(pictures / f"{name.replace(' ', '_')}.png")
         assert tab.errors == [], tab.errors

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from meshrl.cli.run_folder import RunFolder
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
 from meshrl.core.interpreter import check_interpreter
@@ -244,6 +245,8 @@ def _supervise(
     logger.info(
         "the run {}; metrics, logs and traces are in {}", "is over" if code == 0 else "failed", layout.output_dir
     )
+    if (outcome := RunFolder(layout.output_dir).outcome()) is not None:
+        logger.info("{}", outcome.line())
     return code
 
 

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from browser import CHROMIUM, Tab, browser_tab
 from made_run import add_step, make_run, rollout
+from meshrl.cli.report import report_page
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.server import Page
 
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="a real browser: needs Chromium on PATH"),
     pytest.mark.timeout(400),
 ]
+AXE = Path(__file__).parents[3] / ".tools/axe/node_modules/axe-core/axe.min.js"
 TEXT = "document.querySelector('#view').innerText"
 
 
@@ -29,7 +31,7 @@ def run_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def page(run_path: Path) -> AsyncIterator[tuple[Tab, str]]:
-    app: web.Application = Page([RunFolder(run_path)]).application(hosts=None, token=None)
+    app: web.Application = Page([RunFolder(run_path)] * 2).application(hosts=None, token=None)
     server = TestServer(app)
     await server.start_server()
     async with browser_tab() as tab:
@@ -38,24 +40,111 @@ async def page(run_path: Path) -> AsyncIterator[tuple[Tab, str]]:
     await server.close()
 
 
+VIEWS = {
+    "overview": f"document.querySelectorAll('.u-wrap').length == 2 && {TEXT}.includes('step 10')",
+    "rollouts": f"{TEXT}.includes('made: reward 0 (right 0), advantage -0.5')",
+    "rollouts?step=4&id=best-4": f"{TEXT}.includes('good 4')",
+    "rollouts?id=best-10&look=logprobs": "document.querySelectorAll('.block i.t2').length == 2",
+    "rollouts?id=best-10&look=gap": "document.querySelector('.block i.n2').title =="
+    " 'gap -0.20000: trainer -0.7, engine -0.5, token 4' && document.querySelectorAll('.block i.t0').length == 2"
+    " && document.querySelector('.block i.p1') && document.querySelectorAll('p.tokens i').length == 9",
+    "rollouts?id=best-10&look=versions": "document.querySelector('.block i.v0').title == 'version 9, token 3'",
+    "rollouts?id=best-10&look=mask": "document.querySelectorAll('.block i.t1').length == 2",
+    "rollouts?id=best-10&group=group-10": "document.querySelectorAll('article').length == 2",
+    "rollouts?id=best-10&aside=4%2Fbest-4": f"{TEXT}.includes('good 10') && {TEXT}.includes('good 4')",
+    "rollouts?words=good": f"document.querySelectorAll('tbody tr').length == 1 && {TEXT}.includes('best')",
+    "timeline": "document.querySelectorAll('rect.span').length == 2 && document.querySelector('.legend i')",
+    "weights": "document.querySelectorAll('.u-wrap').length == 1",
+    "ledger": f"{TEXT}.includes('no ledger')",
+    "compare?metric=time%2Fstep,reward%2Fall%2Fmean": "document.querySelectorAll('.u-wrap').length == 2"
+    f" && document.querySelectorAll('.scroll tbody tr').length == 4 && {TEXT}.includes('nowhere')",
+    "runs": "document.querySelectorAll('tbody tr').length == 2",
+}
+
+
 async def test_every_view_draws_what_the_folder_holds(page: tuple[Tab, str]) -> None:
     tab, address = page
-    for view, ready in {
-        "now": f"document.querySelectorAll('.u-wrap').length == 2 && {TEXT}.includes('step 10')",
-        "rollouts": f"{TEXT}.includes('made: reward 0 (right 0), advantage -0.5')",
-        "rollouts?step=4&id=best-4": f"{TEXT}.includes('good 4')",
-        "rollouts?id=best-10&look=logprobs": "document.querySelectorAll('.block i.t2').length == 2",
-        "rollouts?id=best-10&look=gap": "document.querySelector('.block i.n2').title =="
-        " 'gap -0.20000: trainer -0.7, engine -0.5, token 4' && document.querySelectorAll('.block i.t0').length == 2"
-        " && document.querySelector('.block i.p1') && document.querySelectorAll('p.tokens i').length == 9",
-        "rollouts?id=best-10&look=versions": "document.querySelector('.block i.v0').title == 'version 9, token 3'",
-        "timeline": "document.querySelectorAll('rect.span').length == 2",
-        "weights": "document.querySelectorAll('.u-wrap').length == 1",
-        "ledger": f"{TEXT}.includes('no ledger')",
-        "compare?metric=time%2Fstep": "document.querySelector('select option[selected]').value == 'time/step'",
-    }.items():
+    for view, ready in VIEWS.items():
         await tab.open(f"{address}#/0/{view}")
         await tab.until(ready)
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: npm install --prefix .tools/axe axe-core")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+async def test_no_view_has_a_serious_fault_of_accessibility(page: tuple[Tab, str], width: int, scheme: str) -> None:
+    tab, address = page
+    await tab.call("Page.setBypassCSP", enabled=True)
+    await tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    script = await asyncio.to_thread(AXE.read_text)
+    for view, ready in VIEWS.items():
+        await tab.open(f"{address}?{width}{scheme}#/0/{view}")
+        await tab.until(ready)
+        await tab.ask(f"{script};0")
+        found = await tab.ask(
+            "axe.run().then(({ violations }) => violations.filter(({ impact }) => impact == 'serious' || impact =="
+            " 'critical').map(({ id, nodes }) => `${id}: ${nodes[0].html}`))"
+        )
+        assert found == [], view
+        assert await tab.ask("document.documentElement.scrollWidth") <= width, f"{view} is wider than the screen"
+
+
+async def drag(tab: Tab, selector: str, start: float, end: float) -> None:
+    """Presses the mouse at a share of an element's width, moves it to another and lets go."""
+    box = await tab.ask(f"(({{ left, top, width, height }}) => [left, top + height / 2, width])"
+                        f"(document.querySelector('{selector}').getBoundingClientRect())")  # fmt: skip
+    left, middle, width = box
+    for kind, share in (("mousePressed", start), ("mouseMoved", (start + end) / 2), ("mouseMoved", end),
+                        ("mouseReleased", end)):  # fmt: skip
+        x = left + share * width
+        await tab.call("Input.dispatchMouseEvent", type=kind, x=x, y=middle, button="left", buttons=1, clickCount=1)
+
+
+async def test_a_chart_zooms_shows_values_and_opens_the_step_of_a_point(page: tuple[Tab, str]) -> None:
+    tab, address = page
+    await tab.open(f"{address}#/0/overview")
+    await tab.until(VIEWS["overview"])
+    await tab.until("document.querySelector('.u-over').getBoundingClientRect().width > 100")
+    await drag(tab, ".u-over", 0.25, 0.75)
+    await tab.until("document.querySelector('.chart').plot.scales.x.min > 1")
+    await tab.until("document.querySelector('.u-legend').innerText.match(/reward.all.mean\\s*0\\.\\d/)")
+    await drag(tab, ".u-over", 0.5, 0.5)
+    await tab.until("location.hash.startsWith('#/0/timeline?step=')")
+
+
+async def test_charts_are_smoothed_and_run_along_time_and_rollouts_are_read_by_keys(page: tuple[Tab, str]) -> None:
+    tab, address = page
+    await tab.open(f"{address}#/0/overview?keep=0.9&along=time&log=1")
+    await tab.until("document.querySelector('.u-legend').innerText.includes('smoothed')")
+    await tab.until("document.querySelector('.u-legend').innerText.includes('seconds of training')")
+    await tab.open(f"{address}#/0/rollouts?id=worst-10")
+    await tab.until(f"{TEXT}.includes('worst-10')")
+    for key, shown in (("j", "best-10"), ("k", "worst-10"), ("[", "worst-9")):
+        await tab.ask(f"dispatchEvent(new KeyboardEvent('keydown', {{ key: '{key}' }}))")
+        await tab.until(f"document.querySelector('article')?.innerText.includes('{shown}')")
+
+
+async def test_a_finished_run_has_no_services_and_a_dead_one_says_why(page: tuple[Tab, str], run_path: Path) -> None:
+    tab, address = page
+    (run_path / "configs/trainer.toml").write_text('[server]\nhost = "127.0.0.1"\nport = 1\n')
+    await tab.open(f"{address}?a#/0/overview")
+    await tab.until(f"{TEXT}.includes('the run is over') || {TEXT}.includes('not running')")
+    await asyncio.to_thread((run_path / "logs").mkdir)
+    line = "03:48:33.991 ERROR   rl trainer died: was killed by SIGKILL. Ending all other programs. Last lines of x:"
+    (run_path / "logs/rl.log").write_text(f"{line}\n    the last line of the trainer\n")
+    await tab.until(f"{TEXT}.includes('trainer died at 03:48:33.991')")
+    await tab.until(f"{TEXT}.includes('the last line of the trainer')")
+    assert "not answering" not in await tab.ask(TEXT)
+
+
+async def test_a_report_draws_its_curves_from_the_file_alone(run_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    await asyncio.to_thread(path.write_text, report_page(RunFolder(run_path), 2.0))
+    async with browser_tab() as tab:
+        await tab.open(path.as_uri())
+        await tab.until("document.querySelectorAll('.u-wrap').length == 2")
+        assert tab.errors == []
+        assert await tab.ask("document.querySelector('#view img, main img')") is None
 
 
 async def test_what_a_policy_wrote_is_never_markup(page: tuple[Tab, str]) -> None:
@@ -67,7 +156,7 @@ async def test_what_a_policy_wrote_is_never_markup(page: tuple[Tab, str]) -> Non
 
 async def test_the_page_follows_a_run_that_goes_on(page: tuple[Tab, str], run_path: Path) -> None:
     tab, address = page
-    await tab.open(f"{address}#/0/now")
+    await tab.open(f"{address}#/0/overview")
     await tab.until(f"{TEXT}.includes('step 10')")
     await asyncio.to_thread(add_step, run_path, 11)
     await tab.until(f"{TEXT}.includes('step 11')")

@@ -19,6 +19,7 @@ from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.trace_file import read_lines
 from meshrl.cli.ui import views
+from meshrl.cli.ui.command import runs_in
 from meshrl.cli.ui.server import Page, ShownRun, serve
 from meshrl.diagnosis.history import MetricsHistory
 
@@ -46,8 +47,10 @@ def test_points_are_the_means_of_equal_stretches(run_path: Path) -> None:
     history = MetricsHistory(run_path / "metrics.jsonl")
     assert history.read_on()
     assert history.points(["reward/all/mean", "nobody/wrote/it"], 5) == {
-        "reward/all/mean": ([2, 4, 6, 8, 10], pytest.approx([0.15, 0.35, 0.55, 0.75, 0.95]))
+        "reward/all/mean": ([2, 4, 6, 8, 10], pytest.approx([0.15, 0.35, 0.55, 0.75, 0.95]), [2, 4, 6, 8, 10])
     }
+    assert history.points(["reward/all/mean"], 5, "time")["reward/all/mean"][0] == [2, 4, 6, 8, 10], "steps of 1 s"
+    assert history.points(["reward/all/mean"], 5, "tokens")["reward/all/mean"][0] == [0.0] * 5, "nobody counted them"
     assert history.points(["reward/all/mean"], 100)["reward/all/mean"][0] == list(range(1, 11))
     assert not history.read_on()
 
@@ -56,7 +59,7 @@ def test_a_file_is_read_whole_in_pieces_that_cut_its_lines(run_path: Path, monke
     monkeypatch.setattr("meshrl.wire.growing_file._READ_BYTES", 7)
     history = MetricsHistory(run_path / "metrics.jsonl")
     assert history.read_on()
-    assert history.points(["time/step"], 100) == {"time/step": (list(range(1, 11)), [1.0] * 10)}
+    assert history.points(["time/step"], 100) == {"time/step": (list(range(1, 11)), [1.0] * 10, list(range(1, 11)))}
     assert not history.read_on()
 
 
@@ -74,6 +77,41 @@ def test_a_half_written_line_is_read_when_it_is_whole_and_a_new_file_anew(run_pa
     path.write_text(json.dumps({"step": 1, "time/step": 1.0}) + "\n")
     assert history.read_on()
     assert (history.last["step"], history.names) == (1, ["time/step"])
+
+
+async def test_a_run_that_died_has_when_and_why_with_the_end_of_the_log(client: TestClient, run_path: Path) -> None:
+    assert (await (await client.get("/api/runs/0/now")).json())["end"] is None
+    (run_path / "logs").mkdir()
+    lines = ["03:47:00.000 INFO    rl started trainer (pid 7)",
+             "03:48:33.991 ERROR   rl trainer died: was killed by SIGKILL. Ending all other programs. Last lines of x:",
+             "    03:48:32.919 INFO    trainer step 7", "03:48:35.544 INFO    rl the run failed"]  # fmt: skip
+    (run_path / "logs/rl.log").write_text("".join(f"{line}\n" for line in lines))
+    end = RunFolder(run_path).end()
+    assert end is not None
+    assert (end.program, end.at, end.why) == ("trainer", "03:48:33.991", "trainer died: was killed by SIGKILL")
+    assert "trainer step 7" in end.log
+    (row,) = await (await client.get("/api/runs")).json()
+    assert (row["live"], row["ended_by"], row["step"]) == (False, "trainer died: was killed by SIGKILL", 10)
+
+
+async def test_the_doctor_the_differences_and_words_are_asked_for_by_address(
+    client: TestClient, run_path: Path
+) -> None:
+    assert await (await client.get("/api/runs/0/doctor")).json() == []
+    found = await (await client.get("/api/runs/0/rollouts?step=4&words=GOOD")).json()
+    assert [row["rollout_id"] for row in found["rollouts"]] == ["best-4"]
+    (run_path / "configs/trainer.toml").write_text("[optim]\nlr = 0.1\n[server]\nport = 1\n")
+    assert await (await client.get("/api/differences?runs=0,0")).json() == []
+    other = {"trainer.optim.lr": "0.2", "trainer.server.port": "2"}
+    found = views.differences([RunFolder(run_path).settings(), other])
+    assert found == [{"key": "trainer.optim.lr", "values": ["0.1", "0.2"]}]
+
+
+def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
+    make_run(tmp_path / "all/a/rl", steps=1)
+    make_run(tmp_path / "all/b", steps=1)
+    assert runs_in(tmp_path / "all") == [tmp_path / "all/a/rl", tmp_path / "all/b"]
+    assert runs_in(tmp_path / "all/b") == [tmp_path / "all/b"]
 
 
 async def test_the_page_and_what_it_asks_for(client: TestClient) -> None:

@@ -23,6 +23,7 @@ import zstandard
 from meshrl.cli.trace_file import read_lines, spans_of, trace_files
 from meshrl.diagnosis.causes import Observed
 from meshrl.diagnosis.history import MetricsHistory
+from meshrl.diagnosis.outcome import RunOutcome, outcome_of
 from meshrl.wire.growing_file import json_records, lines_from_the_end
 from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
@@ -43,6 +44,16 @@ def _reach(server: JsonObject) -> str:
     """host:port by which a server of this machine is called, IPv6 hosts in brackets."""
     host = "127.0.0.1" if server["host"] in _ANY_HOST else str(server["host"])
     return f"[{host}]:{server['port']}" if ":" in host else f"{host}:{server['port']}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """Why a run ended: the program that died first, when (the time of the log's line), and the end of its log."""
+
+    program: str
+    at: str
+    why: str
+    log: str
 
 
 @dataclass(frozen=True)
@@ -137,19 +148,63 @@ class RunFolder:
             return ""
         return f"the disk of {self.path} is full: {free / 2**20:.1f} MiB are free" if free < FULL_BYTES else ""
 
+    def outcome(self, history: MetricsHistory | None = None, price: float | None = None) -> RunOutcome | None:
+        """What the run came to and cost; None without a step. `price` is of one device for an hour, else the one of
+        the configuration."""
+        history = MetricsHistory(self.path / "metrics.jsonl") if history is None else history
+        history.read_on()
+        engine = self.config("inference")
+        size = engine.get("tensor_parallel_size")
+        stated = self.config("orchestrator").get("log", {}).get("device_hour_price")
+        return outcome_of(
+            history.series.columns,
+            devices_per_engine=size if isinstance(size, int) else 1,
+            shared=engine.get("share_gpu") is True,
+            price=price if price is not None else stated if isinstance(stated, float | int) else None,
+        )
+
+    def end(self) -> RunEnd | None:
+        """The error that the newest `rl` ended with; None where it ended well, or runs."""
+        told: list[str] = []  # what follows the error, the last line first
+        for raw in lines_from_the_end(self.path / "logs" / "rl.log"):  # none of programs that were started by hand
+            line = raw.decode(errors="replace")
+            level, message = _logged(line)
+            if message.startswith("started "):  # of the run that is meant
+                return None
+            if level == "ERROR" and not line.startswith(" "):
+                why, _, place = message.partition(". Ending all other")
+                program = why.partition(" died: ")[0] if place else "rl"
+                log = "\n".join([message, *reversed(told)])
+                return RunEnd(program=program, at=line.split(maxsplit=1)[0], why=why, log=log)
+            told.append(line)
+        return None
+
     def why_it_ended(self) -> str:
         """The error that `rl` ended with, in one line; "" where it ended well, or runs."""
-        for line in lines_from_the_end(self.path / "logs" / "rl.log"):  # none of programs that were started by hand
-            level, message = _logged(line.decode(errors="replace"))
-            if message.startswith("started "):  # of the run that is meant
-                return ""
-            if level == "ERROR":
-                return message.partition(". Ending all other")[0]
-        return ""
+        end = self.end()
+        return "" if end is None else end.why
 
-    def observed(self) -> Observed:
-        """What the causes of trouble are looked for in: metrics, event loops and, without a step, dropped rollouts."""
-        history = MetricsHistory(self.path / "metrics.jsonl")
+    def settings(self) -> dict[str, str]:
+        """Each key of the programs' resolved configurations, with dots, and its value."""
+        found: dict[str, str] = {}
+
+        def add(name: str, value: object) -> None:
+            if isinstance(value, dict):
+                for key, one in value.items():
+                    add(f"{name}.{key}", one)
+            else:
+                found[name] = str(value)
+
+        for path in sorted((self.path / "configs").glob("*.toml")):
+            add(path.stem, self.config(path.stem))
+        return found
+
+    def observed(self, history: MetricsHistory | None = None) -> Observed:
+        """What the causes of trouble are looked for in: metrics, event loops and, without a step, dropped rollouts.
+
+        `history`: the metrics that have been read already, so that only what is new is read.
+        """
+        history = MetricsHistory(self.path / "metrics.jsonl") if history is None else history
         history.read_on()
         return Observed(
             columns=history.series.columns,

@@ -255,11 +255,12 @@ def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
 
 
 def _headline(folder: RunFolder, last: JsonObject | None, now_s: float, *, running: bool) -> str:
-    parts = ["running" if running else "not running"]
+    of = folder.config("orchestrator").get("max_steps")
+    over = "finished" if last is not None and last["step"] == of else "not running"
+    parts = ["running" if running else over]
     if last is None:
         parts.append("no step has ended yet")
     else:
-        of = folder.config("orchestrator").get("max_steps")
         parts.append(f"step {last['step']}" + (f" of {of}" if isinstance(of, int) else ""))
         parts.append(f"{ago(folder.metrics_age_s(now_s) or 0.0)} ago")
     return f"{folder.path}: {', '.join(parts)}"

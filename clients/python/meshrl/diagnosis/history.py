@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshrl.wire.growing_file import GrowingFile, json_records
 from meshrl.wire.values import JsonObject
+
+Points = tuple[list[float], list[float], list[int]]
+"""What a curve is along, its values and their steps."""
 
 
 @dataclass
@@ -44,13 +48,19 @@ class RunSeries:
         """Adds a record, which has its `step`. Values that are no finite numbers are left out."""
         step = record["step"]
         assert isinstance(step, int)
+        columns = self.columns
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                column = self.columns.setdefault(name, Column())
-                column.steps.append(step)
-                column.values.append(value)
-                if self._most is not None and len(column.steps) >= 2 * self._most:
-                    del column.steps[: -self._most], column.values[: -self._most]
+            if type(value) is not float and not isinstance(value, int | float):  # the former is fast, and most are
+                continue
+            if name == "step" or not math.isfinite(value):
+                continue
+            column = columns.get(name)
+            if column is None:
+                column = columns[name] = Column()
+            column.steps.append(step)
+            column.values.append(value)
+            if self._most is not None and len(column.steps) >= 2 * self._most:
+                del column.steps[: -self._most], column.values[: -self._most]
 
 
 class MetricsHistory:
@@ -80,7 +90,29 @@ class MetricsHistory:
                 self.last = record
         return self._file.offset != before
 
-    def points(self, names: Iterable[str], most: int) -> dict[str, tuple[list[int], list[float]]]:
-        """At most `most` points of each of the metrics; those that nobody wrote are left out."""
+    def points(self, names: Iterable[str], most: int, along: str = "step") -> dict[str, Points]:
+        """At most `most` points of each of the metrics; those that nobody wrote are left out.
+
+        Their x is the step, or what the run had until then: trained "tokens", or "time" in seconds of its steps.
+        """
         columns = self.series.columns
-        return {name: columns[name].points(most) for name in names if name in columns}
+        x_of = self._along(along)
+        found = {}
+        for name in names:
+            if name in columns:
+                steps, values = columns[name].points(most)
+                found[name] = ([x_of(step) for step in steps], values, steps)
+        return found
+
+    def _along(self, along: str) -> Callable[[int], float]:
+        """What a run had at a step."""
+        if along == "step":
+            return float
+        column = self.series.columns.get("progress/tokens" if along == "tokens" else "time/step", Column())
+        so_far = list(column.values if along == "tokens" else itertools.accumulate(column.values))
+
+        def at(step: int) -> float:
+            place = bisect_right(column.steps, step)
+            return so_far[place - 1] if place else 0.0
+
+        return at

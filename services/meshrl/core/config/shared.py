@@ -115,6 +115,9 @@ class LogConfig(BaseConfig):
     """Keep them in a Trackio database, too, below trackio/ in output_dir, or in TRACKIO_DIR where that is set. Needs
     `pip install 'meshrl[trackio]'`; look with `TRACKIO_DIR=OUTPUT_DIR/trackio trackio show`."""
 
+    device_hour_price: float | None = Field(default=None, ge=0.0)
+    """Price of one GPU for an hour, in your currency: the end of a run and `meshrl report` add what it cost."""
+
     @model_validator(mode="before")
     @classmethod
     def _other_spellings(cls, values: Any) -> Any:

@@ -15,19 +15,35 @@ from meshrl.cli.run_folder import RunFolder
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+DEEPEST = 3
+"""Folders below one that is named in which runs are looked for."""
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder where it is a run's, else those of runs in it. Raises CliError where there is none."""
+    if _is_run(folder):
+        return [folder]
+    found = [path for depth in range(1, DEEPEST + 1) for path in folder.glob("/".join("*" * depth)) if _is_run(path)]
+    if not found:
+        raise CliError(f"{folder} holds no run: name the output folder of one, such as outputs/demo/rl")
+    return sorted(found)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "configs").is_dir()
+
+
 @click.command()
 @click.argument("output_dirs", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; elsewhere it asks for a token.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8780, show_default=True, help="0 takes a free one.")
 def ui(output_dirs: tuple[Path, ...], host: str, port: int) -> None:
-    """Show runs in a browser: what happens now, rollouts, a timeline, versions and the ledger.
+    """Show runs in a browser: curves, rollouts, a timeline, versions and the ledger.
 
-    OUTPUT_DIRS are output folders of runs, by default ./outputs; a copy of one will do. Several can be compared.
+    OUTPUT_DIRS are output folders of runs, or folders that hold some, by default ./outputs; a copy of one will do.
+    Several can be compared.
     """
-    runs = [RunFolder(path) for path in output_dirs or (Path("outputs"),)]
-    for run in runs:
-        if not (run.path / "metrics.jsonl").exists() and not (run.path / "configs").exists():
-            raise CliError(f"{run.path} holds no run: name the output folder of one, such as outputs/demo/rl")
+    runs = [RunFolder(found) for path in output_dirs or (Path("outputs"),) for found in runs_in(path)]
     try:
         from meshrl.cli.ui.server import serve
     except ModuleNotFoundError as error:

@@ -26,9 +26,19 @@ from aiohttp.typedefs import Middleware
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.cli.ui.pieces import TokenPieces
-from meshrl.cli.ui.views import WINDOW, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
+from meshrl.cli.ui.views import (
+    WINDOW,
+    KeptRollouts,
+    LedgerFunnel,
+    Traces,
+    differences,
+    tokens_of,
+    waits_of,
+    without_tokens,
+)
 from meshrl.client.idle_connections import IdleConnections
 from meshrl.client.machine.ports import bound, port_of
+from meshrl.diagnosis.causes import diagnose
 from meshrl.diagnosis.history import MetricsHistory
 from meshrl.wire.values import JsonObject
 
@@ -90,12 +100,32 @@ class ShownRun:
         found = tokens_of(sample, number)
         return {**found, "pieces": self.pieces.of(found["token_ids"])}
 
+    def summary(self) -> JsonObject:
+        """A line about the run. Blocks."""
+        last, config = self.folder.last_step() or {}, self.folder.config("orchestrator")
+        live, most = self.folder.is_running(), config.get("max_steps")
+        return {
+            "path": str(self.folder.path),
+            "live": live,
+            "ended_by": "" if live else self.folder.why_it_ended(),
+            "step": last.get("step"),
+            "max_steps": most if isinstance(most, int) else None,
+            "reward": last.get("reward/all/mean"),
+            "step_s": last.get("time/step"),
+            "rollouts_per_s": last.get("perf/rollouts_per_s"),
+            "errored": last.get("errored_rollouts/all"),
+            "environments": [str(env["id"]) for env in config.get("train", {}).get("env", ())],
+        }
+
     async def status(self) -> JsonObject:
         """The present state by services and files, at most STATUS_S old."""
         async with self._asking:
             if self._status is None or time.monotonic() - self._status[0] > STATUS_S:
                 now = await read_status(self.folder)
-                self._status = (time.monotonic(), {**asdict(now), "well": now.is_well})
+                running = self.folder.is_running()
+                end = None if running else self.folder.end()
+                more = {"well": now.is_well, "running": running, "end": None if end is None else asdict(end)}
+                self._status = (time.monotonic(), {**asdict(now), **more})
             return self._status[1]
 
 
@@ -117,7 +147,9 @@ class Page:
             [
                 web.get("/", self._index),
                 web.get("/api/runs", self._list),
+                web.get("/api/differences", self._differences),
                 web.get("/api/runs/{run}/now", self._now),
+                web.get("/api/runs/{run}/doctor", self._doctor),
                 web.get("/api/runs/{run}/metrics", self._metrics),
                 web.get("/api/runs/{run}/rollouts", self._rollouts),
                 web.get("/api/runs/{run}/rollouts/{step}/{rollout_id}", self._rollout),
@@ -155,33 +187,47 @@ class Page:
         return web.Response(body=self._files[name], content_type=kind, charset="utf-8")
 
     async def _list(self, _: web.Request) -> web.Response:
-        return web.json_response(
-            [{"path": str(run.folder.path), "live": run.folder.is_running()} for run in self._runs]
-        )
+        return _json([await run.read(run.summary) for run in self._runs])
+
+    async def _differences(self, request: web.Request) -> web.Response:
+        """The keys by which the configurations of `runs` differ, numbers with commas between them."""
+        numbers = [number for name in request.query.get("runs", "").split(",") if (number := _whole(name)) is not None]
+        chosen = [self._runs[number] for number in numbers if number < len(self._runs)]
+        return _json(differences([await run.read(run.folder.settings) for run in chosen]))
+
+    async def _doctor(self, request: web.Request) -> web.Response:
+        """The causes of trouble, the one that explains most first."""
+        run = self._run(request)
+        found = await run.read(lambda: diagnose(run.folder.observed(run.history)))
+        return _json([asdict(one) for one in found])
 
     async def _now(self, request: web.Request) -> web.Response:
         return _json(await self._run(request).status())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """`names`, with commas between them, as at most `points` points each; without `names` what there is."""
+        """`names`, with commas between them, as at most `points` points each; without `names` what there is.
+
+        `along` is step, tokens or time.
+        """
         run = self._run(request)
         names = [name for name in request.query.get("names", "").split(",") if name]
+        along = request.query.get("along", "step")
         most = _number(request, "points", 600, least=1, most=MOST_POINTS)
 
         def read() -> JsonObject:
             run.history.read_on()
             if not names:
                 return {"names": run.history.names, "last": run.history.last}
-            return {"series": run.history.points(names, most)}
+            return {"series": run.history.points(names, most, along), "last": run.history.last}
 
         return _json(await run.read(read))
 
     async def _rollouts(self, request: web.Request) -> web.Response:
-        """The kept rollouts of `step`, by default the newest, and which steps there are."""
+        """The kept rollouts of `step`, by default the newest, those with `words`, and which steps there are."""
         run = self._run(request)
         steps = await run.read(run.folder.sampled_steps)
         step = _number(request, "step", steps[-1] if steps else 0)
-        found = await run.read(lambda: run.kept.listed(step))
+        found = await run.read(lambda: run.kept.listed(step, request.query.get("words", "")))
         return _json({"step": step, "steps": steps, "rollouts": found})
 
     async def _rollout(self, request: web.Request) -> web.Response:
@@ -227,7 +273,7 @@ class Page:
         found = await run.read(lambda: run.traces.timeline(step))
         if found is None:
             raise web.HTTPNotFound(text=f"no trace of step {step}; there are steps from {steps[0]} to {steps[-1]}")
-        return _json(found)
+        return _json({**found, "waits": waits_of(run.history.series.columns, step)})
 
     async def _ledger(self, request: web.Request) -> web.Response:
         run = self._run(request)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from meshrl.cli.rollouts import first_words
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.trace_file import read_lines, spans_of, trace_files
 from meshrl.cli.traces import RunSpan, to_run_span
+from meshrl.diagnosis.history import Column
 from meshrl.wire.values import JsonObject
 
 FIRST_WORDS = 160
@@ -41,11 +45,12 @@ class KeptRollouts:
         self._of = (0, 0)
         self._lines: list[JsonObject] = []
 
-    def listed(self, step: int) -> list[JsonObject]:
-        """A line for each rollout of the step, without its tokens."""
+    def listed(self, step: int, words: str = "") -> list[JsonObject]:
+        """A line for each rollout of the step, or those with `words` in a message, without its tokens."""
         return [
             {key: value for key, value in line.items() if key != "samples"} | {"says": first_words(line, FIRST_WORDS)}
             for line in self._read(step)
+            if not words or _holds(line, words.casefold())
         ]
 
     def whole(self, step: int, rollout_id: str) -> JsonObject | None:
@@ -57,6 +62,45 @@ class KeptRollouts:
         if (step, of) != (self._step, self._of):
             self._step, self._of, self._lines = step, of, self._folder.samples(step)
         return self._lines
+
+
+def _holds(line: JsonObject, words: str) -> bool:
+    messages = (message["text"] for sample in line.get("samples", ()) for message in sample["messages"])
+    return any(words in text.casefold() for text in (*messages, line.get("message", "")))
+
+
+WAITS = (
+    ("time/wait_for_batch", "the trainer waited {} for the batch"),
+    ("time/wait_for_rollouts", "the orchestrator waited {} for rollouts"),
+    ("time/wait_for_ckpt", "the orchestrator waited {} for the trainer"),
+    ("time/wait_for_publication", "the trainer waited {} for the version before to be published"),
+    ("time/save_ckpt", "a checkpoint held training up for {}"),
+    ("weights/lag_s", "the engines had the version {} after its upload"),
+    ("weights/pause_s", "the engines paused {} to take it"),
+)
+"""Metrics of a step that are waits, and their words."""
+
+
+def waits_of(columns: Mapping[str, Column], step: int) -> list[str]:
+    """What a step waited for, in words, the longest first; waits below a hundredth of a second are left out."""
+    found = []
+    for name, words in WAITS:
+        column = columns.get(name, Column())
+        place = bisect_left(column.steps, step)
+        if place < len(column.steps) and column.steps[place] == step and column.values[place] >= 0.01:
+            found.append((column.values[place], words.format(f"{column.values[place]:.2f} s")))
+    return [words for _, words in sorted(found, reverse=True)]
+
+
+OF_ONE_START = re.compile(r"(^|\.)(port|session|output_dir|run_id|address|rollout|trainer|weights|token|name_file)$")
+"""Keys that differ between any two runs."""
+
+
+def differences(settings: Sequence[Mapping[str, str]]) -> list[JsonObject]:
+    """The keys by which configurations differ, with the value in each; None where one lacks the key."""
+    keys = sorted({key for one in settings for key in one if not OF_ONE_START.search(key)})
+    found = [{"key": key, "values": [one.get(key) for one in settings]} for key in keys]
+    return [one for one in found if len(set(one["values"])) > 1]
 
 
 def without_tokens(sample: JsonObject) -> JsonObject:

@@ -1,14 +1,13 @@
 // Rollouts: those that are kept of a step, a group side by side, and one as a conversation or token by token.
-import { element, get, number, table } from "./page.js";
+import { choice, element, get, number, table } from "./page.js";
 
 export async function drawRollouts(box, { run, query, go }) {
-  const step = query.get("step");
-  const found = await get(`/api/runs/${run}/rollouts${step ? `?step=${step}` : ""}`);
+  const now = Object.fromEntries(query);
+  const found = await get(`/api/runs/${run}/rollouts?${new URLSearchParams({ ...(now.step && { step: now.step }), ...(now.words && { words: now.words }) })}`);
   if (!found.steps.length) {
     box.append(element("p", { class: "none" }, "no rollouts are kept; orchestrator.rollout_samples keeps some of every step"));
     return;
   }
-  const now = Object.fromEntries(query);
   const choose = (values) => go({ ...now, step: found.step, ...values });
   const shown = found.rollouts.filter(
     (row) => (!now.env || row.environment === now.env) && (!now.picked || row.picked === now.picked) && (!now.group || row.group_id === now.group)
@@ -19,19 +18,39 @@ export async function drawRollouts(box, { run, query, go }) {
     shown,
     { chosen: (row) => row.rollout_id === now.id, open: (row) => row.rollout_id && choose({ id: row.rollout_id }) },
   );
-  const detail = element("div");
-  box.append(filters(found, now, choose), element("div", { class: "two" }, element("div", {}, list), detail));
   const id = now.id ?? shown.find((row) => row.rollout_id)?.rollout_id;
-  const place = `/api/runs/${run}/rollouts/${found.step}/${encodeURIComponent(id)}`;
-  if (id) drawRollout(detail, await get(place), now, choose, place);
+  const place = (step, rollout) => `/api/runs/${run}/rollouts/${step}/${encodeURIComponent(rollout)}`;
+  // Rollouts beside each other: the group of the one that is looked at, or one that was kept aside, of any step.
+  const [asideStep, asideId] = (now.aside ?? "").split("/");
+  const beside = now.group ? shown.filter((row) => row.rollout_id && row.rollout_id !== id).map((row) => [found.step, row.rollout_id]) : asideId ? [[asideStep, asideId]] : [];
+  const columns = element("div", { class: beside.length ? "beside" : "" });
+  box.append(filters(found, now, choose), element("div", { class: now.group ? "" : "two" }, list, columns));
+  keys(box, shown.filter((row) => row.rollout_id).map((row) => row.rollout_id), id, found, choose);
+  if (!id) return;
+  for (const [step, rollout] of [[found.step, id], ...beside]) {
+    const column = element("article", {});
+    columns.append(column);
+    drawRollout(column, await get(place(step, rollout)), now, choose, place(step, rollout), step);
+  }
+}
+
+// j and k go through the list, [ and ] through the steps; not while somebody types.
+function keys(box, ids, id, found, choose) {
+  const listen = (event) => {
+    if (!box.isConnected) return removeEventListener("keydown", listen);
+    if (["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
+    const moved = { j: 1, k: -1 }[event.key];
+    const stepped = { "]": 1, "[": -1 }[event.key];
+    if (moved && ids[ids.indexOf(id) + moved]) choose({ id: ids[ids.indexOf(id) + moved] });
+    const step = stepped && found.steps[found.steps.indexOf(found.step) + stepped];
+    if (step !== undefined && stepped) choose({ step, id: "", group: "" });
+  };
+  setTimeout(() => addEventListener("keydown", listen)); // once the box is in the page
 }
 
 function filters(found, now, choose) {
-  const select = (name, values, every) =>
-    element("select", { "aria-label": name, onchange: (event) => choose({ [name]: event.target.value, id: "" }) },
-      element("option", { value: "" }, every),
-      ...values.map((value) => element("option", { value, ...(value === now[name] && { selected: true }) }, value)));
-  const bound = (name, words) => element("input", { type: "number", step: "any", placeholder: words, value: now[name] ?? "", onchange: (event) => choose({ [name]: event.target.value, id: "" }) });
+  const select = (name, words, values) => choice(words, [["", "all"], ...values.map((value) => [value, value])], now[name] ?? "", (value) => choose({ [name]: value, id: "" }));
+  const bound = (name, words) => element("input", { type: "number", step: "any", placeholder: words, "aria-label": words, value: now[name] ?? "", onchange: (event) => choose({ [name]: event.target.value, id: "" }) });
   const steps = found.steps;
   const nearest = (wanted) => steps.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
   const place = steps.indexOf(found.step);
@@ -39,28 +58,32 @@ function filters(found, now, choose) {
     element("button", { onclick: () => choose({ step: steps[Math.max(0, place - 1)], id: "" }) }, "earlier"),
     element("label", {}, "step ", element("input", { type: "number", min: steps[0], max: steps.at(-1), value: found.step, onchange: (event) => choose({ step: nearest(Number(event.target.value)), id: "" }) })),
     element("button", { onclick: () => choose({ step: steps[Math.min(steps.length - 1, place + 1)], id: "" }) }, "later"),
-    select("env", [...new Set(found.rollouts.map((row) => row.environment))], "all environments"),
-    select("picked", [...new Set(found.rollouts.map((row) => row.picked))], "all that are kept"),
+    element("input", { type: "search", placeholder: "words in its messages", "aria-label": "words in its messages", value: now.words ?? "", onchange: (event) => choose({ words: event.target.value, id: "" }) }),
+    select("env", "environment", [...new Set(found.rollouts.map((row) => row.environment))]),
+    select("picked", "kept as", [...new Set(found.rollouts.map((row) => row.picked))]),
     bound("least", "reward from"), bound("most", "reward to"),
     ...(now.group ? [element("button", { onclick: () => choose({ group: "" }) }, "all groups")] : []),
+    ...(now.aside ? [element("button", { onclick: () => choose({ aside: "" }) }, "nothing beside it")] : []),
+    element("span", { class: "none" }, "keys: j k, [ ]"),
   );
 }
 
-function drawRollout(box, rollout, now, choose, place) {
+function drawRollout(box, rollout, now, choose, place, step) {
   const parts = Object.entries(rollout.reward_parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   box.append(
-    element("h3", {}, `${rollout.environment}: reward ${number(rollout.reward)}${parts ? ` (${parts})` : ""}, advantage ${number(rollout.advantage)}`),
-    element("p", { class: "none" }, `rollout ${rollout.rollout_id}, trace ${rollout.trace_id}`),
+    element("h2", {}, `${rollout.environment}: reward ${number(rollout.reward)}${parts ? ` (${parts})` : ""}, advantage ${number(rollout.advantage)}`),
+    element("p", { class: "none" }, `rollout ${rollout.rollout_id} of step ${step}, trace ${rollout.trace_id}`),
   );
   if (!rollout.samples) {
     box.append(element("p", { class: "error" }, `${rollout.reason}: ${rollout.message}`));
     return;
   }
   const compared = rollout.samples.some((sample) => sample.compared);
-  const looks = ["conversation", "logprobs", ...(compared ? ["gap"] : []), "versions"];
+  const looks = ["conversation", "logprobs", ...(compared ? ["gap"] : []), "versions", "mask"];
   const look = looks.includes(now.look) ? now.look : "conversation";
-  box.append(element("div", { class: "bar" }, ...looks.map((one) => element("button", { ...(one === look && { disabled: true }), onclick: () => choose({ look: one, id: rollout.rollout_id }) }, one)),
-    element("button", { onclick: () => choose({ group: rollout.group_id, id: rollout.rollout_id }) }, "its group")));
+  box.append(element("div", { class: "bar" }, ...looks.map((one) => element("button", { ...(one === look && { "aria-pressed": "true" }), onclick: () => choose({ look: one, id: rollout.rollout_id }) }, one)),
+    element("button", { onclick: () => choose({ group: rollout.group_id, id: rollout.rollout_id }) }, "its group"),
+    element("button", { onclick: () => choose({ aside: `${step}/${rollout.rollout_id}` }) }, "keep it aside")));
   if (look !== "conversation") box.append(legend(look, rollout.samples));
   for (const [number, sample] of rollout.samples.entries()) {
     sample.size = rollout.window;
@@ -69,7 +92,7 @@ function drawRollout(box, rollout, now, choose, place) {
     for (const message of sample.messages) {
       const [first, end] = message.tokens;
       const body = look === "conversation" ? element("pre", {}, message.text) : tokens(sample, first, end, look);
-      box.append(element("div", { class: `message ${message.role}` }, element("h4", {}, `${message.role}, tokens ${first} to ${end}`), body));
+      box.append(element("div", { class: `message ${message.role}` }, element("h3", {}, `${message.role}, tokens ${first} to ${end}`), body));
     }
   }
 }
@@ -130,6 +153,7 @@ function shadeOf(sample, tokens, at, place, look) {
   }
   if (look === "logprobs") return [`t${logprob > -0.1 ? 1 : logprob > -1 ? 2 : logprob > -3 ? 3 : 4}`, `logprob ${Number(logprob)}`];
   const trained = tokens.trainer_logprobs?.[at] ?? null;
+  if (look === "mask") return trained === null ? ["t3", "sampled; its loss is masked, or the trainer's logprob was not kept"] : ["t1", "sampled and trained"];
   if (trained === null) return ["untrained", `not trained, engine ${Number(logprob)}`];
   const gap = trained - logprob;
   return [gapShade(gap), `gap ${gap > 0 ? "+" : ""}${gap.toFixed(5)}: trainer ${Number(trained)}, engine ${Number(logprob)}`];
@@ -155,6 +179,7 @@ const LEGENDS = {
     ["g0", "the same within 0.01"], ["p1", "higher by more than 0.01"], ["p2", "0.1"], ["p3", "0.5"],
   ],
   versions: [["t0", "not sampled, no loss"]],
+  mask: [["t0", "not sampled, no loss"], ["t1", "sampled and trained"], ["t3", "sampled; masked, or the trainer's logprob was not kept"]],
 };
 
 function legend(look, samples) {

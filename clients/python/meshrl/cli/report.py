@@ -1,0 +1,125 @@
+"""`meshrl report`: a run in one HTML file, with its curves, outcome, cost and best rollouts; it needs no network."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from meshrl.cli.command import CliError
+from meshrl.cli.run_folder import RunFolder
+from meshrl.diagnosis.causes import diagnose
+from meshrl.diagnosis.history import MetricsHistory
+from meshrl.wire.values import JsonObject
+
+STATIC = Path(__file__).parent / "ui/static"
+SCRIPTS = ("page.js", "chart.js", "overview.js")
+"""Modules of `meshrl ui` that the page is drawn by, each after those that it imports."""
+MOST_POINTS = 1000
+SHOWN_KEYS = re.compile(r"\.(model\.name|optim\.\w+|loss\.\w+|max_steps|batch_size|group_size|max_async_level|seed)$")
+_DRAW = """
+const run = JSON.parse(document.querySelector("#run").textContent);
+const charts = document.querySelector(".charts");
+for (const [title, unit, of] of curves(run.names, run.series)) charts.append(chart(title, unit, of));
+"""
+
+
+def report_page(folder: RunFolder, price: float | None) -> str:
+    """The page. Raises CliError for a folder in which no step has ended."""
+    history = MetricsHistory(folder.path / "metrics.jsonl")
+    history.read_on()
+    outcome = folder.outcome(history, price)
+    if outcome is None:
+        raise CliError(f"{folder.path} has no step in metrics.jsonl: name a run's output folder")
+    data = {"names": history.names, "series": history.points(history.names, MOST_POINTS)}
+    end = folder.end()
+    parts = [
+        f"<h1>{_text(folder.path.resolve())}</h1>",
+        f'<p class="sentence">{_text(outcome.line())}</p>',
+        "" if end is None else f"<h2>{_text(end.why)} at {_text(end.at)}</h2><pre class='log'>{_text(end.log)}</pre>",
+        "<h2>What it came to</h2>",
+        _table(("metric", "first", "last", "best"), _scores(history)),
+        *_causes(folder, history),
+        '<h2>Curves</h2><div class="charts"></div>',
+        *_rollouts(folder),
+        "<h2>Configuration</h2>",
+        _table(("key", "value"), [row for row in folder.settings().items() if SHOWN_KEYS.search(row[0])]),
+        f'<script type="application/json" id="run">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>',
+        f"<script>{_read('uPlot.iife.min.js')}</script>",
+        f'<script type="module">{_scripts()}{_DRAW}</script>',
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_text(folder.path.name)} - meshrl</title><style>{_read('uPlot.min.css')}{_read('style.css')}</style>"
+        f"</head><body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _scores(history: MetricsHistory) -> Iterator[Sequence[object]]:
+    for name, column in sorted(history.series.columns.items()):
+        if name == "reward/all/mean" or re.fullmatch(r"eval/.+/(avg|pass)@\d+", name):
+            yield name, *(f"{value:.4g}" for value in (column.values[0], column.values[-1], max(column.values)))
+
+
+def _causes(folder: RunFolder, history: MetricsHistory) -> Iterator[str]:
+    found = diagnose(folder.observed(history))
+    if found:
+        yield "<h2>What is wrong, the cause that explains most first</h2>"
+        yield _table(("cause", "evidence", "what to do"), [(one.cause, one.evidence, one.what_to_do) for one in found])
+
+
+def _rollouts(folder: RunFolder) -> Iterator[str]:
+    """The best and the worst rollout of the first and of the last step that are kept."""
+    steps = folder.sampled_steps()
+    for step in dict.fromkeys(steps[:1] + steps[-1:]):
+        scored = [line for line in folder.samples(step) if line.get("reward") is not None and line.get("samples")]
+        for words, extreme in (("best", max), ("worst", min)):
+            if scored:
+                line: JsonObject = extreme(scored, key=lambda one: one["reward"])
+                yield f"<h2>The {words} of step {step}: reward {line['reward']:.3g}</h2>"
+                for message in line["samples"][-1]["messages"]:
+                    yield f'<div class="message {_text(message["role"])}"><h3>{_text(message["role"])}</h3>'
+                    yield f"<pre>{_text(message['text'])}</pre></div>"
+
+
+def _scripts() -> str:
+    """The modules in one: without imports, since each is there already."""
+    text = "\n".join(map(_read, SCRIPTS))
+    return re.sub(r"^export ", "", re.sub(r"^import .*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+
+
+def _read(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    cells = "".join("<tr>" + "".join(f"<td>{_text(value)}</td>" for value in row) + "</tr>" for row in rows)
+    titles = "".join(f'<th scope="col">{title}</th>' for title in head)
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table></div>'
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+@click.command()
+@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--to", "target", type=click.Path(dir_okay=False, path_type=Path), help="The file; RUN/report.html.")
+@click.option("--price", type=click.FloatRange(min=0.0), help="Of one GPU for an hour, in your currency.")
+def report(run: Path, target: Path | None, price: float | None) -> None:
+    """Write a run in one HTML file: curves, outcome, cost, what is wrong, and the best and worst rollouts.
+
+    RUN is its output folder. The file needs no network, so it can be attached to an issue.
+    """
+    path = target or run / "report.html"
+    page = report_page(RunFolder(run), price)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"{path} cannot be written: {error.strerror}; name another file with --to") from error
+    click.echo(f"{path}: open it in a browser")
