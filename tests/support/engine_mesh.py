@@ -298,8 +298,8 @@ class EngineClient:
     async def one(self, prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
         return (await self.generate(prompt, **sampling))[0]
 
-    async def greedy(self, prompt: Sequence[int], max_tokens: int = 40) -> dict[str, Any]:
-        return await self.one(prompt, temperature=0.0, max_tokens=max_tokens)
+    async def greedy(self, prompt: Sequence[int], max_tokens: int = 40, **more: Any) -> dict[str, Any]:
+        return await self.one(prompt, temperature=0.0, max_tokens=max_tokens, **more)
 
     async def version(self) -> dict[str, Any]:
         body: dict[str, Any] = (await self.get("/version")).body

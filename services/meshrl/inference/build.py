@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from meshrl.client.machine.memory import machine_memory
 from meshrl.inference.config import InferenceConfig, only_vllm
-from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.engine import MAX_ADAPTERS, EmbeddedEngine
 from meshrl.inference.engine import Engine
 from meshrl.inference.sizing import GIB
 from meshrl.models.load import eos_token_ids, load_model
@@ -120,6 +120,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
         seed=config.seed,
         version=0 if config.weight_broadcast is None else None,
         keep_routes=config.enable_return_routed_experts,
+        max_adapters=max(config.max_loras, config.max_cpu_loras or 0, MAX_ADAPTERS),
     )
 
 

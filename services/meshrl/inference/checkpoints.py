@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,14 +46,25 @@ class WeightLoader:
                 HostVersion(version=version, tensors=tensors, files=tuple(sorted(source.glob("*.safetensors"))))
             )
 
-    async def load_adapter(self, folder: Path, version: int) -> float:
-        """Serves the base model with the LoRA adapter in `folder`, in PEFT's format; returns the pause in seconds.
+    async def load_adapter(self, folder: Path, name: str, version: int | None) -> int:
+        """Serves the LoRA adapter in `folder`, in PEFT's format, to requests for the model `name`; returns its version.
 
-        Raises: MeshError INVALID_REQUEST when there is none, NOT_SUPPORTED for kinds of LoRA that are not merged as
-        base + lora_alpha / r * B A, LAYOUT_MISMATCH when it does not fit.
+        Without a version it is the next one of that name. Raises: MeshError INVALID_REQUEST when there is none,
+        NOT_SUPPORTED for other kinds of LoRA than base + lora_alpha / r * B A and for an engine that takes no adapters,
+        LAYOUT_MISMATCH when it does not fit.
         """
+        adapters = self._engine.adapters
+        if adapters is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "this engine takes no adapters; set inference.enable_lora")
         async with self._lock:
-            return await self._serve(await asyncio.to_thread(read_adapter, folder, version))
+            if version is None:
+                before = adapters.newest.get(name)
+                last = self._engine.version if before is None else before.version
+                version = 0 if last is None else last + 1
+            host = await asyncio.to_thread(read_adapter, folder, version)
+            await self._engine.stage(replace(host, run_id=name))
+            adapters.serve(name, version)
+            return version
 
     async def _serve(self, host: HostVersion) -> float:
         engine = self._engine

@@ -25,6 +25,7 @@ BOTH_ENGINES = ("max_num_seqs", "max_num_batched_tokens")
 """Keys of both engines that are passed to vLLM when they are set, under vLLM's own names."""
 
 SHARED_GPU_UTILIZATION = 0.5
+DEFAULT_LORA_RANK = 16
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can be started for; the smallest that holds ours is taken."""
 
@@ -141,6 +142,16 @@ class InferenceConfig(BaseConfig):
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
     embedded engine takes both. `rl` sets it."""
+
+    enable_lora: bool = False
+    """Serve adapters, each run's to its own requests. vLLM then takes no whole models. lora_rank implies it."""
+
+    max_loras: int = Field(default=2, ge=1)
+    """Adapters that the engine holds and that one batch may mix: twice the runs, since a version that is replaced stays
+    until its last request ends. vLLM reserves memory for each on the GPU."""
+
+    max_cpu_loras: int | None = Field(default=None, ge=1)
+    """vLLM: adapters in the host's memory, from which the GPU's max_loras are taken; by default as many."""
 
     enable_return_routed_experts: bool = False
     """Mixtures of experts: keep the experts that each token went through, for requests that ask for them, as router
@@ -263,8 +274,12 @@ class InferenceConfig(BaseConfig):
     @property
     def takes_whole_versions(self) -> bool:
         """Whether vLLM has a second copy of the weights beside the live ones: adapters need none."""
-        adapters = self.lora_rank is not None or bool(self.vllm_argument("enable_lora"))
+        adapters = self._takes_adapters or bool(self.vllm_argument("enable_lora"))
         return self.weight_broadcast is not None and not adapters
+
+    @property
+    def _takes_adapters(self) -> bool:
+        return self.enable_lora or self.lora_rank is not None
 
     def vllm_arguments(self) -> JsonObject:
         """vLLM's engine arguments: what is set here and in the `vllm` table, and the model; not what is auto."""
@@ -273,9 +288,10 @@ class InferenceConfig(BaseConfig):
             given["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
         if self.sleep_while_training:
             given["enable_sleep_mode"] = True
-        if self.lora_rank is not None:
-            rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
-            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        if self._takes_adapters:
+            rank = next(rank for rank in VLLM_LORA_RANKS if rank >= (self.lora_rank or DEFAULT_LORA_RANK))
+            given |= {"enable_lora": True, "max_loras": self.max_loras, "max_lora_rank": rank}
+            given["max_cpu_loras"] = self.max_cpu_loras
         if self.enable_return_routed_experts:
             given["enable_return_routed_experts"] = True
         given |= {

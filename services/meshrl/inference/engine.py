@@ -96,6 +96,7 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stream: bool = False
+    policy: str = ""  # whose adapter samples it; see `AdapterTable.using`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,9 +311,17 @@ def check_fit(engine: Engine) -> None:
 
 
 def check_request(
-    engine: Engine, request: GenerateRequest, *, capacity: int, vocab_size: int, reports_routes: bool = False
+    engine: Engine,
+    request: GenerateRequest,
+    *,
+    capacity: int,
+    vocab_size: int,
+    reports_routes: bool = False,
+    of_adapter: bool = False,
 ) -> None:
     """Refuses what the engine cannot serve; `capacity` is how many requests may be in flight.
+
+    A request `of_adapter` needs no version of the base model.
 
     Raises: MeshError ENGINE_FAILED, DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state,
     INVALID_REQUEST and NOT_SUPPORTED for what the request asks.
@@ -320,7 +329,7 @@ def check_request(
     check_fit(engine)
     if engine.draining:
         raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
-    if engine.version is None:
+    if engine.version is None and not of_adapter:
         message = "this engine has no weight version yet; it serves once its agent has applied one"
         raise MeshError(Reason.VERSION_NOT_AVAILABLE, message, retry_after_s=RETRY_AFTER_S)
     if engine.in_flight >= capacity:

@@ -267,8 +267,6 @@ _INFERENCE = (
     *(_moved(f"inference.{each}", f"inference.vllm.{each}")
       for each in ("enable_expert_parallel", "enable_prefix_caching", "all2all_backend", "quantization",
                    "kv_cache_dtype", "enable_eplb")),
-    *(_unused(f"inference.{each}", "an engine with lora_rank, which rl sets, takes adapters")
-      for each in ("enable_lora", "max_loras", "max_cpu_loras")),
     *(_unused(f"inference.model.{each}", _PARSERS)
       for each in ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice")),
     _unused("inference.api_server_count", "one server answers for an engine"),

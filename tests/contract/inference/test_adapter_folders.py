@@ -62,20 +62,20 @@ def test_a_killed_engine_leaves_no_folder(tmp_path: Path) -> None:
 def test_an_adapter_without_room_is_refused_in_a_sentence_and_written_once_there_is_some(disk: Path) -> None:
     store = AdapterStore(8, folder=disk)
     try:
-        store.serve(store.write(adapter(1), LAYOUT))
+        store.write(adapter(1), LAYOUT, 1)
         filler = fill(disk)
         with pytest.raises(MeshError) as caught:
-            store.write(adapter(2), LAYOUT)
+            store.write(adapter(2), LAYOUT, 2)
         assert caught.value.reason is Reason.OVERLOADED
         assert f"version 2 cannot be written to {disk} on this host" in caught.value.message
         assert "free some space there" in caught.value.message
         filler.unlink()
-        staged = store.write(adapter(2), LAYOUT)
-        written = load_file(staged.folder / "adapter_model.safetensors")
+        folder = store.write(adapter(2), LAYOUT, 2)
+        written = load_file(folder / "adapter_model.safetensors")
         assert all(torch.equal(written[name], tensor) for name, tensor in adapter(2).tensors.items())
-        store.serve(staged)
+        store.remove(1)
         (root,) = disk.iterdir()
-        assert [folder.name for folder in root.iterdir()] == ["version_2"]
+        assert [each.name for each in root.iterdir()] == ["2"]
     finally:
         store.close()
     assert list(disk.iterdir()) == []

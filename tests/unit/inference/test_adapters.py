@@ -1,22 +1,25 @@
-"""LoRA versions on the embedded engine: merged as the trainer merges them, always into the base weights."""
+"""Adapters on the embedded engine: each request gets its own run's, unmerged and beside the others."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from inference_kit import EngineFactory, ask, complete, full_forward
+from inference_kit import EngineFactory, ask, complete, full_forward, make_model
+from meshrl.inference import adapters
 from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.embedded.live_weights import LiveWeights
-from meshrl.inference.engine import HostVersion
+from meshrl.inference.engine import GenerateRequest, HostVersion, TokenChunk
+from meshrl.inference.http.runs import join
 from meshrl.models.lora import adapted_layers, adapter_state, apply_lora
-from meshrl.models.state import hf_state
 from meshrl.versions.peft import PREFIX
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import Adapter, layout_signature
@@ -43,65 +46,171 @@ def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {f"{PREFIX}{name}.weight": tensor for name, tensor in adapter_state(model).items()}
 
 
-def version_of(model: PreTrainedModel, version: int, *targets: str) -> HostVersion:
+def version_of(model: PreTrainedModel, version: int, *targets: str, run: str = "run") -> HostVersion:
     adapter = AdapterConfig(rank=RANK, lora_alpha=ALPHA, target_modules=targets)
-    return HostVersion(version=version, tensors=published(model), adapter=adapter)
+    return HostVersion(run_id=run, version=version, tensors=published(model), adapter=adapter)
 
 
-async def serve(engine: EmbeddedEngine, host: HostVersion) -> None:
+async def serve(engine: EmbeddedEngine, host: HostVersion) -> int:
     await engine.stage(host)
-    await engine.pause()
-    await engine.apply(host.version, b"root")
-    await engine.resume()
+    return engine.adapters.serve(host.run_id, host.version, artifact_id=f"artifact {host.version}")
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def base(request: pytest.FixtureRequest, model: PreTrainedModel) -> PreTrainedModel:
-    return copy.deepcopy(model).to(request.param)
+def asked(policy: str, prompt: list[int], **params: Any) -> GenerateRequest:
+    return dataclasses.replace(ask(prompt, **params), policy=policy)
 
 
-async def test_served_weights_are_the_trainers_merged_ones_to_the_bit(
+def check_logprobs(made: TokenChunk, model: PreTrainedModel, prompt: list[int], *, atol: float = 1e-4) -> None:
+    """The tokens are what the trainer's own model makes of them."""
+    forward = full_forward(model, prompt, made.token_ids.tolist())
+    torch.testing.assert_close(torch.from_numpy(made.logprobs), torch.from_numpy(forward), atol=atol, rtol=0)
+
+
+@pytest.fixture(
+    params=[{}, {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}], ids=["cached", "again"]
+)
+def base(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A model with a slot cache, and one whose every sequence is computed again for each token."""
+    return make_model(**request.param)
+
+
+async def test_a_version_is_served_without_a_pause_as_the_trainer_computes_it(
     start_engine: EngineFactory, base: PreTrainedModel
 ) -> None:
     engine = await start_engine(base)
+    before = await engine.weights_root()
     trainer = trained(base, 1, "q_proj", "down_proj")
-    await serve(engine, version_of(trainer, 1, "down_proj", "q_proj"))
-    expected = copy.deepcopy(base)
-    expected.load_state_dict(hf_state(trainer), strict=False)
-    assert await engine.weights_root() == LiveWeights(expected).root()
-    assert await engine.weights_root() != LiveWeights(base).root()
+    await serve(engine, version_of(trainer, 3, "down_proj", "q_proj"))
     made = await complete(engine, ask([1, 2, 3], max_tokens=8))
-    assert {span.version for span in made.version_spans} == {1}
-    if base.dtype is torch.float32:
-        forward = full_forward(expected, [1, 2, 3], made.token_ids.tolist())
-        torch.testing.assert_close(torch.from_numpy(made.logprobs), torch.from_numpy(forward), atol=1e-4, rtol=0)
+    assert {span.version for span in made.version_spans} == {3}
+    check_logprobs(made, trainer, [1, 2, 3])
+    assert await engine.weights_root() == before
+    assert engine.stats().last_pause_s == 0.0
 
 
-async def test_next_adapter_is_merged_into_the_base_and_not_into_the_one_before(
+async def test_three_runs_in_one_batch_get_each_its_own_adapter(
+    start_engine: EngineFactory, base: PreTrainedModel
+) -> None:
+    """As the trainer's model computes each; the other rows' adapters change nothing, to the bit at the same shape."""
+    runs = {name: trained(base, seed, "q_proj", "v_proj", "down_proj") for seed, name in enumerate("abc", 1)}
+    others = {
+        "b": trained(base, 8, "q_proj", "v_proj", "down_proj"),
+        "c": trained(base, 9, "q_proj", "v_proj", "down_proj"),
+    }
+    prompt = list(range(1, 30))
+
+    async def together(models: Mapping[str, PreTrainedModel]) -> dict[str, TokenChunk]:
+        engine = await start_engine(base)
+        for name, model in models.items():
+            await serve(engine, version_of(model, 1, "down_proj", "q_proj", "v_proj", run=name))
+        await engine.pause()
+        made = [asyncio.create_task(complete(engine, asked(name, prompt, max_tokens=12, seed=5))) for name in "abc"]
+        made.append(asyncio.create_task(complete(engine, dataclasses.replace(ask(prompt, seed=5), policy="a@1"))))
+        await until_in_flight(engine, 4)
+        await engine.resume()
+        return dict(zip(["a", "b", "c", "again"], await asyncio.gather(*made), strict=True))
+
+    first = await together(runs)
+    for name, model in runs.items():
+        check_logprobs(first[name], model, prompt)
+    second = await together({"a": runs["a"], **others})
+    assert first["a"].token_ids.tolist() == second["a"].token_ids.tolist()
+    assert first["a"].logprobs.tobytes() == second["a"].logprobs.tobytes()
+    assert not np.array_equal(first["b"].logprobs, second["b"].logprobs)
+
+
+async def until_in_flight(engine: EmbeddedEngine, count: int) -> None:
+    async with asyncio.timeout(30.0):
+        while engine.in_flight < count:  # noqa: ASYNC110 (state that has no event)
+            await asyncio.sleep(0.005)
+
+
+async def test_a_request_in_flight_stays_on_its_version_and_new_ones_get_the_newer(
     start_engine: EngineFactory, model: PreTrainedModel
 ) -> None:
     engine = await start_engine()
-    await serve(engine, version_of(trained(model, 1, "q_proj", "down_proj"), 1, "down_proj", "q_proj"))
-    second = trained(model, 2, "q_proj")  # and down_proj goes back to the base
-    await serve(engine, version_of(second, 2, "q_proj"))
-    expected = copy.deepcopy(model)
-    expected.load_state_dict(hf_state(second), strict=False)
-    assert await engine.weights_root() == LiveWeights(expected).root()
+    old, new = trained(model, 1, "q_proj"), trained(model, 2, "q_proj")
+    await serve(engine, version_of(old, 1, "q_proj"))
+    prompt = [1, 2, 3]
+    stream = engine.generate(dataclasses.replace(ask(prompt, max_tokens=60), stream=True))
+    chunks = [await anext(stream)]
+    assert await serve(engine, version_of(new, 2, "q_proj")) == 1
+    assert [(held.version, held.newest) for held in engine.adapters.served] == [(1, False), (2, True)]
+    later = await complete(engine, ask(prompt))
+    check_logprobs(later, new, prompt)
+    chunks += [chunk async for chunk in stream]
+    assert {span.version for chunk in chunks for span in chunk.version_spans} == {1}
+    whole = join(chunks)
+    assert len(whole.token_ids) == 60
+    forward = full_forward(old, prompt, whole.token_ids.tolist())
+    torch.testing.assert_close(torch.from_numpy(whole.logprobs), torch.from_numpy(forward), atol=1e-4, rtol=0)
+    assert [held.version for held in engine.adapters.served] == [2]  # unloaded with its last request
 
 
-async def test_whole_version_is_the_base_of_later_adapters(start_engine: EngineFactory, model: PreTrainedModel) -> None:
+async def test_a_prompts_cache_is_shared_within_one_adapter_alone(
+    start_engine: EngineFactory, model: PreTrainedModel
+) -> None:
     engine = await start_engine()
-    await serve(engine, version_of(trained(model, 1, "q_proj"), 1, "q_proj"))
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.model.layers[0].self_attn.q_proj.weight.mul_(2)
-    await serve(engine, HostVersion(version=2, tensors=hf_state(other)))
-    assert await engine.weights_root() == LiveWeights(other).root()
-    again = trained(other, 3, "q_proj")
-    await serve(engine, version_of(again, 3, "q_proj"))
-    expected = copy.deepcopy(other)
-    expected.load_state_dict(hf_state(again), strict=False)
-    assert await engine.weights_root() == LiveWeights(expected).root()
+    for seed, name in enumerate("ab", 1):
+        await serve(engine, version_of(trained(model, seed, "q_proj"), 1, "q_proj", run=name))
+    prompt = list(range(1, 33))
+    await engine.pause()
+    tasks = [asyncio.create_task(complete(engine, asked(name, prompt))) for name in ("a", "b", "a", "b")]
+    await until_in_flight(engine, 4)
+    await engine.resume()
+    await asyncio.gather(*tasks)
+    assert engine.stats().shared_prompt_tokens == 2 * (len(prompt) - 1)
+
+
+async def test_what_is_not_there_yet_is_no_unknown_model(start_engine: EngineFactory, model: PreTrainedModel) -> None:
+    engine = await start_engine()
+    await serve(engine, version_of(trained(model, 1, "q_proj"), 4, "q_proj", run="a"))
+    for policy in ("b", "b@", "b@1", "a@5"):
+        with pytest.raises(MeshError) as refused:
+            await complete(engine, asked(policy, [1, 2]))
+        assert refused.value.reason is Reason.VERSION_NOT_AVAILABLE
+        assert refused.value.retry_after_s
+    await engine.stage(version_of(trained(model, 2, "q_proj"), 5, "q_proj", run="a"))
+    with pytest.raises(MeshError, match="version 5 of run 'a' is not here yet"):
+        await complete(engine, asked("a@5", [1, 2]))  # loaded, and not decided
+    await serve(engine, version_of(trained(model, 3, "q_proj"), 1, "q_proj", run="b"))
+    with pytest.raises(MeshError, match="serves the runs a, b: name one of them"):
+        await complete(engine, ask([1, 2]))
+
+
+async def test_a_full_engine_waits_for_a_place_and_then_names_what_it_holds(
+    start_engine: EngineFactory, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start_engine(max_adapters=2)
+    for name in "ab":
+        await serve(engine, version_of(trained(model, 1, "q_proj"), 1, "q_proj", run=name))
+    monkeypatch.setattr(adapters, "ROOM_DEADLINE_S", 0.05)
+    third = version_of(trained(model, 1, "q_proj"), 1, "q_proj", run="c")
+    with pytest.raises(
+        MeshError, match=r"holds 2 adapters.*a@1 \(0 requests\), b@1.*raise inference.max_loras"
+    ) as full:
+        await engine.stage(third)
+    assert full.value.reason is Reason.OVERLOADED
+    monkeypatch.setattr(adapters, "ROOM_DEADLINE_S", 30.0)
+    waiting = asyncio.create_task(engine.stage(third))
+    await asyncio.sleep(0)
+    engine.adapters.retire("a")
+    await waiting
+    assert [held.run_id for held in engine.adapters.served] == ["b", "c"]
+
+
+async def test_prompt_logprobs_are_of_the_requests_adapter(start_engine: EngineFactory, model: PreTrainedModel) -> None:
+    engine = await start_engine()
+    runs = {name: trained(model, seed, "q_proj") for seed, name in enumerate("ab", 1)}
+    for name, each in runs.items():
+        await serve(engine, version_of(each, 1, "q_proj", run=name))
+    for name, each in runs.items():
+        made = await complete(engine, asked(name, [1, 2, 3, 4], prompt_logprobs=1))
+        assert made.prompt_logprobs is not None
+        forward = full_forward(each, [1], [2, 3, 4])
+        torch.testing.assert_close(
+            torch.from_numpy(made.prompt_logprobs[1:]), torch.from_numpy(forward), atol=1e-4, rtol=0
+        )
 
 
 async def test_adapter_comes_through_a_group_as_well(
@@ -114,12 +223,8 @@ async def test_adapter_comes_through_a_group_as_well(
     parcel = senders.parcel(1, published(trainer), adapter=Adapter(config=adapter, base_layout=layout))
     await asyncio.gather(engine.join_group(senders.group(1)), senders.meet(1))
     await asyncio.gather(engine.receive(parcel.manifest), senders.send(parcel))
-    await engine.pause()
-    await engine.apply(1, parcel.manifest.result_root)
-    await engine.resume()
-    expected = copy.deepcopy(model)
-    expected.load_state_dict(hf_state(trainer), strict=False)
-    assert await engine.weights_root() == LiveWeights(expected).root()
+    engine.adapters.serve(parcel.manifest.run_id, 1)
+    check_logprobs(await complete(engine, ask([1, 2, 3])), trainer, [1, 2, 3])
 
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"

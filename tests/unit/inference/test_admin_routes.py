@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from inference_kit import EngineFactory, make_model
+from inference_kit import EngineFactory, full_forward, make_model
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
@@ -65,19 +66,36 @@ def adapter(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, PreTrainedMod
     return tmp_path / "adapter", merged
 
 
-async def test_adapter_folder_becomes_the_next_version(
+async def test_adapter_folder_becomes_the_next_version_of_its_name(
     serve: Start, start_engine: EngineFactory, adapter: tuple[Path, PreTrainedModel]
 ) -> None:
     folder, merged = adapter
     engine = await start_engine()
     client = await serve(engine)
+    before = await engine.weights_root()
     status, answer = await post(client, "/load_lora_adapter", {"lora_name": "mine", "lora_path": str(folder)})
-    assert (status, answer["version"], answer["lora_name"]) == (200, 1, "mine")
-    assert answer["root"] == LiveWeights(merged).root().hex()
-    assert await engine.weights_root() == LiveWeights(merged).root()
-    assert not engine.paused
-    status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder), "version": 7})
-    assert (status, engine.version) == (200, 7)
+    assert (status, answer["version"], answer["lora_name"], answer["pause_s"]) == (200, 1, "mine", 0.0)
+    body = {"model": "mine", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 6, "logprobs": 0}}
+    status, answer = await post(client, "/inference/v1/generate", body)
+    choice = answer["choices"][0]
+    found = [each["logprob"] for each in choice["logprobs"]["content"]]
+    forward = full_forward(merged, [1, 2, 3], choice["token_ids"])
+    np.testing.assert_allclose(found, forward, atol=1e-4)
+    assert await engine.weights_root() == before
+    answer = await post(client, "/load_lora_adapter", {"lora_name": "mine", "lora_path": str(folder), "version": 7})
+    assert answer[0] == 200
+    async with client.get("/version") as response:
+        told = await response.json()
+    assert (told["version"], told["runs"]) == (7, {"mine": 7})
+
+
+async def test_a_run_that_is_not_there_yet_is_503_with_retry_after(serve: Start, start_engine: EngineFactory) -> None:
+    client = await serve(await start_engine())
+    body = {"model": "b@", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}}
+    async with client.post("/inference/v1/generate", json=body) as response:
+        assert response.status == 503
+        assert response.headers["Retry-After"] == "1"
+        assert (await response.json())["error"]["reason"] == "VERSION_NOT_AVAILABLE"
 
 
 async def test_folders_that_are_no_plain_adapter_of_the_model_are_refused(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshrl.inference.embedded.staging import merge_adapter
+from inference_kit import ask, complete, full_forward
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.low_rank import AdapterLayers
+from meshrl.inference.engine import HostVersion
 from meshrl.models.expert_lora import ExpertAdapter
 from meshrl.models.lora import (
     adapted_layers,
@@ -104,16 +109,37 @@ def test_a_folder_in_pefts_form_brings_the_same_adapters_back(family: str, tmp_p
     assert any(name.endswith("experts.base_layer.lora_A.weight") for name in tensors)
 
 
+def host_version(model: PreTrainedModel, run: str = "run") -> HostVersion:
+    config = peft.config_of(adapter_config(model, "base"))
+    return HostVersion(run_id=run, version=1, tensors=peft_state(adapter_state(model)), adapter=config)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_merges_to_the_bit_what_the_trainer_merges(family: str) -> None:
     model = adapted(family)
-    state, config = peft_state(adapter_state(model)), peft.config_of(adapter_config(model, "base"))
-    base = stored_tensors(tiny_model(family, attn=None))
-    found = merge_adapter(1, config, state, base, torch.device("cpu"))
+    layers = AdapterLayers(tiny_model(family, attn=None), torch.device("cpu"))
+    found = layers.prepare(host_version(model), 1).experts
     own = hf_state(model)
     assert any(name.endswith("down_proj") for name in found)
     for name, tensor in found.items():
         assert torch.equal(tensor, own[name]), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+async def test_an_engine_has_the_experts_of_each_requests_own_run(family: str) -> None:
+    engine = EmbeddedEngine(tiny_model(family, attn=None), max_model_len=32, num_slots=4, seed=0)
+    engine.start()
+    runs = {name: adapted(family, seed=seed) for seed, name in enumerate("ab", 1)}
+    for name, model in runs.items():
+        await engine.stage(host_version(model, name))
+        engine.adapters.serve(name, 1)
+    prompt = [3, 1, 4, 1, 5]
+    asked = [replace(ask(prompt), policy=name) for name in runs]
+    made = await asyncio.gather(*(complete(engine, request) for request in asked))
+    await engine.close()
+    for model, chunk in zip(runs.values(), made, strict=True):
+        forward = full_forward(model, prompt, chunk.token_ids.tolist())
+        torch.testing.assert_close(torch.from_numpy(chunk.logprobs), torch.from_numpy(forward), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

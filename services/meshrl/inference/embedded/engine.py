@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Literal
 
@@ -17,7 +18,9 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from meshrl.core.waiting import InFlight
+from meshrl.inference.adapters import AdapterTable, ServedAdapter
 from meshrl.inference.embedded.live_weights import LiveWeights
+from meshrl.inference.embedded.low_rank import BASE, LoadedAdapter
 from meshrl.inference.embedded.runner import PromptScores, make_runner
 from meshrl.inference.embedded.sampler import stream_keys
 from meshrl.inference.embedded.slots import RequestRow
@@ -37,6 +40,8 @@ from meshrl.versions.layout import Layout
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 
+MAX_ADAPTERS = 16
+
 
 class EmbeddedEngine(NeverSleeps):
     """An `Engine` (see `engine.py`) over one in-process model. `start` it on the loop that will consume its tokens."""
@@ -44,7 +49,7 @@ class EmbeddedEngine(NeverSleeps):
     def __init__(
         self, model: PreTrainedModel, *, max_model_len: int, num_slots: int, max_queue: int = 4096,
         max_num_batched_tokens: int = 2048, kv_cache_bytes: int | None = None, eos_token_ids: tuple[int, ...] = (),
-        seed: int | None = None, version: int | None = 0, keep_routes: bool = False,
+        seed: int | None = None, version: int | None = 0, keep_routes: bool = False, max_adapters: int = MAX_ADAPTERS,
     ) -> None:  # fmt: skip
         """Takes over `model`. `version` names the weights it comes with; None refuses requests until one is applied."""
         self.max_model_len = max_model_len
@@ -59,6 +64,11 @@ class EmbeddedEngine(NeverSleeps):
         self._weights = LiveWeights(model)
         self._device = model.device
         self._staging = Staging(self._weights, model.device)
+        self._adapters = AdapterTable[LoadedAdapter](
+            max_adapters,
+            max_rank=0,
+            unload=lambda adapter: self._steps.soon(lambda: runner.adapters.drop(adapter.number)),
+        )
         self._seeds = np.random.default_rng(seed)
         self._in_flight, self._draining = InFlight(), False
         self._root: bytes | None = None
@@ -107,8 +117,8 @@ class EmbeddedEngine(NeverSleeps):
         return False  # the model lives in this process
 
     @property
-    def adapters(self) -> None:
-        return None
+    def adapters(self) -> AdapterTable[LoadedAdapter]:
+        return self._adapters
 
     @property
     def collective(self) -> CollectiveSupport | None:
@@ -159,13 +169,22 @@ class EmbeddedEngine(NeverSleeps):
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        check_request(
-            self,
-            request,
-            capacity=self.num_slots + self.max_queue,
-            vocab_size=self.vocab_size,
-            reports_routes=self._keeps_routes,
-        )
+        with self._adapters.using(request.policy) as adapter:
+            check_request(
+                self,
+                request,
+                capacity=self.num_slots + self.max_queue,
+                vocab_size=self.vocab_size,
+                reports_routes=self._keeps_routes,
+                of_adapter=adapter is not None,
+            )
+            async with aclosing(self._complete(request, adapter)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _complete(
+        self, request: GenerateRequest, adapter: ServedAdapter[LoadedAdapter] | None
+    ) -> AsyncGenerator[TokenChunk, None]:
         chunks: asyncio.Queue[TokenChunk | MeshError] = asyncio.Queue()
         params = request.sampling
         seed = self._seeds.integers(2**63) if params.seed is None else params.seed % 2**64
@@ -175,6 +194,8 @@ class EmbeddedEngine(NeverSleeps):
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             key=stream_keys(np.array([seed], np.uint64))[0],
             limit=min(params.max_tokens, self.max_model_len - len(request.prompt_ids)),
+            adapter=BASE if adapter is None else adapter.number,
+            adapter_version=None if adapter is None else adapter.version,
             came_s=time.monotonic(),
             deliver=lambda chunk: self._steps.defer(lambda: chunks.put_nowait(chunk)),
             fail=lambda error: self._steps.defer(lambda: chunks.put_nowait(error)),
@@ -184,7 +205,7 @@ class EmbeddedEngine(NeverSleeps):
             try:
                 prompt = None
                 if params.prompt_logprobs is not None:
-                    prompt = await self._score_prompt(request, params.prompt_logprobs)
+                    prompt = await self._score_prompt(request, params.prompt_logprobs, row.adapter)
                 self._steps.submit(row)
                 submitted = True
                 while not over:
@@ -206,10 +227,11 @@ class EmbeddedEngine(NeverSleeps):
                 if submitted and not over:
                     self._steps.cancel(row)
 
-    async def _score_prompt(self, request: GenerateRequest, asked: int) -> PromptScores:
+    async def _score_prompt(self, request: GenerateRequest, asked: int, adapter: int) -> PromptScores:
         """Of each prompt token. Raises MeshError ENGINE_FAILED where one but the first is not finite."""
         top_k = asked if asked > 1 else 0
-        found = await self._steps.call(lambda: self._steps.runner.score_prompt(request.prompt_ids, top_k=top_k))
+        runner = self._steps.runner
+        found = await self._steps.call(lambda: runner.score_prompt(request.prompt_ids, top_k=top_k, adapter=adapter))
         if not np.isfinite(found.logprobs[1:]).all():
             message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
             raise MeshError(Reason.ENGINE_FAILED, message)
@@ -233,13 +255,23 @@ class EmbeddedEngine(NeverSleeps):
         await self._steps.call(end)
 
     async def stage(self, host: HostVersion) -> None:
-        await self._staging.stage(host)
+        await self._stage(host, copy=True)
+
+    async def _stage(self, host: HostVersion, *, copy: bool) -> None:
+        if host.adapter is None:
+            await self._staging.stage(host, copy=copy)
+            return
+        layers, number = self._steps.runner.adapters, await self._adapters.room(host.run_id)
+        with self._staging.named_out_of_memory(host.version):
+            loaded = await asyncio.to_thread(layers.prepare, host, number)
+        await self._steps.call(lambda: layers.add(loaded))
+        self._adapters.add(host.run_id, host.version, number, loaded)
 
     async def join_group(self, group: JoinGroup) -> None:
         await self._staging.receiver.join(group)
 
     async def receive(self, manifest: Manifest) -> None:
-        await self._staging.receive(manifest)
+        await self._stage(await self._staging.receive(manifest), copy=False)
 
     async def leave_group(self) -> None:
         await self._staging.receiver.leave()

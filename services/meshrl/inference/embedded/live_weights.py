@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,14 +15,10 @@ from meshrl.wire.manifest import digest, root_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shadow:
-    """A version's tensors on the engine's device, not live yet.
-
-    `tensors` are those that change; `base` are base weights that differ from what is live once they have.
-    """
+    """A version's tensors on the engine's device, not live yet."""
 
     version: int
     tensors: Mapping[str, torch.Tensor]
-    base: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LiveWeights:
@@ -31,13 +27,7 @@ class LiveWeights:
     def __init__(self, model: nn.Module) -> None:
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         self._owners = {name: own[name] for name in hf_state(model)}
-        self._replaced: Mapping[str, torch.Tensor] = {}  # base weights in whose place merged ones are live
         self.layout: Layout = layout_of(self._owners)
-
-    @property
-    def base(self) -> dict[str, torch.Tensor]:
-        """The weights of the newest whole version, whatever adapter is merged into the live ones."""
-        return {name: self._replaced.get(name, owner.detach()) for name, owner in self._owners.items()}
 
     def stage(self, version: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> Shadow:
         """Takes a whole version, copied to the device of the live one, or as it is where `copy` is off.
@@ -53,21 +43,11 @@ class LiveWeights:
         }
         return Shadow(version=version, tensors=shadow)
 
-    def stage_changes(self, version: int, merged: Mapping[str, torch.Tensor]) -> Shadow:
-        """Takes the base weights with `merged` ones in the place of some; what an earlier adapter changed goes back."""
-        base = self.base
-        return Shadow(
-            version=version,
-            tensors={name: base[name] for name in self._replaced} | dict(merged),
-            base={name: base[name] for name in merged},
-        )
-
     def swap(self, shadow: Shadow) -> None:
         """Makes the shadow live by exchanging storage: no bytes move; tied modules follow, as they share the owner."""
         with torch.no_grad():
             for name, tensor in shadow.tensors.items():
                 self._owners[name].data = tensor
-        self._replaced = shadow.base
 
     def root(self) -> bytes:
         """Root hash over the bytes of the live weights, as `wire.manifest` defines it."""

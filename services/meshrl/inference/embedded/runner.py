@@ -32,6 +32,7 @@ from meshrl.inference.embedded.cache import (
     probe_layers,
     register_attention,
 )
+from meshrl.inference.embedded.low_rank import BASE, AdapterLayers
 from meshrl.inference.embedded.routes import RouteStore
 from meshrl.inference.embedded.sampler import BatchSampling, reweight, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
@@ -82,6 +83,7 @@ class ModelRunner(ABC):
         self.num_slots = num_slots
         self.max_len = max_len
         self.device = model.device
+        self.adapters = AdapterLayers(model, model.device)
         self._params = BatchSampling()
         self._reweighted: list[int] = []  # slots of decoding rows with penalties or biases
 
@@ -89,7 +91,7 @@ class ModelRunner(ABC):
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
 
-    def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0) -> PromptScores:
+    def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptScores:
         """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
 
         One plain forward pass of the live weights, between two steps, which wait for it. Where the logits of all tokens
@@ -102,7 +104,7 @@ class ModelRunner(ABC):
         top_logprobs = torch.zeros(top_ids.shape, device=self.device)
         at_once = max(1, SCORED_LOGITS // vocab_size)
         accepts = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        with torch.inference_mode():
+        with torch.inference_mode(), self.adapters.passing(np.full(1, adapter)):
             for start in range(0, len(ids_P) - 1, at_once):
                 end = min(start + at_once, len(ids_P) - 1)
                 kept = {"logits_to_keep": torch.arange(start, end, device=self.device)} if accepts else {}
@@ -242,7 +244,9 @@ class SlotRunner(ModelRunner):
             dtype=self._slots.layers[0].keys.dtype,
         )
         attention = sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext()
-        with attention, nullcontext() if self.routes is None else self.routes.noting(slots, positions):
+        adapters_T = table.slots["adapter"][slots]
+        noting = nullcontext() if self.routes is None else self.routes.noting(slots, positions)
+        with attention, noting, self.adapters.passing(adapters_T, adapters_T[:rows]):
             output = self.model(
                 input_ids=torch.from_numpy(token_ids).to(self.device)[None],
                 position_ids=plan.positions_T[None],
@@ -286,7 +290,9 @@ class RecomputingRunner(ModelRunner):
             for start in range(0, len(rows), at_once := max(1, RECOMPUTED_TOKENS // int(length))):
                 some = rows[start : start + at_once]
                 token_ids = torch.from_numpy(table.tokens_SM[some, :length].astype(np.int64)).to(self.device)
-                with nullcontext() if self.routes is None else self._noting(table, some, int(length)):
+                adapters_B = table.slots["adapter"][some]
+                noting = nullcontext() if self.routes is None else self._noting(table, some, int(length))
+                with noting, self.adapters.passing(np.repeat(adapters_B, length), adapters_B):
                     last_BV = self.model(input_ids=token_ids, use_cache=False, **self._last_only).logits[:, -1]
                 if not len(logits_RV):
                     logits_RV = last_BV.new_empty((table.decoding, last_BV.shape[-1]))

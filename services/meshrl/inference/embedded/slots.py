@@ -37,6 +37,7 @@ _SLOT_DTYPE = np.dtype(
         ("key", np.uint64),
         ("streams", np.bool_),
         ("shareable", np.bool_),  # every cached token was computed by the live weights
+        ("adapter", np.int64),  # number of its adapter; 0: the base model
         ("coming", np.int64),  # cached tokens after the step being planned, for rows that prefill in it
     ]
 )
@@ -60,6 +61,8 @@ class RequestRow:
     limit: int
     deliver: Callable[[TokenChunk], None]
     fail: Callable[[MeshError], None]
+    adapter: int = 0  # its number; 0: the base model
+    adapter_version: int | None = None
     slot: int = -1  # -1: waiting or gone
     sent: int = 0
     spans: list[list[int]] = field(default_factory=list)  # [first token, version]
@@ -136,7 +139,7 @@ class SlotTable:
         params = row.request.sampling
         self.slots[slot] = (
             0, len(row.request.prompt_ids), 0, row.limit, params.min_tokens, params.temperature, params.top_p,
-            params.top_k, params.min_p, row.key, row.request.stream, True, 0,
+            params.top_k, params.min_p, row.key, row.request.stream, True, row.adapter, 0,
         )  # fmt: skip
         self.tokens_SM[slot, : len(row.request.prompt_ids)] = row.request.prompt_ids
         if len(row.stop_ids) > self.stop_SW.shape[1]:
@@ -180,7 +183,8 @@ class SlotTable:
         """(source slot, tokens it can give now, tokens that a row of this step will be able to give)."""
         prompt = self.tokens_SM[slot, :wanted]
         live = self.slots[: self.occupied]
-        candidates = np.flatnonzero(live["shareable"] & (self.tokens_SM[: self.occupied, 0] == prompt[0]))
+        alike = live["shareable"] & (live["adapter"] == live["adapter"][slot])
+        candidates = np.flatnonzero(alike & (self.tokens_SM[: self.occupied, 0] == prompt[0]))
         candidates = candidates[candidates != slot]
         if not len(candidates):
             return -1, 0, 0
@@ -229,8 +233,9 @@ class SlotTable:
                     ids_K = ids_RK[row.slot, :wanted].astype(np.int32)
                     row.alternatives.append((ids_K, logprobs_RK[row.slot, :wanted].copy()))
         for slot in np.flatnonzero(live["generated"] == 0):
-            self.rows[slot].spans = [[0, version]]
-            self.rows[slot].first_s = self._now()
+            row = self.rows[slot]
+            row.spans = [[0, version if row.adapter_version is None else row.adapter_version]]
+            row.first_s = self._now()
         live["generated"] += 1
         stopped = (self.stop_SW[:rows] == token_ids_R[:, None]).any(1) & (live["generated"] > live["min_tokens"])
         broken = ~np.isfinite(logprobs_R)
@@ -298,11 +303,12 @@ class SlotTable:
     def new_weights(self, version: int, *, before: int | None, same: bool = False) -> None:
         """The live weights are `version` now: rows go on with their cache, which is not copied to new rows any more.
 
-        `before` is the version until now. `same`: only the name changed, not the values.
+        Rows with an adapter keep the version of that. `before` is the version until now. `same`: only the name changed,
+        not the values.
         """
         if not same:
             self.slots["shareable"][: self.occupied] = False
-        for row in self.rows:
+        for row in (row for row in self.rows if not row.adapter):
             generated = int(self.slots["generated"][row.slot])
             if not same and generated == 0 and self.slots["cached"][row.slot] > 0 and row.prompt_version is None:
                 row.prompt_version = before

@@ -1,17 +1,13 @@
 """Builds the shadow of the embedded engine: the next version's tensors, beside the live ones.
 
-Called by the engine for its agent; the engine then swaps the shadow in. A whole version becomes a set of tensors on the
-engine's device. A LoRA version becomes the adapted layers' weights alone, merged here as the trainer merges them; the
-base weights that they replace are kept, since the next adapter is merged into them again.
-
-Legend: R rank of an adapter, I inputs, O outputs of a layer.
+Called by the engine for its agent; the engine then swaps the shadow in. Adapters are no shadow: see `low_rank`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
@@ -22,10 +18,8 @@ from loguru import logger
 from meshrl.inference.embedded.live_weights import LiveWeights, Shadow
 from meshrl.inference.engine import HostVersion
 from meshrl.inference.out_of_memory import named_out_of_memory
-from meshrl.models.expert_lora import merge
-from meshrl.versions import peft
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest
+from meshrl.wire.types import JoinGroup, Manifest
 
 if TYPE_CHECKING:
     from meshrl.versions.collective.broadcasting import Receiver, ReceiveTimes, Sink
@@ -60,61 +54,30 @@ class Staging:
     def drop(self) -> None:
         self._shadow = None
 
-    async def stage(self, host: HostVersion) -> None:
-        """Builds the shadow from tensors in host memory. Raises MeshError LAYOUT_MISMATCH, OUT_OF_MEMORY."""
+    async def stage(self, host: HostVersion, *, copy: bool = True) -> None:
+        """Builds the shadow from tensors in memory. Raises MeshError LAYOUT_MISMATCH, OUT_OF_MEMORY."""
         self._shadow = None
-        self._shadow = await asyncio.to_thread(self._build, host, copy=True)
+        self._shadow = await asyncio.to_thread(self._build, host, copy=copy)
 
-    async def receive(self, manifest: Manifest) -> None:
-        """Builds it from a group's broadcast. Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, OUT_OF_MEMORY."""
+    async def receive(self, manifest: Manifest) -> HostVersion:
+        """Returns what a group broadcasts. Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, OUT_OF_MEMORY."""
         self._shadow = None
         arrived: dict[str, torch.Tensor] = {}
 
         def sink(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             arrived.update((name, tensor.to(self._device, copy=True)) for name, tensor in tensors)
 
-        with self._named_out_of_memory(manifest.version):
+        with self.named_out_of_memory(manifest.version):
             await self.receiver.receive(manifest, sink)
-        host = HostVersion(version=manifest.version, tensors=arrived, adapter=manifest.adapter)
-        self._shadow = await asyncio.to_thread(self._build, host, copy=False)
+        return HostVersion(run_id=manifest.run_id, version=manifest.version, tensors=arrived, adapter=manifest.adapter)
 
     def _build(self, host: HostVersion, *, copy: bool) -> Shadow:
-        with self._named_out_of_memory(host.version):
-            if host.adapter is None:
-                return self._weights.stage(host.version, host.tensors, copy=copy)
-            merged = merge_adapter(host.version, host.adapter, host.tensors, self._weights.base, self._device)
-            return self._weights.stage_changes(host.version, merged)
+        with self.named_out_of_memory(host.version):
+            return self._weights.stage(host.version, host.tensors, copy=copy)
 
-    def _named_out_of_memory(self, version: int) -> AbstractContextManager[None]:
+    def named_out_of_memory(self, version: int) -> AbstractContextManager[None]:
+        """Names the keys that make room, where the device has none for a version."""
         return named_out_of_memory(doing=f"staging version {version}", device=self._device, remedy=_REMEDY)
-
-
-def merge_adapter(
-    version: int,
-    adapter: AdapterConfig,
-    tensors: Mapping[str, torch.Tensor],
-    base: Mapping[str, torch.Tensor],
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """Returns the merged weight of every adapted layer by Hugging Face name, to the bit as `models.lora` merges.
-
-        W' = W + (lora_alpha / rank) B A in float32, then cast to W's dtype          (arXiv 2106.09685)
-
-    `tensors` have PEFT's names, `base` the base weights' Hugging Face names. Raises MeshError as `peft.check_fit`.
-    """
-    merged: dict[str, torch.Tensor] = {}
-    shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
-    scale = adapter.lora_alpha / adapter.rank
-    for adapted in peft.check_fit(version, adapter, tensors, shapes):
-        low, high = (tensors[peft.tensor_name(adapted.layer, part)].to(device).float() for part in peft.PARTS)
-        weight = base[adapted.name]
-        if adapted.experts:
-            low, high = peft.read_experts(low, adapted.experts, "A"), peft.read_experts(high, adapted.experts, "B")
-            whole = merge(weight, low, high, scale=scale, transposed=adapted.transposed)
-        else:
-            whole = torch.add(weight.float(), high @ low, alpha=scale)
-        merged[adapted.name] = whole.to(weight.dtype)
-    return merged
 
 
 class BroadcastReceiver:

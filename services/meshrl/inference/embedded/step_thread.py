@@ -120,6 +120,10 @@ class StepThread:
         self._put(call)
         return await asyncio.wait_for(asyncio.wrap_future(call.done), COMMAND_DEADLINE_S)
 
+    def soon(self, function: Callable[[], None]) -> None:
+        """Runs `function` between two steps, after what was asked for before; nobody waits for it."""
+        self._put(_Call(function, Future[None]()))
+
     async def stop(self) -> None:
         """Aborts the requests that are left and ends the thread."""
         self._inbox.put(None)

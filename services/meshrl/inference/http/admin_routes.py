@@ -28,14 +28,14 @@ ADMIN_PATHS = frozenset(
 
 
 class AdapterBody(BaseModel):
-    """POST /load_lora_adapter: a folder in PEFT's format, and which version to call the model with it.
+    """POST /load_lora_adapter: a folder in PEFT's format, and its version.
 
-    One adapter is served at a time, under the model's own name; `lora_name` is only given back.
+    Requests whose model is `lora_name` get it, in place of the version before of that name.
     """
 
     model_config = ConfigDict(extra="ignore")
 
-    lora_name: str = ""
+    lora_name: str = Field(default="policy", pattern=r"^[^@]+$")
     lora_path: str
     version: int | None = Field(default=None, ge=0)
 
@@ -130,9 +130,8 @@ class AdminRoutes:
 
     async def _load_lora_adapter(self, request: web.Request) -> web.StreamResponse:
         body = parse(AdapterBody, await request.read())
-        version = self._version(body.version)
-        pause_s = await self._loader.load_adapter(Path(body.lora_path), version)
-        return self._loaded(version, pause_s, lora_name=body.lora_name)
+        version = await self._loader.load_adapter(Path(body.lora_path), body.lora_name, body.version)
+        return self._loaded(version, 0.0, lora_name=body.lora_name)
 
     async def _init_broadcaster(self, request: web.Request) -> web.StreamResponse:
         body = parse(GroupBody, await request.read())

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from opentelemetry import context as otel_context
+from prometheus_client import generate_latest
 
 from meshrl.client.idle_connections import IdleConnections
 from meshrl.inference.agent.follower import HubFollower
@@ -21,7 +22,7 @@ from meshrl.inference.http.access import Access
 from meshrl.inference.http.admin_routes import AdminRoutes
 from meshrl.inference.http.metrics import CONTENT_TYPE, EngineMetrics
 from meshrl.inference.http.openai_routes import OpenAIRoutes
-from meshrl.inference.http.runs import STATUS_OF, Serving, as_mesh_error, error_body
+from meshrl.inference.http.runs import STATUS_OF, Serving, as_mesh_error, error_body, served_version
 from meshrl.inference.http.token_route import TokenRoute
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.wire.errors import MeshError, Reason
@@ -104,19 +105,20 @@ class InferenceServer:
     # --- what anybody may ask ---------------------------------------------------------------
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._card()]})
+        served = () if self._engine.adapters is None else self._engine.adapters.newest
+        return web.json_response({"object": "list", "data": [self._card(), *map(self._card, served)]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["id"]
-        if name != self._serving.model_name:
+        if name != self._serving.model_name and not self._serving.policy(name):
             return _refusal(
                 404, f"there is no model {name!r:.100} here; this engine serves {self._serving.model_name!r}"
             )
-        return web.json_response(self._card())
+        return web.json_response(self._card(name))
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str = "") -> dict[str, object]:
         return {
-            "id": self._serving.model_name,
+            "id": name or self._serving.model_name,
             "object": "model",
             "created": self._started,
             "owned_by": "meshrl",
@@ -132,11 +134,15 @@ class InferenceServer:
         return web.json_response({"status": "ok"})
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
-        root, stats = self._engine.root, self._engine.stats()
+        root, stats, adapters = self._engine.root, self._engine.stats(), self._engine.adapters
+        runs = {} if adapters is None else adapters.newest
+        if len(runs) == 1:
+            root = next(iter(runs.values())).root
         follower = self._follower
         return web.json_response(
             {
-                "version": self._engine.version,
+                "version": served_version(self._engine),
+                "runs": {run_id: adapter.version for run_id, adapter in runs.items()},
                 "root": root.hex() if root else "",
                 "paused": self._engine.paused,
                 "in_flight": self._engine.in_flight,
@@ -148,8 +154,9 @@ class InferenceServer:
         )
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        metrics = EngineMetrics(self._engine.stats(), self._engine.version)
-        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(
+            body=generate_latest(EngineMetrics.of(self._engine)), headers={"Content-Type": CONTENT_TYPE}
+        )
 
 
 def _refusal(status: int, message: str) -> web.Response:

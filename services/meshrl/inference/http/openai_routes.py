@@ -121,7 +121,11 @@ class OpenAIRoutes:
                 params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
                 # with stop strings the text is watched as it grows, so the tokens must come one by one
                 asked = GenerateRequest(
-                    request_id=request_id, prompt_ids=prompt_ids, sampling=params, stream=body.stream or bool(stops)
+                    request_id=request_id,
+                    prompt_ids=prompt_ids,
+                    sampling=params,
+                    stream=body.stream or bool(stops),
+                    policy=self._serving.policy(body.model),
                 )
                 text = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops)
                 offsets = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens)

@@ -109,6 +109,16 @@ class Serving:
         self.request_deadline_s = request_deadline_s
         self.spans = CompletionSpans(engine, model_name)
 
+    def policy(self, model: str | None) -> str:
+        """The run, or `RUN@VERSION`, that a request names as its model; empty for any other name.
+
+        `RUN@` is a run for certain, and waits for its first version; of plain names those that are served are runs.
+        """
+        adapters = self.engine.adapters
+        if adapters is None or not model or model == self.model_name:
+            return ""
+        return model if "@" in model or model in adapters.newest else ""
+
     def room(self, prompt_tokens: int) -> int:
         """Tokens that fit behind a prompt. Raises: MeshError INVALID_REQUEST when none does."""
         room = self.max_model_len - prompt_tokens
@@ -143,6 +153,12 @@ class Serving:
         if completion.finish_reason is FinishReason.ABORT:
             raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
         return completion
+
+
+def served_version(engine: Engine) -> int | None:
+    """What requests that name no run get: the version of the only run, or else of the base model."""
+    newest = {} if engine.adapters is None else engine.adapters.newest
+    return next(iter(newest.values())).version if len(newest) == 1 else engine.version
 
 
 def whole(chunks: Sequence[TokenChunk]) -> Completion:
@@ -233,8 +249,8 @@ async def send_events(serving: Serving, request: web.Request, events: AsyncGener
     event, in the shape of the error body, and the connection is closed without [DONE].
     """
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    if serving.engine.version is not None:
-        headers[VERSION_HEADER] = str(serving.engine.version)
+    if (version := served_version(serving.engine)) is not None:
+        headers[VERSION_HEADER] = str(version)
     response = web.StreamResponse(headers=headers)
     try:
         async with aclosing(events), serving.deadline():

@@ -78,9 +78,11 @@ class CompletionSpans:
             span.set_attribute("meshrl.decode_s", round(last.times.decode_s, 4))
 
     def _note_version(self) -> None:
-        version, root = self._engine.version, self._engine.root
-        if version is None or not root:  # loaded by hand: no hub brought it
-            return
-        self._syncs.setdefault(version, format_traceparent(sync_context(version, root)))
+        served = [(self._engine.version, self._engine.root)]
+        if self._engine.adapters is not None:
+            served += [(held.version, held.root) for held in self._engine.adapters.newest.values()]
+        for version, root in served:
+            if version is not None and root:  # else it was loaded by hand: no hub brought it
+                self._syncs.setdefault(version, format_traceparent(sync_context(version, root)))
         while len(self._syncs) > REMEMBERED_VERSIONS:
             del self._syncs[min(self._syncs)]

@@ -59,7 +59,7 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
         vocab_size=vllm_config.model_config.get_vocab_size(),
         eos_token_ids=eos_token_ids,
         max_queue=config.max_queue,
-        adapters=None if lora is None else AdapterStore(lora.max_lora_rank),
+        store=None if lora is None else AdapterStore(lora.max_lora_rank),
         version=0 if config.weight_broadcast is None else None,
         routed=routed,
     )

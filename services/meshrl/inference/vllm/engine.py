@@ -15,14 +15,17 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Literal
 
 from loguru import logger
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from meshrl.core.waiting import InFlight
+from meshrl.inference.adapters import AdapterTable, ServedAdapter
 from meshrl.inference.engine import (
     CollectiveSupport,
     EngineStats,
@@ -33,7 +36,7 @@ from meshrl.inference.engine import (
     check_request,
 )
 from meshrl.inference.sleep import Sleeper
-from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
+from meshrl.inference.vllm.adapters import AdapterStore
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_of
 from meshrl.inference.vllm.requests import RequestCodec, RoutedLayers
@@ -41,7 +44,7 @@ from meshrl.inference.vllm.version_clock import VersionClock
 from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import to_json
-from meshrl.wire.types import JoinGroup, Manifest
+from meshrl.wire.types import JoinGroup, Manifest, VersionSpan
 
 OPEN_DEADLINE_S = 1800.0  # a checkpoint may be read once more
 STAGE_DEADLINE_S = 600.0
@@ -54,7 +57,7 @@ class VllmEngine:
 
     def __init__(
         self, llm: AsyncLLM, *, layout: Layout, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
-        adapters: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
+        store: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
     ) -> None:  # fmt: skip
         """Takes over `llm`. `version` names the weights it comes with; None refuses requests until one is applied.
 
@@ -63,8 +66,13 @@ class VllmEngine:
         config = llm.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
         self.vocab_size = vocab_size
-        self._llm, self._layout, self._adapters = llm, layout, adapters
+        self._llm, self._layout, self._store = llm, layout, store
         self._calls = EngineCalls(llm)
+        self._adapters: AdapterTable[LoRARequest] | None = None
+        if (lora := config.lora_config) is not None:
+            places = max(lora.max_loras, lora.max_cpu_loras or 0)
+            self._adapters = AdapterTable(places, lora.max_lora_rank, unload=self._unload)
+        self._unloading: set[asyncio.Task[None]] = set()
         parallel = config.parallel_config
         self._ranks = parallel.world_size * parallel.data_parallel_size
         self._device = "cuda" if config.device_config.device_type == "cuda" else "cpu"
@@ -76,7 +84,7 @@ class VllmEngine:
             self._clock, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids, routed=routed
         )
         self._root: bytes | None = None
-        self._staged: int | StagedAdapter | None = None
+        self._staged: int | None = None
         self._paused = self._draining = False
         self._paused_at = self._last_pause_s = 0.0
         self._unfit: str | None = None
@@ -131,8 +139,8 @@ class VllmEngine:
         return True  # the workers are other processes
 
     @property
-    def adapters(self) -> None:
-        return None
+    def adapters(self) -> AdapterTable[LoRARequest] | None:
+        return self._adapters
 
     @property
     def collective(self) -> CollectiveSupport | None:
@@ -183,19 +191,31 @@ class VllmEngine:
             logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
         self._llm.shutdown()
         self._calls.ends.close()
-        if self._adapters is not None:
-            self._adapters.close()
+        if self._store is not None:
+            self._store.close()
 
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        check_request(
-            self,
-            request,
-            capacity=self.num_slots + self._max_queue,
-            vocab_size=self.vocab_size,
-            reports_routes=self._requests.routed is not None,
-        )
+        with self._using(request.policy) as adapter:
+            check_request(
+                self,
+                request,
+                capacity=self.num_slots + self._max_queue,
+                vocab_size=self.vocab_size,
+                reports_routes=self._requests.routed is not None,
+                of_adapter=adapter is not None,
+            )
+            async with aclosing(self._complete(request, adapter)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    def _using(self, policy: str) -> AbstractContextManager[ServedAdapter[LoRARequest] | None]:
+        return nullcontext() if self._adapters is None else self._adapters.using(policy)
+
+    async def _complete(
+        self, request: GenerateRequest, adapter: ServedAdapter[LoRARequest] | None
+    ) -> AsyncGenerator[TokenChunk, None]:
         sampling = request.sampling
         changed = sampling.reweighted or sampling.truncated or sampling.temperature not in (0.0, 1.0)
         if sampling.raw_logprobs and changed:
@@ -211,11 +231,15 @@ class VllmEngine:
                 params = self._requests.params(request)
                 outputs = self._llm.generate(
                     prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
-                    lora_request=None if self._adapters is None else self._adapters.request,
+                    lora_request=None if adapter is None else adapter.loaded,
                 )  # fmt: skip
                 start = 0
                 async for output in outputs:
                     chunk = self._requests.chunk(request, output, start)
+                    if adapter is not None and chunk.version_spans:
+                        end = start + len(chunk.token_ids)
+                        spans = (VersionSpan(start=0, end=end, version=adapter.version),)
+                        chunk = dataclasses.replace(chunk, version_spans=spans)
                     start += len(chunk.token_ids)
                     if chunk.finish_reason is not None:
                         self._counts["tokens"] += start
@@ -273,17 +297,11 @@ class VllmEngine:
         self._staged = None
         with self._versions_under_way.one():
             await self._sleeper.wake()
-            if host.adapter is not None or self._adapters is not None:
-                if self._adapters is None:
-                    raise MeshError(
-                        Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.vllm.enable_lora"
-                    )
-                if host.adapter is None:
-                    raise MeshError(
-                        Reason.NOT_SUPPORTED, "an engine with LoRA takes adapters; publish them without merging"
-                    )
-                self._staged = await asyncio.to_thread(self._adapters.write, host, self._layout)
+            if self._adapters is not None and self._store is not None:
+                await self._load(host, self._adapters, self._store)
                 return
+            if host.adapter is not None:
+                raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.enable_lora")
             refused = mismatch(host.version, self._layout, layout_of(host.tensors))
             if refused is not None:
                 raise refused
@@ -291,9 +309,35 @@ class VllmEngine:
             await self._calls.wait_for_job(STAGE_DEADLINE_S)
             self._staged = host.version
 
+    async def _load(self, host: HostVersion, adapters: AdapterTable[LoRARequest], store: AdapterStore) -> None:
+        """Loads an adapter beside the others, while generation goes on."""
+        if host.adapter is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "an engine with LoRA takes adapters; publish them without merging")
+        number = await adapters.room(host.run_id)
+        folder = await asyncio.to_thread(store.write, host, self._layout, number)
+        request = LoRARequest(f"{host.run_id}@{host.version}", number, str(folder))
+        try:
+            await self._calls.core(self._llm.add_lora(request))
+        except BaseException:
+            store.remove(number)
+            raise
+        adapters.add(host.run_id, host.version, number, request)
+
+    def _unload(self, adapter: ServedAdapter[LoRARequest]) -> None:
+        async def unload() -> None:
+            try:
+                await self._calls.core(self._llm.remove_lora(adapter.number))
+            except MeshError as error:  # the engine is ending, or vLLM has dropped it by itself
+                logger.debug("{} was not unloaded: {}", adapter.name, error)
+            if self._store is not None:
+                await asyncio.to_thread(self._store.remove, adapter.number)
+
+        task = asyncio.get_running_loop().create_task(unload())
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+
     async def apply(self, version: int, root: bytes) -> None:
-        staged = self._staged
-        held = staged.version if isinstance(staged, StagedAdapter) else staged
+        held = self._staged
         if held != version:
             named = "nothing" if held is None else f"version {held}"
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {version} is not staged here, but {named}; stage it")
@@ -301,11 +345,7 @@ class VllmEngine:
             raise MeshError(Reason.INVALID_REQUEST, "weights are applied only while the engine is paused; pause first")
         self._staged = None
         try:
-            if isinstance(staged, StagedAdapter) and self._adapters is not None:
-                await self._calls.core(self._llm.add_lora(staged.request))
-                self._adapters.serve(staged)
-            else:
-                await self._calls.rpc("meshrl_apply", version)
+            await self._calls.rpc("meshrl_apply", version)
         except MeshError as error:
             self._unfit = f"applying version {version} failed: {error.message}"
             raise MeshError(Reason.ENGINE_FAILED, self._unfit) from error
