@@ -8,7 +8,7 @@ from meshrl.wire.errors import MeshError
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("admit"), st.integers(1, 6)),
+        st.tuples(st.just("admit"), st.integers(1, 6), st.sampled_from(["", "a", "b"])),
         st.tuples(st.just("settle"), st.integers(0, 50), st.sampled_from([Outcome.FINISHED, Outcome.FAILED])),
         st.tuples(st.just("end"), st.integers(0, 50), st.sampled_from([Outcome.CANCELLED, Outcome.FAILED])),
     ),
@@ -24,7 +24,7 @@ def test_every_rollout_is_counted_once_and_the_limits_hold(running: int, queued:
     for now, event in enumerate(events):
         if event[0] == "admit":
             try:
-                admitted.append(table.admit(f"r{now}", f"g{now}", event[1], float(now)))
+                admitted.append(table.admit(f"r{now}", f"g{now}", event[1], float(now), event[2]))
             except MeshError:
                 assert table.running + table.queued + event[1] > running + queued
         elif event[0] == "settle" and playing:

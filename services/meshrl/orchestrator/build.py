@@ -119,6 +119,7 @@ def build_loop(
         services.rollouts,
         deadlines=limits,
         engine_pool=config.engine_pool,
+        run_id=mesh.run.run_id,
         routed_experts=mesh.trainer.router_replay is not None,
         clock=clock,
     )

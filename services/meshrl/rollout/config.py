@@ -114,6 +114,10 @@ class RolloutConfig(BaseConfig):
     max_queued: int = Field(default=4096, ge=0)
     """Most rollouts waiting for a place; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
 
+    max_concurrent_per_run: int | None = Field(default=None, ge=1)
+    """Rollouts of one run that run or wait here at most, where several runs share the service; more are refused until
+    some end. None: as many as of all. Free places always go to the run that has the fewest."""
+
     workers: int | Literal["auto"] = "auto"
     """Worker processes shared by all environments that ask for none of their own. auto: as many as the machine's cores
     allow, beside those that the other programs need. 0 plays those environments in this process, where one that blocks

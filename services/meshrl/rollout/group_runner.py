@@ -193,7 +193,9 @@ class GroupRunner:
                 sampling = request.sampling.over(player.info.default_sampling)
                 shaped = () if request.scores_only else reshaping(sampling)
                 await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
-            group = self._table.admit(request.request_id, request.group_id, request.group_size, self._clock())
+            group = self._table.admit(
+                request.request_id, request.group_id, request.group_size, self._clock(), request.run_id
+            )
         except BaseException as error:  # refused, late, or the caller has gone
             if opened is not None:
                 opened.close()
@@ -273,7 +275,7 @@ class GroupRunner:
     def _late_before_it_began(self, request: RolloutRequest, error: MeshError) -> Iterator[RolloutEvent]:
         """The events of a group whose deadline passed before any of its rollouts could start. Raises as `admit`."""
         now = self._clock()
-        group = self._table.admit(request.request_id, request.group_id, request.group_size, now)
+        group = self._table.admit(request.request_id, request.group_id, request.group_size, now, request.run_id)
         self._table.end(group, Outcome.FAILED, now, reason=error.reason.name)
         self._table.remove(group)
         logger.bind(env=request.environment).warning(

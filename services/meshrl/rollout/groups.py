@@ -34,6 +34,7 @@ class AdmittedGroup:
     request_id: str
     group_id: str
     size: int
+    run_id: str
     waiting: deque[int]
     running: set[int] = field(default_factory=set)
     ended: Counter[Outcome] = field(default_factory=Counter)
@@ -55,9 +56,20 @@ class AdmittedGroup:
 
 class GroupTable:
     """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting.
-    `one_call_a_group`: refuse a group_id that runs. False for a worker process, which gets a call for each rollout."""
 
-    def __init__(self, *, max_concurrent: int, max_queued: int, one_call_a_group: bool = True) -> None:
+    A free place goes to the run that has the fewest rollouts running, and to the oldest group of it. `max_per_run`: how
+    many rollouts of one run may run and wait; None: as many as of all. `one_call_a_group`: refuse a group_id that runs.
+    False for a worker process, which gets a call for each rollout.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_concurrent: int,
+        max_queued: int,
+        max_per_run: int | None = None,
+        one_call_a_group: bool = True,
+    ) -> None:
         self.running = 0
         """Rollouts that run now, over all groups."""
         self.queued = 0
@@ -65,10 +77,12 @@ class GroupTable:
         self.max_concurrent = max_concurrent
         """May change; rollouts that run beyond a lower one go on."""
         self._max_queued = max_queued
+        self._max_per_run = max_per_run
         self._one_call_a_group = one_call_a_group
         self._groups: dict[str, AdmittedGroup] = {}
         self._group_ids: set[str] = set()
-        self._waiting: dict[str, AdmittedGroup] = {}  # groups with rollouts that wait, oldest first
+        self._waiting: dict[str, dict[str, AdmittedGroup]] = {}  # groups with rollouts that wait, by run, oldest first
+        self._running_of: Counter[str] = Counter()  # rollouts, by run
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._finished_at: deque[float] = deque()
         self.finished = 0
@@ -79,7 +93,7 @@ class GroupTable:
     def groups(self) -> tuple[AdmittedGroup, ...]:
         return tuple(self._groups.values())
 
-    def refuse(self, request_id: str, group_id: str, size: int, now: float) -> None:
+    def refuse(self, request_id: str, group_id: str, size: int, now: float, run_id: str = "") -> None:
         """Raises the MeshError for which a group cannot be admitted now, if there is one."""
         if self.draining:
             raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")
@@ -103,28 +117,42 @@ class GroupTable:
                 f" {self.max_concurrent} plus max_queued {self._max_queued}",
                 retry_after_s=1.0,
             )
+        waiting = sum(len(group.waiting) for group in self._waiting.get(run_id, {}).values())
+        of_run = self._running_of[run_id] + waiting
+        if self._max_per_run is not None and of_run + size > self._max_per_run:
+            raise MeshError(
+                Reason.OVERLOADED,
+                f"{of_run} rollouts of run {run_id!r} run or wait; {size} more exceed max_concurrent_per_run"
+                f" {self._max_per_run}",
+                retry_after_s=1.0,
+            )
 
-    def admit(self, request_id: str, group_id: str, size: int, now: float) -> AdmittedGroup:
+    def admit(self, request_id: str, group_id: str, size: int, now: float, run_id: str = "") -> AdmittedGroup:
         """Takes a group in; raises as `refuse` does."""
-        self.refuse(request_id, group_id, size, now)
+        self.refuse(request_id, group_id, size, now, run_id)
         self._seen[request_id] = now
-        group = AdmittedGroup(request_id=request_id, group_id=group_id, size=size, waiting=deque(range(size)))
-        self._groups[request_id] = self._waiting[request_id] = group
+        group = AdmittedGroup(
+            request_id=request_id, group_id=group_id, size=size, run_id=run_id, waiting=deque(range(size))
+        )
+        self._groups[request_id] = self._waiting.setdefault(run_id, {})[request_id] = group
         self._group_ids.add(group_id)
         self.queued += size
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
-        """Moves waiting rollouts into free places, oldest group first, and returns them. Called after every rollout
-        that ends, so it looks at no group but those that it starts from."""
+        """Moves waiting rollouts into free places, and returns them.
+
+        Called after every rollout that ends, so it looks at no group but those that it starts from.
+        """
         started: list[tuple[AdmittedGroup, int]] = []
         for _ in range(min(self.max_concurrent - self.running, self.queued)):
-            request_id, group = next(iter(self._waiting.items()))
+            group = next(iter(min(self._waiting.items(), key=lambda item: self._running_of[item[0]])[1].values()))
             index = group.waiting.popleft()
             group.running.add(index)
+            self._running_of[group.run_id] += 1
             started.append((group, index))
             if not group.waiting:
-                del self._waiting[request_id]
+                self._forget_waiting(group)
         self.running += len(started)
         self.queued -= len(started)
         return started
@@ -144,6 +172,7 @@ class GroupTable:
             return False
         group.running.discard(index)
         self.running -= 1
+        self._running_of[group.run_id] -= 1
         self._count(group, outcome, now, reason, sampled_tokens)
         return True
 
@@ -156,10 +185,17 @@ class GroupTable:
         group.waiting.clear()
         self.running -= len(running)
         self.queued -= len(waiting)
-        self._waiting.pop(group.request_id, None)
+        self._running_of[group.run_id] -= len(running)
+        self._forget_waiting(group)
         for _ in (*running, *waiting):
             self._count(group, outcome, now, reason, 0)
         return running, waiting
+
+    def _forget_waiting(self, group: AdmittedGroup) -> None:
+        of_run = self._waiting.get(group.run_id, {})
+        of_run.pop(group.request_id, None)
+        if not of_run:
+            self._waiting.pop(group.run_id, None)
 
     def named(self, group_ids: Collection[str]) -> list[AdmittedGroup]:
         """The groups that run under these ids; all of them when none is given."""

@@ -119,7 +119,9 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     book = SessionBook()
     servers = await connect_servers(config.client, config.engine_urls, config.weights, book, stack, tracer)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
-    table = GroupTable(max_concurrent=limit.rollouts, max_queued=config.max_queued)
+    table = GroupTable(
+        max_concurrent=limit.rollouts, max_queued=config.max_queued, max_per_run=config.max_concurrent_per_run
+    )
     fleet = await stack.enter_async_context(WorkerFleet(config))
     players: dict[str, Player] = {name: PooledPlayer(fleet, name, config.client.failover_s) for name in fleet.names}
     for name in fleet.names:

@@ -45,6 +45,7 @@ class GroupSampler:
         *,
         deadlines: SamplerDeadlines,
         engine_pool: str = "",
+        run_id: str = "",
         routed_experts: bool = False,
         clock: Clock,
     ) -> None:
@@ -52,7 +53,7 @@ class GroupSampler:
         self.pool = pool
         self._routed_experts = routed_experts
         self._deadlines = deadlines
-        self._engine_pool = engine_pool
+        self._engine_pool, self._run_id = engine_pool, run_id
         self._clock = clock
 
     async def sample(
@@ -164,6 +165,7 @@ class GroupSampler:
             group_size=ticket.size,
             sampling=Sampling(seed=ticket.seed).over(sampling),
             engine_pool=self._engine_pool,
+            run_id=self._run_id,
             min_version=ticket.min_version,
             deadline_s=self._deadlines.group_s,
             traceparent=traceparent,

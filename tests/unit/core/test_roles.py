@@ -39,11 +39,11 @@ def test_the_contract_and_the_credentials_have_the_same_roles() -> None:
         ("TrainerService/Drain", {Role.ORCHESTRATOR, Role.OPERATOR}),  # ends a run
         ("RolloutService/Drain", {Role.ORCHESTRATOR, Role.OPERATOR}),
         ("WeightSync/Drain", {Role.ORCHESTRATOR, Role.OPERATOR}),
-        ("TrainerService/SuspendRun", {Role.ORCHESTRATOR, Role.OPERATOR}),
-        ("TrainerService/SubmitBatch", {Role.ORCHESTRATOR}),
+        ("TrainerService/SuspendRun", {Role.ORCHESTRATOR, Role.OPERATOR, Role.TENANT}),
+        ("TrainerService/SubmitBatch", {Role.ORCHESTRATOR, Role.TENANT}),
         ("WeightSync/CreateVersion", {Role.PUBLISHER}),  # replaces its policy
-        ("WeightSync/ActivateVersion", {Role.ORCHESTRATOR, Role.OPERATOR}),
-        ("RolloutService/RunRollouts", {Role.ORCHESTRATOR, Role.OPERATOR}),
+        ("WeightSync/ActivateVersion", {Role.ORCHESTRATOR, Role.OPERATOR, Role.TENANT}),
+        ("RolloutService/RunRollouts", {Role.ORCHESTRATOR, Role.OPERATOR, Role.TENANT}),
     ],
 )
 def test_what_ends_a_run_or_changes_it_is_for_few(method: str, nobody_but: set[Role]) -> None:

@@ -125,7 +125,7 @@ async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
 class RichEngine:
     """Answers with everything that an engine may report."""
 
-    version, root = 1, None
+    version, root, adapters = 1, None, None
 
     def __init__(self) -> None:
         self.asked: list[GenerateRequest] = []

@@ -93,3 +93,21 @@ def test_an_engine_with_calls_in_flight_is_remembered_while_it_is_off_the_list()
 )
 def test_the_version_of_an_engine_is_read_from_its_answer(payload: object, version: int | None):
     assert version_of(payload) == version
+
+
+def test_calls_of_a_run_go_where_its_adapter_is_and_by_its_own_version() -> None:
+    table = EngineTable(["http://one", "http://two", "http://whole"])
+    table.observe("http://one", None, runs={"a": 4, "b": 9})
+    table.observe("http://two", None, runs={"a": 5})
+    table.observe("http://whole", 7)
+    chosen = table.select(Requirement(run_id="a", min_version=5), skip=("http://whole",))
+    assert chosen is not None
+    assert chosen.url == "http://two"
+    assert not table.can_meet(Requirement(run_id="b", exact_version=8))
+    assert [e.url for e in table.candidates(Requirement()) if e.fits(Requirement(run_id="b"))] == [
+        "http://one",
+        "http://whole",  # it serves one policy to whoever asks
+    ]
+    assert table.newest(Requirement(run_id="b")) == 9
+    table.lose("http://one")
+    assert table.newest(Requirement(run_id="b")) == 7

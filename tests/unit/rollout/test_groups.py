@@ -109,3 +109,25 @@ def test_what_is_remembered_of_groups_that_are_over_is_bounded_though_nobody_ask
     assert groups.finished == 20_000
     assert max(held.values()) <= REMEMBERED_S + 1
     assert held["_finished_at"] <= RATE_WINDOW_S + 1
+
+
+def test_a_flood_of_one_run_leaves_the_others_their_share() -> None:
+    groups = GroupTable(max_concurrent=6, max_queued=100)
+    flood = groups.admit("r1", "g1", 60, 0.0, "flood")
+    groups.start()
+    late = [groups.admit(f"r{run}", f"g{run}", 20, 0.0, run) for run in ("a", "b")]
+    for turn in range(30):
+        playing = [group for group in (flood, *late) if group.running]
+        ends = playing[turn % len(playing)]
+        groups.record_outcome(ends, min(ends.running), Outcome.FINISHED, 1.0)
+        groups.start()
+    assert [len(group.running) for group in (flood, *late)] == [2, 2, 2]
+    assert all(len(group.waiting) <= 12 for group in late)  # each has had its third of the places
+
+
+def test_a_run_beyond_its_own_limit_is_refused_and_the_others_are_not() -> None:
+    groups = GroupTable(max_concurrent=4, max_queued=100, max_per_run=6)
+    groups.admit("r1", "g1", 6, 0.0, "a")
+    with pytest.raises(MeshError, match="6 rollouts of run 'a' run or wait; 1 more exceed max_concurrent_per_run 6"):
+        groups.admit("r2", "g2", 1, 0.0, "a")
+    groups.admit("r3", "g3", 6, 0.0, "b")

@@ -62,12 +62,14 @@ def token() -> None:
 @click.option("--host", "hosts", multiple=True,
               help="A name, an address or a network (10.1.0.0/16) at which its bearers serve; repeatable. Their"
               " certificates name no other.")  # fmt: skip
-def create(folder: RunFolder, role: str, ttl: float, hosts: tuple[str, ...]) -> None:
+@click.option("--runs", multiple=True, metavar="PATTERN",
+              help="The runs that its bearer may name, such as 'team-a-*'; repeatable. Left out, all.")  # fmt: skip
+def create(folder: RunFolder, role: str, ttl: float, hosts: tuple[str, ...], runs: tuple[str, ...]) -> None:
     """Make a token, ID.SECRET, and print it with the hash of the authority's key. It is not shown again."""
     place = folder.path / "credentials"
     with _explained():
         ca_hash = Authority(place).fingerprint if (place / "ca.key").exists() else ""
-        made = TrustFile(place / TRUST_FILE).add_token(Role(role), ttl, hosts=hosts)
+        made = TrustFile(place / TRUST_FILE).add_token(Role(role), ttl, hosts=hosts, runs=runs)
     click.echo(f"token    {made}")
     if ca_hash:  # of a run without an authority, a token only shows who calls
         click.echo(f"ca-hash  {ca_hash}")

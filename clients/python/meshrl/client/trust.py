@@ -15,9 +15,9 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshrl.client.names import MAX_HOSTS, bound_host, granted_hosts, member_name
@@ -60,8 +60,11 @@ class Role(enum.StrEnum):
     VIEWER = "viewer"
     """Looks, and changes nothing."""
 
+    TENANT = "tenant"
+    """Has runs of its own in a mesh of others: makes, drives and ends those alone."""
 
-SERVING = frozenset(Role) - {Role.OPERATOR, Role.VIEWER}
+
+SERVING = frozenset(Role) - {Role.OPERATOR, Role.VIEWER, Role.TENANT}
 """The roles whose programs serve, and whose certificates may name hosts."""
 
 
@@ -71,10 +74,13 @@ class TokenError(ValueError):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a token is good for, beside its role. Kept as one JSON object, with room for patterns of runs."""
+    """What a token is good for, beside its role. Kept as one JSON object."""
 
     hosts: tuple[str, ...] = ()
     """Hosts, and networks of hosts, that a certificate may name, in canonical form."""
+
+    runs: tuple[str, ...] = ()
+    """Patterns of the runs that its bearer, and members that came by it, may name, such as `team-a-*`; empty: all."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,9 @@ class Trust:
     tokens: dict[str, KnownToken]
     revoked: frozenset[tuple[str, str]]
     """(role, name) of each member whose certificates no longer count."""
+
+    runs_of: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    """Patterns of runs, by (role, name), of each member that came by a token that has some."""
 
     def num_revoked(self, role: str) -> int:
         """How many members of a role are revoked: it decides the name of the role's servers."""
@@ -139,15 +148,31 @@ class TrustFile:
         """What the file holds now."""
         with self._open() as connection:
             tokens = {row[0]: _token(row) for row in connection.execute(_TOKENS)}
-            revoked = connection.execute("SELECT role, name FROM members WHERE revoked").fetchall()
-        return Trust(tokens=tokens, revoked=frozenset(revoked))
+            members = connection.execute("SELECT role, name, token, revoked FROM members").fetchall()
+        came_by = {(role, name): tokens[token].scope.runs for role, name, token, _ in members if token in tokens}
+        return Trust(
+            tokens=tokens,
+            revoked=frozenset((role, name) for role, name, _, revoked in members if revoked),
+            runs_of={member: runs for member, runs in came_by.items() if runs},
+        )
 
-    def add_token(self, role: Role, ttl_s: float | None = None, *, id_: str = "", hosts: Sequence[str] = ()) -> str:
+    def add_token(
+        self,
+        role: Role,
+        ttl_s: float | None = None,
+        *,
+        id_: str = "",
+        hosts: Sequence[str] = (),
+        runs: Sequence[str] = (),
+    ) -> str:
         """A new token of a role, ID.SECRET, which is shown this once. An `id_` that is there is replaced.
 
-        `hosts`: names, addresses and networks that certificates of its bearers may name. Raises ValueError for what is
-        none of these, and for hosts of a role that does not serve.
+        `hosts`: names, addresses and networks that certificates of its bearers may name; `runs`: patterns of the runs
+        that they may name, all without any. Raises ValueError for what is none of these, for hosts of a role that does
+        not serve, and for a tenant without runs.
         """
+        if role is Role.TENANT and not runs:
+            raise ValueError("a tenant has runs of its own; name them with --runs PATTERN, such as --runs 'team-a-*'")
         bound = tuple(dict.fromkeys(map(bound_host, hosts)))
         if bound and role not in SERVING:
             raise ValueError(f"the role {role} serves nobody, so its token has no hosts; leave --host out")
@@ -158,7 +183,7 @@ class TrustFile:
         with self._open() as connection:
             connection.execute(
                 "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, 0)",
-                (id_, _hash(secret), role.value, json.dumps({"hosts": bound}), expires_s),
+                (id_, _hash(secret), role.value, json.dumps({"hosts": bound, "runs": [*runs]}), expires_s),
             )
         return f"{id_}.{secret}"
 
@@ -269,7 +294,9 @@ _TOKENS = "SELECT id, hash, role, scope, expires_s, revoked FROM tokens"
 
 def _token(row: tuple[str, str, str, str, float | None, int]) -> KnownToken:
     id_, hash_, role, scope, expires_s, revoked = row
-    return KnownToken(id_, hash_, Role(role), Scope(hosts=tuple(json.loads(scope)["hosts"])), expires_s, bool(revoked))
+    kept = json.loads(scope)
+    scope_of = Scope(hosts=tuple(kept["hosts"]), runs=tuple(kept.get("runs", ())))
+    return KnownToken(id_, hash_, Role(role), scope_of, expires_s, bool(revoked))
 
 
 def _hash(secret: str) -> str:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16meshrl/v1/access.proto\x12\tmeshrl.v1\x1a google/protobuf/descriptor.proto*\xb9\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0c\n\x08ROLE_ANY\x10\x01\x12\x12\n\x0eROLE_PUBLISHER\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x0c\n\x08ROLE_HUB\x10\x04\x12\x0e\n\nROLE_RELAY\x10\x05\x12\x10\n\x0cROLE_ROLLOUT\x10\x06\x12\x15\n\x11ROLE_ORCHESTRATOR\x10\x07\x12\x11\n\rROLE_OPERATOR\x10\x08\x12\x0f\n\x0bROLE_VIEWER\x10\t:H\n\rallowed_roles\x12\x1e.google.protobuf.MethodOptions\x18\xb4\x87\x03 \x03(\x0e\x32\x0f.meshrl.v1.RoleB@\n\rdev.meshrl.v1P\x01Z!meshrl.dev/api/meshrl/v1;meshrlv1\xaa\x02\tMeshrl.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16meshrl/v1/access.proto\x12\tmeshrl.v1\x1a google/protobuf/descriptor.proto*\xca\x01\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0c\n\x08ROLE_ANY\x10\x01\x12\x12\n\x0eROLE_PUBLISHER\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x0c\n\x08ROLE_HUB\x10\x04\x12\x0e\n\nROLE_RELAY\x10\x05\x12\x10\n\x0cROLE_ROLLOUT\x10\x06\x12\x15\n\x11ROLE_ORCHESTRATOR\x10\x07\x12\x11\n\rROLE_OPERATOR\x10\x08\x12\x0f\n\x0bROLE_VIEWER\x10\t\x12\x0f\n\x0bROLE_TENANT\x10\n:H\n\rallowed_roles\x12\x1e.google.protobuf.MethodOptions\x18\xb4\x87\x03 \x03(\x0e\x32\x0f.meshrl.v1.RoleB@\n\rdev.meshrl.v1P\x01Z!meshrl.dev/api/meshrl/v1;meshrlv1\xaa\x02\tMeshrl.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,5 +34,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.meshrl.v1P\001Z!meshrl.dev/api/meshrl/v1;meshrlv1\252\002\tMeshrl.V1'
   _globals['_ROLE']._serialized_start=72
-  _globals['_ROLE']._serialized_end=257
+  _globals['_ROLE']._serialized_end=274
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_ORCHESTRATOR: _ClassVar[Role]
     ROLE_OPERATOR: _ClassVar[Role]
     ROLE_VIEWER: _ClassVar[Role]
+    ROLE_TENANT: _ClassVar[Role]
 ROLE_UNSPECIFIED: Role
 ROLE_ANY: Role
 ROLE_PUBLISHER: Role
@@ -27,5 +28,6 @@ ROLE_ROLLOUT: Role
 ROLE_ORCHESTRATOR: Role
 ROLE_OPERATOR: Role
 ROLE_VIEWER: Role
+ROLE_TENANT: Role
 ALLOWED_ROLES_FIELD_NUMBER: _ClassVar[int]
 allowed_roles: _descriptor.FieldDescriptor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import grpc
@@ -26,12 +26,16 @@ _MEMBER = re.compile(r"spiffe://meshrl/(?P<run>[^/]+)/(?P<role>[^/]+)/(?P<name>[
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The caller: a member by certificate, or the holder of a token. `expires_s` in seconds of the epoch."""
+    """The caller: a member by certificate, or the holder of a token. `expires_s` in seconds of the epoch.
+
+    `runs`: patterns of the runs that it may name; without any it may name all.
+    """
 
     role: Role
     name: str
     expires_s: float | None = None
     token: tuple[str, str] | None = None
+    runs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.role}/{self.name}"
@@ -60,6 +64,11 @@ class Guard:
                 f"{caller} may not call {method}, which is for: {able}; call it with a credential of that role"
                 " (meshrl token create --role ROLE)",
             )
+        if caller.token is None:
+            runs = self._now(known=True).runs_of.get((caller.role.value, caller.name), ())
+            caller = replace(caller, runs=runs)
+        if caller.role is Role.TENANT and not caller.runs:  # this server's trust file does not have its token
+            raise MeshError(Reason.PERMISSION_DENIED, f"{caller} has no runs here; set tls.trust to the mesh's file")
         return caller
 
     def why_not(self, caller: Caller, *, standing: bool = False) -> MeshError | None:
@@ -97,7 +106,8 @@ class Guard:
                 id_, _, secret = value.removeprefix("Bearer ").partition(".")
                 record = self._now(known=True).tokens.get(id_) or self._now(known=False).tokens.get(id_)
                 role = Role.VIEWER if record is None else record.role
-                return Caller(role=role, name=id_, token=(id_, secret))
+                runs = () if record is None else record.scope.runs
+                return Caller(role=role, name=id_, token=(id_, secret), runs=runs)
         raise MeshError(
             Reason.UNAUTHENTICATED,
             "this server wants a token in the metadata `authorization: Bearer ID.SECRET`; the programs of a run and"

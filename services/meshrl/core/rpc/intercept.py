@@ -18,6 +18,7 @@ from opentelemetry import trace
 
 from meshrl.client.channel import CONTRACT_KEY
 from meshrl.core.rpc.guard import Caller, Guard
+from meshrl.core.rpc.scopes import check_runs
 from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from
@@ -40,20 +41,27 @@ class _Method:
     deserialize: Callable[[bytes], object]
     is_ours: bool
 
-    async def request(self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
-        """Returns what the servicer wants: the one message, or an iterator over all of them. Raises INVALID_REQUEST
-        where the one message is missing."""
+    async def request(
+        self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext, caller: Caller | None
+    ) -> object:
+        """Returns what the servicer wants: the one message, or an iterator over all of them.
+
+        Raises INVALID_REQUEST where the one message is missing, PERMISSION_DENIED for runs beyond the caller's.
+        """
         if self.takes_stream:
-            return _ParsedRequests(self, received)
+            return _ParsedRequests(self, received, caller)
         data = await context.read()
         if data is grpc.aio.EOF:
             raise MeshError(Reason.INVALID_REQUEST, f"{self.name} was called without a message; send one")
-        return self.parse(data)
+        return self.parse(data, caller)
 
-    def parse(self, data: bytes) -> object:
-        """Returns the message; raises INVALID_REQUEST for bytes that are none of this method."""
+    def parse(self, data: bytes, caller: Caller | None) -> object:
+        """Returns a message that the caller may send; raises INVALID_REQUEST for bytes that are none of this method."""
         try:
-            return self.deserialize(data)
+            message = self.deserialize(data)
+            if caller is not None and caller.runs:
+                check_runs(caller, caller.runs, self.name, message)
+            return message
         except DecodeError as error:
             message = f"{self.name} was sent {len(data)} bytes that are not its message: {error}"
             raise MeshError(Reason.INVALID_REQUEST, message) from error
@@ -62,15 +70,14 @@ class _Method:
 class _ParsedRequests:
     """The messages of a stream as a servicer wants them, read from their bytes one by one."""
 
-    def __init__(self, method: _Method, received: AsyncIterator[bytes]) -> None:
-        self._method = method
-        self._received = received
+    def __init__(self, method: _Method, received: AsyncIterator[bytes], caller: Caller | None) -> None:
+        self._method, self._received, self._caller = method, received, caller
 
     def __aiter__(self) -> _ParsedRequests:
         return self
 
     async def __anext__(self) -> object:
-        return self._method.parse(await anext(self._received))
+        return self._method.parse(await anext(self._received), self._caller)
 
 
 async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -178,8 +185,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         async def call(received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
             with self._served(context, method) as span:
                 try:
-                    self._admit(method, context)
-                    answer = await behaviour(await method.request(received, context), context)
+                    caller = self._admit(method, context)
+                    answer = await behaviour(await method.request(received, context, caller), context)
                     if method.takes_stream:
                         await _stop_upload(received, context)
                     return answer
@@ -199,8 +206,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         async def stream(received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
             with self._served(context, method) as span:
                 try:
-                    self._admit(method, context)
-                    request = await method.request(received, context)
+                    caller = self._admit(method, context)
+                    request = await method.request(received, context, caller)
                     # Tells the client that the stream stands before there is anything to say.
                     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
                     async with aclosing(behaviour(request, context)) as messages:
@@ -215,16 +222,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
         return stream
 
-    def _admit(self, method: _Method, context: grpc.aio.ServicerContext) -> None:
+    def _admit(self, method: _Method, context: grpc.aio.ServicerContext) -> Caller | None:
         if not method.is_ours:
-            return
+            return None
+        caller = None
         if self._guard is not None:
             caller = self._guard.admit(method.name, context)
             task = asyncio.current_task()
-            if caller is not None and task is not None:
+            if task is not None:
                 self._callers[task] = caller
         if self.refusing:
             raise MeshError(Reason.DRAINING)
+        return caller
 
     @contextmanager
     def _served(self, context: grpc.aio.ServicerContext, method: _Method) -> Iterator[trace.Span]:

@@ -41,7 +41,7 @@ class LoadedAdapter:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class AdapterRows:
     """The tokens of a pass with one adapter; None for the base model, and for all tokens."""
 
     adapter: LoadedAdapter | None
@@ -57,7 +57,7 @@ class AdapterLayers:
         self._device = device
         self._loaded: dict[int, LoadedAdapter] = {}
         self._hooked: set[str] = set()
-        self._parts: dict[int, list[Part]] = {}  # of the pass under way, by its number of tokens; empty: no adapter
+        self._parts: dict[int, list[AdapterRows]] = {}  # of the pass under way, by its number of tokens
         self._of_all: LoadedAdapter | None = None
 
     # --- adapters ---------------------------------------------------------------------------
@@ -119,17 +119,19 @@ class AdapterLayers:
         finally:
             self._of_all, self._parts = None, {}
 
-    def _split(self, numbers_N: NDArray[np.int64]) -> list[Part]:
+    def _split(self, numbers_N: NDArray[np.int64]) -> list[AdapterRows]:
         return [
-            Part(
+            AdapterRows(
                 adapter=self._loaded.get(int(number)),
                 tokens=torch.from_numpy(np.flatnonzero(numbers_N == number)).to(self._device),
             )
             for number in np.unique(numbers_N)
         ]
 
-    def _parts_of(self, count: int) -> Sequence[Part]:
-        return [Part(adapter=self._of_all, tokens=None)] if self._of_all is not None else self._parts.get(count, ())
+    def _parts_of(self, count: int) -> Sequence[AdapterRows]:
+        return (
+            [AdapterRows(adapter=self._of_all, tokens=None)] if self._of_all is not None else self._parts.get(count, ())
+        )
 
     def _add_product(self, layer: str, module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> Any:
         if self._of_all is None and not self._parts:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
 from meshrl.wire.types.routes import Routes
 
+RUN_HEADER = "X-Policy-Run"
 VERSION_HEADER = "X-Policy-Version"
 SYNCS_HEADER = "X-Policy-Syncs"
 """Trace contexts of the commits that brought the versions of an answer, with commas between them."""
@@ -109,13 +111,19 @@ class Serving:
         self.request_deadline_s = request_deadline_s
         self.spans = CompletionSpans(engine, model_name)
 
-    def policy(self, model: str | None) -> str:
+    def policy(self, model: str | None, headers: Mapping[str, str] = MappingProxyType({})) -> str:
         """The run, or `RUN@VERSION`, that a request names as its model; empty for any other name.
 
-        `RUN@` is a run for certain, and waits for its first version; of plain names those that are served are runs.
+        `RUN@` is a run for certain, and waits for its first version; of plain names those that are served are runs. The
+        header of a run decides where the engine serves adapters, or has no version at all yet.
         """
         adapters = self.engine.adapters
-        if adapters is None or not model or model == self.model_name:
+        if adapters is None:
+            return ""
+        run_id = headers.get(RUN_HEADER, "")
+        if run_id and "@" not in (model or "") and (adapters.newest or self.engine.version is None):
+            return f"{run_id}@"
+        if not model or model == self.model_name:
             return ""
         return model if "@" in model or model in adapters.newest else ""
 

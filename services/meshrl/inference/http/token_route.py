@@ -66,7 +66,7 @@ class TokenRoute:
                     room=room, index=index, logprobs=sampling.logprobs is not None, top_logprobs=sampling.alternatives
                 ),
                 stream=body.stream,
-                policy=self._serving.policy(body.model),
+                policy=self._serving.policy(body.model, request.headers),
             )
             for index in range(sampling.n)
         ]

@@ -7,21 +7,25 @@ the tokens/s that they were seen to make, so that one of half the speed has half
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity
 from meshrl.rollout.engines.engine_rate import CallTiming, EngineRate, mean_rate
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
-from meshrl.wire.types import EngineEndpoint, RolloutRequest
+from meshrl.wire.types import EngineEndpoint, RolloutRequest, ServedVersion
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """Which policy may sample: from `pool`, and at least `min_version` or exactly `exact_version`. `reshaped_by` names
-    settings that change the distribution; with any, logprobs must be of what was sampled from."""
+    """Which policy may sample: that of `run_id`, from `pool`, and at least `min_version` or exactly `exact_version`.
 
+    An empty run is the engines' only one. `reshaped_by` names settings that change the distribution; with any, logprobs
+    must be of what was sampled from.
+    """
+
+    run_id: str = ""
     pool: str = ""
     min_version: int | None = None
     exact_version: int | None = None
@@ -30,7 +34,12 @@ class Requirement:
     @classmethod
     def of(cls, request: RolloutRequest) -> Requirement:
         """What a group's request asks for."""
-        return cls(pool=request.engine_pool, min_version=request.min_version, exact_version=request.exact_version)
+        return cls(
+            run_id=request.run_id,
+            pool=request.engine_pool,
+            min_version=request.min_version,
+            exact_version=request.exact_version,
+        )
 
     @property
     def names_a_version(self) -> bool:
@@ -62,6 +71,8 @@ class KnownEngine:
     """Why it gets no calls, where that is known: it refused this program's key, or did not answer."""
     refuses_key: bool = False
     version: int | None = None
+    runs: Mapping[str, int] = field(default_factory=dict)
+    """The version of each run's adapter; empty where the engine serves one policy."""
     logprobs_mode: str | None = None
     capacity: EngineCapacity = NOTHING_SAID
     in_flight: int = 0
@@ -72,7 +83,12 @@ class KnownEngine:
     def fits(self, need: Requirement) -> bool:
         """True when a call may go to it now."""
         reports_right = not need.reshaped_by or self.logprobs_mode == PROCESSED
-        return self.listed and self.healthy and need.met_by(self.version) and reports_right
+        has_run = not need.run_id or not self.runs or need.run_id in self.runs
+        return self.listed and self.healthy and has_run and need.met_by(self.version_for(need)) and reports_right
+
+    def version_for(self, need: Requirement) -> int | None:
+        """The version that a call of a run gets; None where it is not known, or the run is not there."""
+        return self.runs.get(need.run_id) if need.run_id and self.runs else self.version
 
 
 class PolicyServers(Protocol):
@@ -114,7 +130,7 @@ class EngineTable:
         self._pools |= set(named.values())
         for url in [url for url in self._engines if url not in named and url not in self._fixed]:
             engine = self._engines[url]
-            engine.listed, engine.healthy, engine.version = False, False, None
+            engine.listed, engine.healthy, engine.version, engine.runs = False, False, None, {}
             if not engine.in_flight:
                 del self._engines[url]
 
@@ -124,13 +140,14 @@ class EngineTable:
         version: int | None,
         logprobs_mode: str | None = None,
         capacity: EngineCapacity = NOTHING_SAID,
+        runs: Mapping[str, int] | None = None,
     ) -> None:
-        """An engine answered: it is healthy, serves `version`, and may report the kind of its logprobs and its
-        capacity."""
+        """An engine answered: it is healthy, serves `version`, or one for each of `runs`, and may report the kind of
+        its logprobs and its capacity."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
             engine.trouble, engine.refuses_key = "", False
-            engine.capacity = capacity
+            engine.capacity, engine.runs = capacity, runs or {}
 
     def sampled(self, url: str, timing: CallTiming, tokens: int) -> None:
         """An engine answered a call with so many tokens."""
@@ -140,7 +157,7 @@ class EngineTable:
     def lose(self, url: str, why: str = "") -> None:
         """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
         if (engine := self._engines.get(url)) is not None:
-            engine.healthy, engine.version = False, None
+            engine.healthy, engine.version, engine.runs = False, None, {}
             engine.trouble, engine.refuses_key = why, False
 
     def lock_out(self, url: str, why: str) -> None:
@@ -178,7 +195,7 @@ class EngineTable:
     def is_past(self, need: Requirement) -> bool:
         """True when every engine that is up is newer than the exact version asked for: waiting will not help."""
         exact = need.exact_version
-        up = [engine.version for engine in self.candidates(need) if engine.healthy]
+        up = [engine.version_for(need) for engine in self.candidates(need) if engine.healthy]
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
 
     def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> KnownEngine | None:
@@ -199,7 +216,8 @@ class EngineTable:
 
     def newest(self, need: Requirement) -> int | None:
         """Newest version that an engine of the pool is known to serve."""
-        return max((e.version for e in self.candidates(need) if e.version is not None), default=None)
+        versions = (engine.version_for(need) for engine in self.candidates(need))
+        return max((version for version in versions if version is not None), default=None)
 
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
         return tuple(
@@ -211,6 +229,7 @@ class EngineTable:
                 logprobs_mode=engine.logprobs_mode or "",
                 slots=engine.capacity.slots,
                 kv_tokens=engine.capacity.kv_tokens,
+                served=tuple(ServedVersion(run_id=run, version=v, newest=True) for run, v in engine.runs.items()),
             )
             for engine in self.listed
         )

@@ -32,6 +32,7 @@ GENERATE_PATH = "/inference/v1/generate"
 BUSY = frozenset({429, 503})
 BUSY_PAUSE_S = 0.2
 SESSION_HEADER = "X-Session-ID"
+RUN_HEADER = "X-Policy-Run"
 VERSION_HEADER = "X-Policy-Version"
 SYNCS_HEADER = "X-Policy-Syncs"
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, unanswered probes
@@ -71,6 +72,12 @@ def version_of(payload: object) -> int | None:
     """
     version = payload.get("version", "") if isinstance(payload, dict) else ""
     return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
+
+
+def runs_of(payload: object) -> dict[str, int]:
+    """The version of each run's adapter in the same answer; empty for an engine that serves one policy."""
+    runs = payload.get("runs") if isinstance(payload, dict) else None
+    return {run: version for run, version in runs.items() if isinstance(version, int)} if isinstance(runs, dict) else {}
 
 
 class EngineRouter:
@@ -190,7 +197,7 @@ class EngineRouter:
                 continue
             session.doing = f"in a model call at {engine.url}"
             try:
-                answer = await self._call(engine, session, session_id, body)
+                answer = await self._call(engine, session_id, body, need)
             except _UnreachableError as error:
                 why = str(error)
                 logger.warning("engine {} is gone ({}); its calls move to others", engine.url, error)
@@ -220,17 +227,22 @@ class EngineRouter:
             retry_after_s=self._config.probe_interval_s,
         )
 
-    async def _call(self, engine: KnownEngine, session: Session, session_id: str, body: bytes) -> EngineAnswer:
-        """One HTTP call to one engine. Raises _UnreachableError, _LockedOutError or _BusyError, after which another
-        engine may be asked, and EngineRefusedError or MeshError ENGINE_FAILED, after which none may."""
+    async def _call(self, engine: KnownEngine, session_id: str, body: bytes, need: Requirement) -> EngineAnswer:
+        """One HTTP call to one engine.
+
+        Raises _UnreachableError, _LockedOutError or _BusyError, after which another engine may be asked, and
+        EngineRefusedError or MeshError ENGINE_FAILED, after which none may.
+        """
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
+        if need.run_id:
+            headers[RUN_HEADER] = need.run_id
         if traceparent := current_traceparent():
             headers[TRACEPARENT] = traceparent
         timeout = aiohttp.ClientTimeout(
             total=self._config.call_deadline_s, sock_connect=self._config.connect_deadline_s
         )
-        before = engine.version
+        before = engine.version_for(need)
         engine.in_flight += 1
         running = engine.rate.began(time.monotonic())
         timing: CallTiming | None = None
@@ -257,7 +269,7 @@ class EngineRouter:
                 if reply.status != 200:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
-                after = int(header) if header.isdigit() else engine.version
+                after = int(header) if header.isdigit() else engine.version_for(need)
                 syncs = reply.headers.get(SYNCS_HEADER, "")
                 timing = engine.rate.ended(running, time.monotonic())
                 return EngineAnswer(raw, before, after, reply.content_type, syncs, timing)
@@ -285,7 +297,7 @@ class EngineRouter:
             async with asyncio.timeout(max(left_s, 0.01)):
                 await self._changed.next()
         except TimeoutError:  # a busy engine tells nobody when it is free again: look again after a moment
-            if all(engine.version is None for engine in self.engines.candidates(need)):
+            if all(engine.version_for(need) is None for engine in self.engines.candidates(need)):
                 self._begin_round()  # nor does one that is back: everything stands still until it is seen
 
     async def _refresh_forever(self) -> None:
@@ -347,7 +359,7 @@ class EngineRouter:
                     capacity = capacity_of(payload)
                     if capacity == NOTHING_SAID:
                         capacity = await self._capacity_in_metrics(engine)
-                    self.engines.observe(engine.url, version_of(payload), mode, capacity)
+                    self.engines.observe(engine.url, version_of(payload), mode, capacity, runs_of(payload))
                 elif reply.status == 404 and health.status == 200:  # a server without versions
                     capacity = await self._capacity_in_metrics(engine)
                     self.engines.observe(engine.url, 0, self._config.logprobs_mode, capacity)
