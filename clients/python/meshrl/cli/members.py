@@ -34,12 +34,7 @@ class _Duration(click.ParamType[float]):
         return float(found[1]) * _UNITS_S[found[2]]
 
 
-@click.group(name="run")
-def run_group() -> None:
-    """Make a run's authority."""
-
-
-@run_group.command()
+@click.command()
 @folder_option
 @click.option("--run-id", default="main", show_default=True, help="The run's name, which its certificates carry.")
 def init(folder: RunFolder, run_id: str) -> None:

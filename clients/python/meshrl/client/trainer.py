@@ -11,7 +11,7 @@ from meshrl.client.channel import ChannelOptions, ServiceClient
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc
 from meshrl.wire import convert
-from meshrl.wire.types import CONTRACT_VERSION, Batch, RunInfo, StepEvent, TrainerInfo
+from meshrl.wire.types import CONTRACT_VERSION, Batch, RunInfo, RunSpec, StepEvent, TrainerInfo
 from meshrl.wire.validate import validate_contract_version
 
 
@@ -20,7 +20,10 @@ class TrainerClient(ServiceClient):
 
     service = "meshrl.v1.TrainerService"
     server_role = "publisher"
-    idempotent_methods = ("GetTrainer", "SaveCheckpoint", "CreateRun", "ListRuns", "DeleteRun", "Drain")
+    idempotent_methods = (
+        "GetTrainer", "SaveCheckpoint", "CreateRun", "ListRuns", "DeleteRun", "Drain",
+        "GetRun", "SuspendRun", "ResumeRun",
+    )  # fmt: skip
 
     def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
         super().__init__(address, options, tracer=tracer)
@@ -65,10 +68,29 @@ class TrainerClient(ServiceClient):
         response = await self._unary(self._stub.SaveCheckpoint, "SaveCheckpoint", request, deadline_s)
         return int(response.step), str(response.path)
 
-    async def create_run(self, run_id: str) -> RunInfo:
-        """Adds a run to the trainer."""
+    async def create_run(self, run_id: str, spec: RunSpec | None = None) -> RunInfo:
+        """Adds a run to the trainer; None trains it as the trainer's own run."""
         request = pb.CreateRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
+        if spec is not None:
+            request.spec.CopyFrom(convert.to_proto(spec))
         response = await self._unary(self._stub.CreateRun, "CreateRun", request)
+        return convert.from_proto(RunInfo, response.run)
+
+    async def get_run(self, run_id: str = "") -> RunInfo:
+        """Returns a run; empty is the trainer's own."""
+        response = await self._unary(self._stub.GetRun, "GetRun", pb.GetRunRequest(run_id=run_id))
+        return convert.from_proto(RunInfo, response.run)
+
+    async def suspend_run(self, run_id: str, message: str = "") -> RunInfo:
+        """Has the trainer take no batches of a run until `resume_run`."""
+        request = pb.SuspendRunRequest(request_id=str(uuid.uuid4()), run_id=run_id, message=message)
+        response = await self._unary(self._stub.SuspendRun, "SuspendRun", request)
+        return convert.from_proto(RunInfo, response.run)
+
+    async def resume_run(self, run_id: str) -> RunInfo:
+        """Ends a suspension."""
+        request = pb.ResumeRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
+        response = await self._unary(self._stub.ResumeRun, "ResumeRun", request)
         return convert.from_proto(RunInfo, response.run)
 
     async def list_runs(self) -> tuple[RunInfo, ...]:
@@ -76,9 +98,9 @@ class TrainerClient(ServiceClient):
         response = await self._unary(self._stub.ListRuns, "ListRuns", pb.ListRunsRequest())
         return tuple(convert.from_proto(RunInfo, run) for run in response.runs)
 
-    async def delete_run(self, run_id: str) -> None:
+    async def delete_run(self, run_id: str, *, keep_checkpoints: bool = False) -> None:
         """Removes a run that `create_run` added."""
-        request = pb.DeleteRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
+        request = pb.DeleteRunRequest(request_id=str(uuid.uuid4()), run_id=run_id, keep_checkpoints=keep_checkpoints)
         await self._unary(self._stub.DeleteRun, "DeleteRun", request)
 
     async def drain(self, deadline_s: float | None = None) -> int:
