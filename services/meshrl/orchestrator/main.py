@@ -123,6 +123,8 @@ async def _train(
             async with services.watching():
                 await unless_stopped(stop, loop.train())
             logger.success(f"trained up to step {loop.run.plan.next_step - 1}")
+            if config.run is not None and config.run.delete:
+                await services.trainer.delete_run(config.run_id, keep_checkpoints=True)
         except StoppedError:
             logger.info(f"stopped before step {loop.run.plan.next_step} was complete")
         journal.end()  # not after an error: whoever is started next goes on with what is open

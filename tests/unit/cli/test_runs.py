@@ -4,63 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import grpc
 import pytest
 from click.testing import CliRunner, Result
 
 from meshrl.cli.main import main
-from meshrl.v1 import runs_pb2, trainer_pb2, trainer_pb2_grpc
-
-
-class Runs(trainer_pb2_grpc.TrainerServiceServicer):
-    """A table of runs behind the RPCs of a trainer."""
-
-    def __init__(self) -> None:
-        self.runs = {
-            "main": trainer_pb2.Run(run_id="main", step=7, version=7, epoch=1, phase=runs_pb2.RUN_PHASE_ACTIVE)
-        }
-
-    def ListRuns(self, request: Any, context: Any) -> Any:  # noqa: N802 (named after the RPC)
-        return trainer_pb2.ListRunsResponse(runs=self.runs.values())
-
-    def GetRun(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return trainer_pb2.GetRunResponse(run=self.runs[request.run_id])
-
-    def CreateRun(self, request: Any, context: Any) -> Any:  # noqa: N802
-        made = trainer_pb2.Run(run_id=request.run_id, spec=request.spec, phase=runs_pb2.RUN_PHASE_ACTIVE)
-        self.runs[request.run_id] = made
-        return trainer_pb2.CreateRunResponse(run=made)
-
-    def SuspendRun(self, request: Any, context: Any) -> Any:  # noqa: N802
-        run = self.runs[request.run_id]
-        run.phase, run.suspension.message = runs_pb2.RUN_PHASE_SUSPENDED, request.message
-        return trainer_pb2.SuspendRunResponse(run=run)
-
-    def ResumeRun(self, request: Any, context: Any) -> Any:  # noqa: N802
-        self.runs[request.run_id].phase = runs_pb2.RUN_PHASE_ACTIVE
-        return trainer_pb2.ResumeRunResponse(run=self.runs[request.run_id])
-
-    def DeleteRun(self, request: Any, context: Any) -> Any:  # noqa: N802
-        assert request.keep_checkpoints
-        del self.runs[request.run_id]
-        return trainer_pb2.DeleteRunResponse()
-
-    def SaveCheckpoint(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return trainer_pb2.SaveCheckpointResponse(step=self.runs[request.run_id].step, path=f"/out/{request.run_id}")
+from run_table import Runs, serving_runs
 
 
 @pytest.fixture
 def trainer() -> Iterator[tuple[str, Runs]]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    runs = Runs()
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(runs, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}", runs
-    server.stop(None).wait()
+    with serving_runs() as served:
+        yield served
 
 
 def test_a_run_is_made_listed_suspended_resumed_saved_and_deleted(trainer: tuple[str, Runs]) -> None:

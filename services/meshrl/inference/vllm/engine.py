@@ -236,7 +236,7 @@ class VllmEngine:
                 start = 0
                 async for output in outputs:
                     chunk = self._requests.chunk(request, output, start)
-                    if adapter is not None and chunk.version_spans:
+                    if adapter is not None and chunk.finish_reason is not None:
                         end = start + len(chunk.token_ids)
                         spans = (VersionSpan(start=0, end=end, version=adapter.version),)
                         chunk = dataclasses.replace(chunk, version_spans=spans)

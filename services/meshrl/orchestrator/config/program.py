@@ -26,6 +26,7 @@ from meshrl.diagnosis.causes import CAUSES
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
+from meshrl.wire.types import AdapterSpec, OptimizerSpec, RunSpec
 
 
 class FilterConfig(BaseConfig):
@@ -45,6 +46,53 @@ class FilterConfig(BaseConfig):
 
     empty: bool = True
     """Drop rollouts in which the policy sampled no token."""
+
+
+class RunLoraConfig(BaseConfig):
+    """The adapter of a run of its own."""
+
+    rank: int = Field(ge=1)
+    """Rank of the product."""
+
+    alpha: float | None = Field(default=None, gt=0.0)
+    """Scale: a layer adds alpha / rank times the product; None is twice the rank."""
+
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the adapter's input that is dropped in training."""
+
+    target_modules: list[str] = Field(default_factory=list)
+    """Layers that have it, such as q_proj; none named: those of trainer.model.lora."""
+
+
+class NewRunConfig(BaseConfig):
+    """A run that is made at a trainer of several runs when this orchestrator starts, unless it is there."""
+
+    lora: RunLoraConfig | None = None
+    """Its adapter; None is as trainer.model.lora has it."""
+
+    lr: float | None = Field(default=None, gt=0.0)
+    """Peak learning rate; None is trainer.optim.lr."""
+
+    optim_type: str = "adamw"
+    """Type of the optimizer that lr is for."""
+
+    share: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Its share of the trainer's time while other runs have work, relative to theirs."""
+
+    delete: bool = False
+    """Delete the run from the trainer once it is trained to its end. Its checkpoints stay."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """How the trainer is to train it; what is left out is as in the trainer's own configuration."""
+        adapter = self.lora and AdapterSpec(
+            rank=self.lora.rank,
+            alpha=self.lora.alpha or 2.0 * self.lora.rank,
+            dropout=self.lora.dropout,
+            target_modules=tuple(self.lora.target_modules),
+        )
+        optimizer = None if self.lr is None else OptimizerSpec(type=self.optim_type, learning_rate=self.lr)
+        return RunSpec(adapter=adapter, optimizer=optimizer, share=self.share)
 
 
 class AlertsConfig(BaseConfig):
@@ -204,6 +252,9 @@ class OrchestratorConfig(BaseConfig):
     run_id: str = ""
     """Run of the trainer to feed; empty is the trainer's own run."""
 
+    run: NewRunConfig | None = None
+    """Make the run of run_id, where the trainer does not have it. None: it must be there."""
+
     checkpoint_interval: int | None = Field(default=None, ge=1)
     """Steps between the trainer's checkpoints: batches are kept until theirs is on disk, so that a trainer that
     restarts gets them again. None: a step that is done is final. rl takes it from ckpt.interval."""
@@ -256,6 +307,12 @@ class OrchestratorConfig(BaseConfig):
 
     prime_monitor: PrimeMonitorConfig | None = None
     """The Prime Intellect platform; None means off."""
+
+    @model_validator(mode="after")
+    def _new_run_has_a_name(self) -> Self:
+        if self.run is not None and not self.run_id:
+            raise ValueError("orchestrator.run makes a run, but orchestrator.run_id is empty; name the run there")
+        return self
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:

@@ -106,7 +106,7 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
     mesh = Mesh(
         environments=services.rollouts.environments(),
         trainer=trainer,
-        run=find_run(config.run_id, trainer),
+        run=await the_run(config, trainer, services.trainer),
     )
     check_hosted(wanted, services.rollouts.table)
     check_fit(mesh, config.seq_len, config.eval)
@@ -130,6 +130,18 @@ async def _wait_for(name: str, address: str, client: ServiceClient, deadline_s: 
         )
     except MeshError as error:
         raise failed(name, address, "starting", error) from error
+
+
+async def the_run(config: OrchestratorConfig, trainer: TrainerInfo, client: TrainerClient) -> RunInfo:
+    """The run to feed, which is made where the trainer does not have it and it may be. Raises RunError."""
+    if config.run is None or any(run.run_id == config.run_id for run in trainer.runs):
+        return find_run(config.run_id, trainer)
+    try:
+        made = await client.create_run(config.run_id, config.run.spec)
+    except MeshError as error:
+        raise failed("trainer", config.services.trainer, f"making the run {config.run_id!r}", error) from error
+    logger.info(f"made the run {made.run_id} at the trainer")
+    return made
 
 
 def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:

@@ -1,0 +1,46 @@
+"""The run of an orchestrator: found at the trainer, or made there as its section `run` has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshrl.client import TrainerClient
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.peers.connect import the_run
+from meshrl.sampling.retry import RunError
+from meshrl.wire.types import RunInfo, TrainerInfo
+from run_table import serving_runs
+
+
+def config_of(**more: Any) -> OrchestratorConfig:
+    return OrchestratorConfig.model_validate({"train": {"env": [{"id": "echo", "name": "echo"}]}, **more})
+
+
+async def test_a_run_that_the_trainer_lacks_is_made_and_one_that_it_has_is_taken() -> None:
+    config = config_of(run_id="a", run={"lora": {"rank": 4, "target_modules": ["q_proj"]}, "lr": 1e-3, "share": 2.0})
+    with serving_runs() as (address, table):
+        async with TrainerClient(address) as client:
+            trainer = info_of(await client.list_runs())
+            made = await the_run(config, trainer, client)
+            assert made.run_id == "a"
+            spec = table.runs["a"].spec
+            assert (spec.adapter.rank, spec.adapter.alpha, spec.share) == (4, 8.0, 2.0)
+            assert (spec.optimizer.type, spec.optimizer.learning_rate) == ("adamw", 1e-3)
+            table.runs["a"].step = 9
+            again = await the_run(config, info_of(await client.list_runs()), client)
+            assert again.step == 9
+            with pytest.raises(RunError, match="'b' is not a run of the trainer; it has main, a"):
+                await the_run(config_of(run_id="b"), info_of(await client.list_runs()), client)
+
+
+def test_a_new_run_needs_a_name() -> None:
+    with pytest.raises(ValueError, match="run_id is empty; name the run there"):
+        config_of(run={"lr": 1e-3})
+
+
+def info_of(runs: tuple[RunInfo, ...]) -> TrainerInfo:
+    return TrainerInfo(
+        world_size=1, dp_size=1, seq_len=8, pad_multiple=1, objective="grpo", model="m", runs=runs, max_queued_batches=2
+    )
