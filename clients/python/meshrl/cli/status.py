@@ -23,7 +23,7 @@ from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:  # gRPC and what goes with it take half a second to import: where there is nobody to ask, nobody waits
     from meshrl.client import ChannelOptions
-    from meshrl.wire.types import RolloutStatus
+    from meshrl.wire.types import RolloutStatus, RunInfo
 
 SCHEMA = Path(__file__).with_name("status.schema.json")
 LATE_S = 1.0
@@ -186,11 +186,16 @@ async def _trainer(address: str, options: ChannelOptions) -> list[ServiceRow]:
             version=run.version,
             detail=f"run {run.run_id}: step {run.step}, epoch {run.epoch},"
             f" {f'checkpoint of step {run.durable_step}' if run.durable_step else 'no checkpoint'},"
-            f" {info.objective}, {info.world_size} rank(s)",
-            figures={"model": info.model, **asdict(run)},
+            f" {info.objective}, {info.world_size} rank(s)" + _suspended(run),
+            figures={"model": info.model, **asdict(run), "phase": run.phase.value},
         )
         for run in info.runs
     ]
+
+
+def _suspended(run: RunInfo) -> str:
+    why = run.suspension
+    return "" if why is None else f", suspended: {why.message or why.reason or 'by ' + why.by}"
 
 
 async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
@@ -209,13 +214,15 @@ async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
     for engine in engines:
         fault = f", last fault: {engine.last_fault.message}" if engine.last_fault else ""
         asleep = ", asleep" if engine.sleeping else ""
+        runs = [f"{held.run_id}@{held.version}" for held in engine.served if held.newest]
+        serves = f", serves {', '.join(runs)}" if len(runs) > 1 else ""
         rows.append(
             ServiceRow(
                 service="engine",
                 address=engine.url,
                 state=engine.state.value,
                 version=engine.serving_version,
-                detail=f"{engine.engine_id}, seen {ago(engine.last_seen_s)} ago{asleep}{fault}",
+                detail=f"{engine.engine_id}, seen {ago(engine.last_seen_s)} ago{serves}{asleep}{fault}",
                 figures={"engine_id": engine.engine_id, "pool": engine.engine_pool, "routable": engine.routable},
             )
         )
