@@ -124,7 +124,6 @@ def run_rank(args: argparse.Namespace) -> None:
 async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     """Rank 0: publishes and activates versions; a record of each, the first of which counts for its set-up too."""
     options = PublishOptions(
-        run_id="main",
         model=TrainerModelConfig(name=args.shape),
         broadcast=WeightBroadcastConfig(
             type=args.transport, address=args.hub, bucket_mib=args.bucket_mib, deltas=args.deltas[0]

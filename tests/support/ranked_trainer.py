@@ -113,7 +113,7 @@ def start(config: TrainerConfig, console: Path, *, by: Sequence[str] = ()) -> su
 
 @asynccontextmanager
 async def two_ranks(config: TrainerConfig, *, by: Sequence[str] = ()) -> AsyncIterator[Program]:
-    config.output_dir.mkdir()
+    config.output_dir.mkdir(exist_ok=True)
     console = config.output_dir / "console.txt"
     process = start(config, console, by=by)
     try:

@@ -55,10 +55,12 @@ async def up(client: TrainerClient, alive: Callable[[], bool] = lambda: True, de
                 return
 
 
-async def until(client: TrainerClient, state: StepState, step: int, *, after_revision: int = 0) -> StepEvent:
+async def until(
+    client: TrainerClient, state: StepState, step: int, *, after_revision: int = 0, run_id: str = ""
+) -> StepEvent:
     """Waits for an event of a step."""
     async with asyncio.timeout(UP_S):
-        async for event in client.watch_steps(after_revision=after_revision):
+        async for event in client.watch_steps(run_id, after_revision=after_revision):
             if (event.step, event.state) == (step, state):
                 return event
     raise AssertionError(f"no {state} for step {step}")

@@ -1,11 +1,11 @@
-"""Adapter slots: the adapters of one run as one flat tensor, mounted on the model's layers for the run's passes.
+"""Adapter sets: the adapters of one run as one flat tensor, mounted on the model's layers for the run's passes.
 
-A slot has a rank, an alpha and layers of its own, and can be made at any time, also once the model is sharded: its
+A set has a rank, an alpha and layers of its own, and can be made at any time, also once the model is sharded: its
 matrices are no part of FSDP, every rank has all of them, and ranks sum their gradient once a step. A layer has the
-adapter of the slot that was mounted last, or none. What is mounted stays from a forward pass to the end of its backward
+adapter of the set that was mounted last, or none. What is mounted stays from a forward pass to the end of its backward
 pass, since activation checkpointing computes the forward pass again.
 
-Shapes: P scalars of a slot, each matrix padded to 64 bytes.
+Shapes: P scalars of a set, each matrix padded to 64 bytes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class AdapterHolder(nn.Module):
     def hold_none(self) -> None:
         """Takes the adapter away."""
         self.rank, self.alpha, self.dropout, self.scale = 0, 0.0, 0.0, 0.0
-        self.slot: AdapterSlot | None = None
+        self.adapter_set: AdapterSet | None = None
         for part in (A, B):
             self.register_parameter(part, None)
 
-    def hold(self, slot: AdapterSlot, low: nn.Parameter, high: nn.Parameter) -> None:
-        """Takes the slot's matrices for this layer, A `low` and B `high`."""
-        scale = slot.scale
+    def hold(self, adapter_set: AdapterSet, low: nn.Parameter, high: nn.Parameter) -> None:
+        """Takes the set's matrices for this layer, A `low` and B `high`."""
+        scale = adapter_set.scale
         self.rank, self.alpha, self.dropout = scale.rank, scale.alpha, scale.dropout
         self.scale = scale.alpha / scale.rank
-        self.slot = slot
+        self.adapter_set = adapter_set
         self.lora_A, self.lora_B = low, high
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -57,14 +57,14 @@ class AdapterHolder(nn.Module):
         raise NotImplementedError
 
 
-class AdapterSlot:
+class AdapterSet:
     """The adapters of one run: flat (P,) float32, of which `matrices` are views; zeros when made."""
 
     def __init__(
         self, layers: Mapping[str, AdapterHolder], chosen: Mapping[str, AdapterHolder], scale: AdapterScale,
         *, device: torch.device,
     ) -> None:  # fmt: skip
-        """`layers` are all layers of the model that slots may adapt; `chosen` are those of this slot."""
+        """`layers` are all layers of the model that sets may adapt; `chosen` are those of this set."""
         self.scale = scale
         self._layers, self._chosen = dict(layers), set(chosen)
         shapes = {name: layer.shapes(scale.rank) for name, layer in chosen.items()}
@@ -90,11 +90,11 @@ class AdapterSlot:
 
     @property
     def mounted(self) -> bool:
-        """Whether the layers have this slot's adapters."""
-        return self._layers[next(iter(self._chosen))].slot is self
+        """Whether the layers have the adapters of this set."""
+        return self._layers[next(iter(self._chosen))].adapter_set is self
 
     def mount(self) -> None:
-        """Gives each layer its adapter of this slot; the others lose theirs."""
+        """Gives each layer its adapter of this set; the others lose theirs."""
         for name, layer in self._layers.items():
             if name in self._chosen:
                 layer.hold(self, *self.matrices[name])
@@ -122,9 +122,9 @@ class AdapterSlot:
             parameter.grad = None
 
 
-def mounted_slot(model: nn.Module) -> AdapterSlot | None:
-    """The slot whose adapters the model's layers have."""
-    return next((each.slot for each in model.modules() if isinstance(each, AdapterHolder) and each.rank), None)
+def mounted_set(model: nn.Module) -> AdapterSet | None:
+    """The set whose adapters the model's layers have."""
+    return next((each.adapter_set for each in model.modules() if isinstance(each, AdapterHolder) and each.rank), None)
 
 
 def _padded(shape: tuple[int, ...]) -> int:

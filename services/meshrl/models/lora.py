@@ -1,9 +1,9 @@
-"""LoRA adapters on a causal LM (arXiv 2106.09685): layers prepared before sharding, which slots are mounted on.
+"""LoRA adapters on a causal LM (arXiv 2106.09685): layers prepared before sharding, which sets are mounted on.
 
     y = x W^T + (alpha / rank) dropout(x) A^T B^T     W (out, in) frozen; A (rank, in) and B (out, rank) trained
 
 A prepared layer keeps `weight` and `bias` of its own, so every parameter of the model keeps its Hugging Face name. The
-matrices are those of the slot that is mounted (`adapters`): float32 whatever the frozen weights are, under the names
+matrices are those of the set that is mounted (`adapters`): float32 whatever the frozen weights are, under the names
 `<layer>.lora_A` and `<layer>.lora_B`, and outside FSDP.
 
 Names by module: "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj, or that of a parameter
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshrl.models.adapters import A, AdapterHolder, AdapterScale, AdapterSlot, B
+from meshrl.models.adapters import A, AdapterHolder, AdapterScale, AdapterSet, B
 from meshrl.models.expert_lora import ExpertAdapter, expert_adapters, expert_parameters
 from meshrl.models.sharded import by_parts
 from meshrl.versions import peft
@@ -74,7 +74,7 @@ class LoraLinear(nn.Linear, AdapterHolder):
 def prepare_lora(
     model: nn.Module, *, target_modules: Iterable[str], target_parameters: Sequence[str] = ()
 ) -> dict[str, LoraLinear | ExpertAdapter]:
-    """Freezes the model and prepares the layers that slots may adapt; returns those that the targets name.
+    """Freezes the model and prepares the layers that sets may adapt; returns those that the targets name.
 
     A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
     layer of the text model's blocks is one, but for gates, which choose experts; these are prepared in any case.
@@ -97,15 +97,15 @@ def prepare_lora(
     return prepared
 
 
-def make_slot(
+def make_set(
     model: nn.Module,
     scale: AdapterScale,
     *,
     target_modules: Iterable[str],
     target_parameters: Sequence[str] = (),
     device: torch.device | None = None,
-) -> AdapterSlot:
-    """A slot, of zeros, over the layers that the targets name, of those that the model was prepared with.
+) -> AdapterSet:
+    """A set of adapters, of zeros, over the layers that the targets name, of those that the model was prepared with.
 
     `device` None is that of the model. Raises ValueError for a target that names none of them.
     """
@@ -117,7 +117,7 @@ def make_slot(
             "trainer.model.lora of the trainer and start it again"
         )
     chosen = {name: layer for name, layer in prepared.items() if name in set(named)}
-    return AdapterSlot(prepared, chosen, scale, device=device or next(model.parameters()).device)
+    return AdapterSet(prepared, chosen, scale, device=device or next(model.parameters()).device)
 
 
 def apply_lora(
@@ -129,14 +129,14 @@ def apply_lora(
     target_modules: Iterable[str],
     target_parameters: Sequence[str] = (),
 ) -> dict[str, LoraLinear | ExpertAdapter]:
-    """Prepares a model that is not sharded and mounts a slot on it; `reset_lora` gives it its first values.
+    """Prepares a model that is not sharded and mounts a set on it; `reset_lora` gives it its first values.
 
     Returns the adapted layers. Raises ValueError as `prepare_lora` does.
     """
     targets = tuple(target_modules)
     prepared = prepare_lora(model, target_modules=targets, target_parameters=target_parameters)
     scale = AdapterScale(rank=rank, alpha=alpha, dropout=dropout)
-    make_slot(model, scale, target_modules=targets, target_parameters=target_parameters).mount()
+    make_set(model, scale, target_modules=targets, target_parameters=target_parameters).mount()
     return prepared
 
 
@@ -218,12 +218,12 @@ def _joined_experts(model: nn.Module) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The layers with an adapter of the mounted slot, by name, in the model's order; empty where none is mounted."""
+    """The layers with an adapter of the mounted set, by name, in the model's order; empty where none is mounted."""
     return {name: layer for name, layer in prepared_layers(model).items() if layer.rank}
 
 
 def prepared_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The layers that slots may adapt by name, in the model's order."""
+    """The layers that sets may adapt by name, in the model's order."""
     return {
         name.replace(".adapters.", "."): module
         for name, module in model.named_modules()
@@ -246,7 +246,7 @@ def is_adapter(parameter_name: str) -> bool:
 def reset_lora(model: nn.Module, seed: int) -> None:
     """First values: A is Kaiming-uniform with a = sqrt(5) as in PEFT, that is U(-1/sqrt(in), 1/sqrt(in)); B is zero.
 
-    Of the mounted slot, once it has storage. Every rank draws on its CPU, so that the values depend on the seed alone.
+    Of the mounted set, once it has storage. Every rank draws on its CPU, so that the values depend on the seed alone.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted_layers(model).values():
@@ -258,7 +258,7 @@ def reset_lora(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The mounted slot's matrices, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`.
+    """The matrices of the mounted set, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`.
 
     Only a rank that asks to `keep` the state gets it, the others get an empty one.
     """

@@ -190,8 +190,6 @@ _ORCHESTRATOR = (
 _TRAINER = (
     _unused("trainer.wandb", "the orchestrator logs the trainer's metrics; set wandb there, or at the top of rl"),
     _unused("trainer.monitors", "the orchestrator logs the trainer's metrics; set wandb there, or at the top of rl"),
-    _unused("trainer.max_concurrent_runs", "a trainer trains one run", "1"),
-    _absent("trainer.max_concurrent_runs", "a trainer trains one run; leave it out, and start a trainer for each run"),
     _unused("trainer.micro_batch_size", _PACKED),
     _unused("trainer.data.micro_batch_size", _PACKED),
     _moved("trainer.data.seq_len", "trainer.seq_len"),

@@ -11,6 +11,7 @@ from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
 from meshrl.core.private_folders import ReadableBy
 from meshrl.trainer.loss_config import LossConfig
+from meshrl.trainer.runs.hooks import RunHooksConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
@@ -55,6 +56,24 @@ class TrainerConfig(BaseConfig):
 
     max_steps: int | None = Field(default=None, ge=1)
     """Steps to train; batches beyond are refused. None means no end."""
+
+    max_concurrent_runs: int = Field(default=1, ge=1)
+    """Most runs that train at once. 1: the trainer's own. More, with model.lora: so many beside its own, each with an
+    adapter, an optimizer and checkpoints of its own; CreateRun adds them, or `run_*` folders (`discover_runs`)."""
+
+    discover_runs: bool = True
+    """With max_concurrent_runs above 1: take up the runs whose folders output_dir/run_*/control/orch.toml lie there,
+    and forget those whose folders are gone."""
+
+    run_hooks: RunHooksConfig = RunHooksConfig()
+    """Functions that are called as runs come and go."""
+
+    max_adapters_gib: float | None = Field(default=None, gt=0.0)
+    """GiB on each GPU for the adapters of added runs, with gradients and optimizers. None: half of what is free once
+    the model is loaded."""
+
+    max_failed_steps: int = Field(default=3, ge=1)
+    """Failed steps in a row after which a run that was added is suspended."""
 
     max_queued_batches: int = Field(default=2, ge=1)
     """Batches that may wait while one trains; one more is refused until a place is free."""
@@ -121,4 +140,9 @@ class TrainerConfig(BaseConfig):
     @model_validator(mode="after")
     def _horizon(self) -> Self:
         self.scheduler.check_horizon(self.max_steps)
+        if self.max_concurrent_runs > 1 and self.model.lora is None:
+            raise ValueError(
+                "trainer.max_concurrent_runs above 1 needs trainer.model.lora: only adapters of one model train side by"
+                " side; set it, or leave max_concurrent_runs out"
+            )
         return self

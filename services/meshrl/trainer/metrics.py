@@ -56,18 +56,23 @@ def _mean(values: NDArray[np.generic]) -> float:
     return float(values.mean(dtype=np.float64)) if values.size else 0.0
 
 
-def rollout_logprobs(batch: Batch, logprobs_N: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+def rollout_logprobs(
+    batch: Batch, logprobs_N: NDArray[np.float32], passes: Sequence[Sequence[int]] | None = None
+) -> dict[str, NDArray[np.float32]]:
     """The logprobs of each rollout that the batch asks for and that has a token of the rl term.
 
-    `logprobs_N` are those of the N tokens of loss_mask of the whole batch, rank after rank and row after row, as rank 0
-    gathers them. The answer has them in the order of the batch's rows.
+    `logprobs_N` are those of the N tokens of loss_mask of the whole batch, pass after pass, in each rank after rank and
+    row after row, as rank 0 gathers them; `passes` has the rows of each, None one
+    of all rows. The answer has them in the order of the
+    batch's rows.
     """
     if not batch.logprob_rollouts:
         return {}
     wanted = set(batch.logprob_rollouts)
     found: defaultdict[str, list[tuple[int, int, NDArray[np.float32]]]] = defaultdict(list)
-    start = 0
-    for place, row in sorted(enumerate(batch.micro_batches), key=lambda one: (one[1].dp_rank, one[0])):
+    start, rows = 0, batch.micro_batches
+    ordered = [sorted(each, key=lambda place: (rows[place].dp_rank, place)) for each in passes or [range(len(rows))]]
+    for place, row in ((place, rows[place]) for each in ordered for place in each):
         ends = start + np.cumsum(np.add.reduceat(row.loss_mask, row.sample_offsets[:-1], dtype=np.int64))
         for sample, (rollout_id, end) in enumerate(zip(row.rollout_ids, ends.tolist(), strict=True)):
             if rollout_id in wanted and end > start:

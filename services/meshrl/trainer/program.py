@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import time
@@ -16,21 +17,36 @@ from transformers.utils.logging import disable_progress_bar
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.trust import Role
+from meshrl.core.config import ConfigError
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.program import exit_code_of, leave, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
-from meshrl.core.telemetry.waits import waits_of
+from meshrl.core.telemetry.waits import Waits, waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
 from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix, replayed_shape
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.loop import RunTraining, RunVersions, TrainerLoop
-from meshrl.trainer.publishing.build import Publication, PublishOptions, decide, open_publication
+from meshrl.trainer.loop import TrainerLoop
+from meshrl.trainer.publishing.build import (
+    Publication,
+    PublishOptions,
+    decide,
+    open_publication,
+    open_run,
+    settings_of_added,
+)
 from meshrl.trainer.publishing.publisher import PublishReport, next_epoch
+from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.trainer.ranks.commands import CommandSender
+from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
 from meshrl.trainer.ranks.thread import TrainingThread
-from meshrl.trainer.ranks.worker import RankRun, RankWorker
+from meshrl.trainer.ranks.worker import RankWorker
+from meshrl.trainer.run_training import RunTraining, RunVersions
+from meshrl.trainer.runs.discovery import Discovery
+from meshrl.trainer.runs.hooks import RunHooks
+from meshrl.trainer.runs.host import RunHost
+from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
@@ -38,6 +54,7 @@ from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import UpdateError
+from meshrl.training.memory_estimate import available_bytes
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError
@@ -51,10 +68,10 @@ def run_rank(config: TrainerConfig, rank: int) -> None:
     disable_progress_bar()  # a log has no use for it
     if rank == 0:
         leave(run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
-    leave(follow_rank_0(lambda: build_parts(config, os.environ)))
+    leave(follow_rank_0(config, lambda: build_parts(config, os.environ)))
 
 
-def follow_rank_0(build: Callable[[], TrainerParts]) -> int:
+def follow_rank_0(config: TrainerConfig, build: Callable[[], TrainerParts]) -> int:
     """Any other rank: loads its model and works until rank 0 sends StopCommand; returns the exit code."""
     try:
         parts = build()
@@ -63,6 +80,7 @@ def follow_rank_0(build: Callable[[], TrainerParts]) -> int:
         RankWorker(
             parts.learner,
             [RankRun(state=parts.run, checkpointer=parts.checkpointer)],
+            maker=run_maker(parts, config),
             publish_dtype=parts.compute_dtype,
             release=parts.release,
         ).run()
@@ -109,7 +127,6 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
         waits.serves = (address,)
         async with WeightSyncClient(config.weight_broadcast.address) as hub:
             options = PublishOptions(
-                run_id=config.run_id,
                 model=config.model,
                 broadcast=config.weight_broadcast,
                 output_dir=config.output_dir,
@@ -118,6 +135,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             )
             commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
             decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, epoch, waits), loop)
+            spans = TrainSpans(tracer)
             publication, initial = await unless_stopped(
                 stop, thread.call(lambda: open_publication(decided, options, parts, commands, hub, os.environ))
             )
@@ -126,14 +144,35 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 parts.run,
                 table.own,
                 parts.checkpointer,
-                versions_of(publication, stall_s=config.publish_deadline_s),
+                versions_of(publication, loop, stall_s=config.publish_deadline_s),
                 commands,
-                TrainSpans(tracer),
+                spans,
                 ckpt=config.ckpt,
                 waits=waits,
                 release=parts.release,
             )
-            trained = thread.call(TrainerLoop(table, [training], commands, waits=waits, on_end=parts.leave).run)
+            quantum = config.seq_len * plan.dp_size if config.max_concurrent_runs > 1 else None
+            training_loop = TrainerLoop(
+                table, [training], commands, quantum_tokens=quantum, waits=waits, on_end=parts.leave
+            )
+            maker, discovering = run_maker(parts, config), None
+            if config.max_concurrent_runs > 1:
+                open_added = functools.partial(
+                    open_added_run, config, parts, options, decided.result(), commands, hub, spans, waits
+                )
+                servicer.host = RunHost(
+                    table,
+                    training_loop,
+                    maker,
+                    commands,
+                    RankRun(state=parts.run, checkpointer=parts.checkpointer),
+                    RunSettings.own(config),
+                    max_runs=config.max_concurrent_runs,
+                    room_bytes=room_for_adapters(config, parts),
+                    history_events=config.history_events,
+                    open_run=lambda *run: open_added(loop, *run),
+                )
+            trained = thread.call(training_loop.run)
             try:
                 first = _publish_when_hub_is_up(
                     publication,
@@ -147,24 +186,135 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 del first
                 freeze_loaded()
                 table.own.open()
+                if servicer.host is not None:
+                    await servicer.host.bring_back()
+                    if config.discover_runs:
+                        discovery = Discovery(servicer.host, maker.hooks, config.output_dir)
+                        discovering = asyncio.create_task(discovery.follow())
                 server.set_serving()
                 say_ready()
                 logger.info(
                     "trainer: run {!r} at version {} (epoch {}) on {} rank(s) ({}), serving TrainerService at {}",
                     config.run_id, parts.run.step_done, epoch, plan.world_size, plan.layout, address,
                 )  # fmt: skip
-                return await _until_drained(table.own, server, trained, stop, deadline_s=config.drain_deadline_s)
+                return await _until_drained(table, server, trained, stop, deadline_s=config.drain_deadline_s)
             finally:
-                table.own.close()
+                table.close()
                 await server.drain(DRAIN_GRACE_S)
                 await asyncio.wait({trained}, timeout=DRAIN_GRACE_S)  # which sends the other ranks StopCommand
+                if discovering is not None:
+                    discovering.cancel()
+                if servicer.host is not None:
+                    await servicer.host.close()
                 await publication.close()
     return 0
 
 
-def versions_of(publication: Publication, *, stall_s: float) -> RunVersions:
-    """The versions of the trainer's own run; their publications run on the event loop that calls this."""
-    loop = asyncio.get_running_loop()
+def run_maker(parts: TrainerParts, config: TrainerConfig) -> RunMaker:
+    """What makes the runs that are added, on this rank. Raises ConfigError for hooks that cannot be called."""
+    try:
+        hooks = RunHooks(config.run_hooks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return RunMaker(
+        parts.learner,
+        config.output_dir,
+        base_name=config.model.name,
+        optim_cpu_offload=config.model.optim_cpu_offload,
+        hooks=hooks,
+    )
+
+
+def room_for_adapters(config: TrainerConfig, parts: TrainerParts) -> int | None:
+    """Bytes of a rank that added runs may take: as configured, or half of what is free; None where that is unknown."""
+    if config.max_adapters_gib is not None:
+        return int(config.max_adapters_gib * 2**30)
+    free = available_bytes(parts.learner.device)
+    return None if free is None else free // 2
+
+
+def open_added_run(
+    config: TrainerConfig,
+    parts: TrainerParts,
+    options: PublishOptions,
+    decided: PublicationSettings,
+    commands: CommandSender,
+    hub: WeightSyncClient,
+    spans: TrainSpans,
+    waits: Waits,
+    loop: asyncio.AbstractEventLoop,
+    run: RankRun,
+    queue: TrainingQueue,
+    settings: RunSettings,
+    epoch: int,
+) -> tuple[AddedPublication, RunTraining]:
+    """Prepares the publication of a run that is added, and its training; on the training thread."""
+    publication, initial = open_run(
+        settings_of_added(decided, epoch=epoch, folder=config.output_dir),
+        options,
+        parts,
+        run.state,
+        commands,
+        hub,
+    )
+    training = RunTraining(
+        parts.learner,
+        run.state,
+        queue,
+        run.checkpointer,
+        versions_of(publication, loop, stall_s=config.publish_deadline_s),
+        commands,
+        spans,
+        ckpt=settings.ckpt,
+        own=False,
+        max_failed_steps=config.max_failed_steps,
+        waits=waits,
+        release=parts.release,
+    )
+    first = run.state.step_done
+    return AddedPublication(publication, run.state.run_id, epoch, first, initial, options, hub), training
+
+
+class AddedPublication:
+    """The publication of a run that was added."""
+
+    def __init__(
+        self,
+        publication: Publication,
+        run_id: str,
+        epoch: int,
+        version: int,
+        initial: Captured,
+        options: PublishOptions,
+        hub: WeightSyncClient,
+    ) -> None:
+        self._publication, self._run_id, self._epoch = publication, run_id, epoch
+        self._version, self._options, self._hub = version, options, hub
+        self._initial: Captured | None = initial
+
+    async def first(self) -> None:
+        """Publishes the version that the run starts with. Raises MeshError and OSError."""
+        if self._initial is not None:
+            await _publish_when_hub_is_up(
+                self._publication,
+                self._version,
+                self._initial,
+                address=self._options.broadcast.address,
+                for_s=self._options.hub_deadline_s,
+            )
+            self._initial = None
+
+    async def retire(self) -> None:
+        """Has the hub and the engines let go of the run. Raises MeshError."""
+        await self._hub.close_run(self._run_id, self._epoch)
+
+    async def close(self) -> None:
+        """Ends it."""
+        await self._publication.close()
+
+
+def versions_of(publication: Publication, loop: asyncio.AbstractEventLoop, *, stall_s: float) -> RunVersions:
+    """The versions of a run; their publications run on the event loop."""
 
     def publish(version: int, captured: Captured, traceparent: str) -> Future[PublishReport]:
         return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, captured, traceparent), loop)
@@ -178,7 +328,7 @@ def versions_of(publication: Publication, *, stall_s: float) -> RunVersions:
 
 
 async def _until_drained(
-    queue: TrainingQueue,
+    table: RunTable,
     server: GrpcServer,
     trained: asyncio.Future[None],
     stop: asyncio.Event,
@@ -191,11 +341,11 @@ async def _until_drained(
     code = 0
     try:
         async with asyncio.timeout(deadline_s):
-            await queue.drain()
+            await asyncio.gather(*(queue.drain() for queue in table))
     except TimeoutError:  # the orchestrator will see these steps unfinished and submit them to the next trainer
         logger.error("batches still queued after {} s (drain_deadline_s) are given up", deadline_s)
         code = 1
-    queue.close()
+    table.close()
     try:
         async with asyncio.timeout(deadline_s):
             await trained
@@ -205,7 +355,7 @@ async def _until_drained(
     except Exception as error:  # noqa: BLE001  # whatever ended the training thread is the program's exit code
         told = (CheckpointError, UpdateError)
         return exit_code_of(error, told=told, doing="training ended: ", defect=f"training ended: {error}")
-    logger.info("trainer: finished at version {}", queue.book.info().version)
+    logger.info("trainer: finished at version {}", table.own.book.info().version)
     return code
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,29 @@ from loguru import logger
 
 from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.core.rpc.watches import with_bookmarks
+from meshrl.trainer.loss_config import CONSTANTS
+from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
-from meshrl.wire.convert import BatchReader, to_proto
+from meshrl.wire.convert import BatchReader, from_proto, to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.trainable import are_logprobs, bytes_per_token, routes_problem, row_problems
-from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, RoutedShape, TrainerInfo, capabilities
+from meshrl.wire.types import (
+    CONTRACT_VERSION,
+    Batch,
+    MicroBatch,
+    RoutedShape,
+    RunInfo,
+    RunSpec,
+    TrainerInfo,
+    capabilities,
+)
 
 MIN_MESSAGE_BYTES = 4 * 2**20
+MAX_ADAPTER_RANK = 1024  # no limit but memory; a rank as large as a layer is no adapter
 BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
 
 
@@ -56,10 +68,15 @@ class TrainerFacts:
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
     """The thin servicer. `on_drained` is called once a client's Drain has emptied the queue of each run."""
 
-    def __init__(self, runs: RunTable, facts: TrainerFacts, *, on_drained: Callable[[], None]) -> None:
+    def __init__(
+        self, runs: RunTable, facts: TrainerFacts, *, on_drained: Callable[[], None], host: RunHost | None = None
+    ) -> None:
+        """`host` adds and deletes runs; a trainer without one has its own run only, until `host` is set."""
         self._runs = runs
         self._facts = facts
         self._on_drained = on_drained
+        self.host = host
+        self._changes: FirstAnswers[RunInfo | None] = FirstAnswers()
         self._saves: FirstAnswers[tuple[int, Path]] = FirstAnswers()
         self._told_unreplayed = False
 
@@ -73,12 +90,17 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             pad_multiple=1,
             objective=facts.objective,
             model=facts.model,
-            runs=tuple(run.book.info() for run in self._runs),
+            runs=tuple(self._info(run) for run in self._runs),
             max_queued_batches=facts.max_queued_batches,
             vocab_size=facts.vocab_size,
             max_message_bytes=facts.max_message_bytes,
             min_shared_prefix=facts.min_shared_prefix,
             router_replay=facts.router_replay,
+            max_runs=1 + (0 if self.host is None else self.host.max_runs),
+            max_adapter_rank=None if self.host is None else MAX_ADAPTER_RANK,
+            adapter_bytes_total=None if self.host is None else self.host.room_bytes,
+            adapter_bytes_used=None if self.host is None else self.host.used_bytes,
+            losses=tuple(name for name in CONSTANTS if name != "custom"),
         )
         answer: pb.GetTrainerResponse = to_proto(
             info, contract_version=CONTRACT_VERSION, capabilities=capabilities.TRAINER
@@ -149,20 +171,64 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: object) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
-        held = ", ".join(repr(run.book.run_id) for run in self._runs)
-        if any(run.book.run_id == request.run_id for run in self._runs):
-            raise MeshError(Reason.RUN_EXISTS, f"this trainer holds {held} already; choose another run_id")
-        raise MeshError(
-            Reason.RUN_LIMIT_REACHED, f"this trainer trains {held} and takes no more runs; start another trainer"
-        )
+
+        async def create() -> RunInfo:
+            if self.host is None:
+                held = ", ".join(repr(run.book.run_id) for run in self._runs)
+                if any(run.book.run_id == request.run_id for run in self._runs):
+                    raise MeshError(Reason.RUN_EXISTS, f"this trainer holds {held} already; choose another run_id")
+                raise MeshError(
+                    Reason.RUN_LIMIT_REACHED,
+                    f"this trainer trains {held} and takes no more runs; start one with trainer.max_concurrent_runs",
+                )
+            spec = from_proto(RunSpec, request.spec) if request.HasField("spec") else None
+            return await self.host.create(request.run_id, self.host.settings_of(spec))
+
+        return pb.CreateRunResponse(run=await self._changed(request, create))
+
+    async def _changed(
+        self,
+        request: pb.CreateRunRequest | pb.SuspendRunRequest | pb.ResumeRunRequest | pb.DeleteRunRequest,
+        change: Callable[[], Awaitable[RunInfo | None]],
+    ) -> pb.Run | None:
+        """Makes a change of a run once for each request_id; what the run is then."""
+        content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
+        info = await self._changes.once(request.request_id, content, change)
+        return None if info is None else to_proto(info)
+
+    async def GetRun(self, request: pb.GetRunRequest, context: object) -> pb.GetRunResponse:  # noqa: N802 - gRPC's name
+        return pb.GetRunResponse(run=to_proto(self._info(self._runs.find(request.run_id))))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
-        return pb.ListRunsResponse(runs=[to_proto(run.book.info()) for run in self._runs])
+        return pb.ListRunsResponse(runs=[to_proto(self._info(run)) for run in self._runs])
+
+    def _info(self, run: TrainingQueue) -> RunInfo:
+        return run.book.info() if self.host is None else self.host.info(run)
+
+    async def SuspendRun(self, request: pb.SuspendRunRequest, context: object) -> pb.SuspendRunResponse:  # noqa: N802 - gRPC's name
+        host = self._host_of(request.run_id)
+        run = await self._changed(request, lambda: host.suspend(request.run_id, request.message))
+        return pb.SuspendRunResponse(run=run)
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:  # noqa: N802 - gRPC's name
+        host = self._host_of(request.run_id)
+        return pb.ResumeRunResponse(run=await self._changed(request, lambda: host.resume(request.run_id)))
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
-        run = self._runs.find(request.run_id)
-        raise MeshError(Reason.RUN_PROTECTED, f"run {run.book.run_id!r} is this trainer's own; use Drain to end it")
+
+        async def delete() -> None:
+            await self._host_of(request.run_id).delete(request.run_id, keep_checkpoints=request.keep_checkpoints)
+
+        await self._changed(request, delete)
+        return pb.DeleteRunResponse()
+
+    def _host_of(self, run_id: str) -> RunHost:
+        """Raises UNKNOWN_RUN, or RUN_PROTECTED where this trainer has its own run only."""
+        run = self._runs.find(run_id)
+        if self.host is None:
+            raise MeshError(Reason.RUN_PROTECTED, f"run {run.book.run_id!r} is this trainer's own; use Drain to end it")
+        return self.host
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:  # noqa: N802 - gRPC's name
         validate.validate_drain_request(request)

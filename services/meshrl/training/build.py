@@ -10,11 +10,11 @@ import torch
 from loguru import logger
 from torch import nn
 
-from meshrl.models.adapters import AdapterScale, AdapterSlot
+from meshrl.models.adapters import AdapterScale, AdapterSet
 from meshrl.models.families import learned_positions
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.models.lora import coverage, make_slot, prepare_lora, reset_lora
+from meshrl.models.lora import coverage, make_set, prepare_lora, reset_lora
 from meshrl.models.shares import TensorShare
 from meshrl.training.checkpoints.random_state import seed_rank
 from meshrl.training.learner import Learner
@@ -87,7 +87,7 @@ def build_learner(
     else:
         fill_model(model, config)
     if config.lora is not None:
-        add_slot(model, config.lora, seed=seed, device=parallel.device)
+        add_set(model, config.lora, seed=seed, device=parallel.device)
         if parallel.plan.leads:
             logger.info(coverage(model))
     # Dropout must not fall alike on every rank, but on those that have the same tokens.
@@ -95,15 +95,20 @@ def build_learner(
     return Learner(policy, parallel, gathered, [model.get_parameter(name) for name in partial])
 
 
-def add_slot(model: nn.Module, config: LoraConfig, *, seed: int, device: torch.device) -> AdapterSlot:
-    """A new slot, mounted, with its first values. Raises ValueError as `make_slot` does."""
-    slot = make_slot(
+def new_set(model: nn.Module, config: LoraConfig, *, device: torch.device) -> AdapterSet:
+    """A set of zeros as configured, not mounted. Raises ValueError as `make_set` does."""
+    return make_set(
         model,
         AdapterScale(rank=config.rank, alpha=config.alpha, dropout=config.dropout),
         target_modules=config.target_modules,
         target_parameters=config.target_parameters,
         device=device,
     )
-    slot.mount()
+
+
+def add_set(model: nn.Module, config: LoraConfig, *, seed: int, device: torch.device) -> AdapterSet:
+    """A new set, mounted, with its first values. Raises ValueError as `make_set` does."""
+    adapter_set = new_set(model, config, device=device)
+    adapter_set.mount()
     reset_lora(model, seed)
-    return slot
+    return adapter_set

@@ -106,13 +106,18 @@ class Learner:
         """
         if run is self._run:
             return
-        if self._run is not None:
-            self._run.random_state = random_state(self.device)
+        self.put_aside()
         self._run = run
-        if run.slot is not None:
-            run.slot.mount()
+        if run.adapters is not None:
+            run.adapters.mount()
         if run.random_state is not None:
             restore_random_state(run.random_state, self.device)
+
+    def put_aside(self) -> None:
+        """Keeps where the run that was taken up draws its random numbers; until another is taken up there is none."""
+        if self._run is not None:
+            self._run.random_state = random_state(self.device)
+        self._run = None
 
     def step(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Makes a step from the micro-batches of a whole batch. Raises StepError and UpdateError as its two halves."""
@@ -140,8 +145,8 @@ class Learner:
         if self.parallel.plan.leads and not self._unseen_named:
             self._name_unseen_positions(micro_batches)
         self._routing.begin()
-        if run.slot is not None:
-            run.slot.open_gradient()
+        if run.adapters is not None:
+            run.adapters.open_gradient()
         with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
             rows = []
             for number, micro_batch in enumerate(own, start=1):
@@ -180,8 +185,8 @@ class Learner:
         started = time.perf_counter()
         self.take_up(run)
         with self._all_or_nothing(run, "while the gradient was clipped"):
-            if run.slot is not None:
-                run.slot.sum_gradient()
+            if run.adapters is not None:
+                run.adapters.sum_gradient()
             elif self.parallel.tensor is not None:
                 settle_gradients(run.parameters, self._partial, self.parallel.tensor)
             grad_norm = clip_gradients(run.parameters, run.optim.max_norm)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshrl.client.machine.memory import machine_memory
-from meshrl.models.adapters import AdapterScale
 from meshrl.models.experts import expert_layers
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
-from meshrl.models.lora import make_slot, prepare_lora
+from meshrl.models.lora import prepare_lora
+from meshrl.training.build import new_set
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
@@ -37,7 +37,7 @@ class MemoryNeed:
     weights: int
     gradients: int
     optimizer: int
-    of_slot: bool = False  # gradients and optimizer are an adapter slot's, which each rank has whole
+    of_set: bool = False  # gradients and optimizer are an adapter set's, which each rank has whole
     snapshot: int = 0  # its rows of the version that is published while the next step is trained
     unsharded: int = 0  # what gradients take beyond that where no rank divides them
 
@@ -47,7 +47,7 @@ class MemoryNeed:
 
     def over(self, times: int) -> MemoryNeed:
         """What each of so many times as many ranks needs that hold a copy of the model between them."""
-        divided = ("weights",) if self.of_slot else ("weights", "gradients", "optimizer", "snapshot")
+        divided = ("weights",) if self.of_set else ("weights", "gradients", "optimizer", "snapshot")
         parts = {name: getattr(self, name) // times for name in divided}
         return replace(self, **parts)
 
@@ -73,12 +73,11 @@ def memory_need(
         gathered += parameter.numel() * alike // plan.tp
     lora, adapters, trained = config.lora, 0, held
     if lora is not None:
-        targets = {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
-        prepare_lora(model, **targets)
-        adapters = trained = make_slot(model, AdapterScale(rank=lora.rank, alpha=lora.alpha), **targets).numel
+        prepare_lora(model, target_modules=lora.target_modules, target_parameters=lora.target_parameters)
+        adapters = trained = new_set(model, lora, device=torch.device("meta")).numel
     in_host_memory = config.fsdp_cpu_offload or lora is not None  # where the snapshot is; an adapter is small
     state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
-    if config.fsdp_cpu_offload:  # a slot lies on the device
+    if config.fsdp_cpu_offload:  # a set lies on the device
         base, trained = 0, adapters
     return MemoryNeed(
         parameters=parameters + adapters,
@@ -86,7 +85,7 @@ def memory_need(
         gradients=trained * GRADIENT_BYTES,
         optimizer=0 if config.optim_cpu_offload else trained * state_bytes,
         snapshot=trained * resolve_dtype(config).itemsize if publishes and not in_host_memory else 0,
-        of_slot=lora is not None,
+        of_set=lora is not None,
         unsharded=0 if lora is not None else (gathered - trained) * GRADIENT_BYTES,
     )
 

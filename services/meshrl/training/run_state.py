@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meshrl.algorithms.objective import Objective
-from meshrl.models.adapters import AdapterSlot, mounted_slot
+from meshrl.models.adapters import AdapterSet, mounted_set
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.lr_schedule import learning_rate
 from meshrl.training.optim import Optimizer, build_optimizer
@@ -58,7 +58,7 @@ class RunState:
     optim: OptimConfig
     scheduler: SchedulerConfig
     max_steps: int | None
-    slot: AdapterSlot | None = None  # None: the parameters are the model's own
+    adapters: AdapterSet | None = None  # None: the parameters are the model's own
     random_state: Mapping[str, torch.Tensor] | None = None  # where the run draws on, while another is taken up
     step_done: int = 0
     passes: list[PassResult] = field(default_factory=list)  # since the last step
@@ -75,7 +75,7 @@ class RunState:
         run_id: str = "main",
         optim_cpu_offload: bool = False,
     ) -> RunState:
-        """A run at step 0 over the mounted slot, or else the model's own trainable parameters.
+        """A run at step 0 over the mounted set, or else the model's own trainable parameters.
 
         Raises ValueError when there are none.
         """
@@ -87,7 +87,7 @@ class RunState:
             optim=optim,
             scheduler=scheduler,
             max_steps=max_steps,
-            slot=mounted_slot(model),
+            adapters=mounted_set(model),
         )
 
     @property
@@ -103,5 +103,5 @@ class RunState:
         """Frees the gradient and forgets the passes that made it."""
         self.passes.clear()
         self.optimizer.zero_grad()
-        if self.slot is not None:
-            self.slot.drop_gradient()
+        if self.adapters is not None:
+            self.adapters.drop_gradient()

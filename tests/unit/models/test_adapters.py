@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from meshrl.models.adapters import AdapterScale, AdapterSlot, mounted_slot
-from meshrl.models.lora import adapted_layers, make_slot, prepare_lora, reset_lora
+from meshrl.models.adapters import AdapterScale, AdapterSet, mounted_set
+from meshrl.models.lora import adapted_layers, make_set, prepare_lora, reset_lora
 from tiny_families import tiny_model
 from tiny_qwen3 import tiny_qwen3
 
@@ -23,8 +23,8 @@ def prepared() -> Qwen3ForCausalLM:
     return model
 
 
-def slot(model: nn.Module, rank: int, targets: list[str], seed: int, experts: Sequence[str] = ()) -> AdapterSlot:
-    made = make_slot(model, AdapterScale(rank=rank, alpha=8.0), target_modules=targets, target_parameters=experts)
+def adapter_set(model: nn.Module, rank: int, targets: list[str], seed: int, experts: Sequence[str] = ()) -> AdapterSet:
+    made = make_set(model, AdapterScale(rank=rank, alpha=8.0), target_modules=targets, target_parameters=experts)
     made.mount()
     reset_lora(model, seed)
     for layer in adapted_layers(model).values():
@@ -32,7 +32,7 @@ def slot(model: nn.Module, rank: int, targets: list[str], seed: int, experts: Se
     return made
 
 
-def output(model: nn.Module, of: AdapterSlot) -> torch.Tensor:
+def output(model: nn.Module, of: AdapterSet) -> torch.Tensor:
     of.mount()
     result: torch.Tensor = model(input_ids=TOKENS, use_cache=False).logits
     return result
@@ -40,9 +40,9 @@ def output(model: nn.Module, of: AdapterSlot) -> torch.Tensor:
 
 def test_a_slot_computes_and_learns_as_if_it_were_alone() -> None:
     shared, alone = prepared(), prepared()
-    small = slot(shared, 3, ["q_proj", "down_proj"], seed=1)
-    large = slot(shared, 8, [], seed=2)
-    single = slot(alone, 3, ["q_proj", "down_proj"], seed=1)
+    small = adapter_set(shared, 3, ["q_proj", "down_proj"], seed=1)
+    large = adapter_set(shared, 8, [], seed=2)
+    single = adapter_set(alone, 3, ["q_proj", "down_proj"], seed=1)
     for made, model, first in ((small, shared, True), (large, shared, False), (single, alone, True)):
         made.open_gradient()
         result = output(model, made)
@@ -58,18 +58,18 @@ def test_a_slot_computes_and_learns_as_if_it_were_alone() -> None:
 
 def test_layers_outside_a_slot_compute_what_the_base_does() -> None:
     model = prepared()
-    everywhere = slot(model, 4, [], seed=1)
-    one = slot(model, 4, ["model.layers.1.self_attn.v_proj"], seed=2)
+    everywhere = adapter_set(model, 4, [], seed=1)
+    one = adapter_set(model, 4, ["model.layers.1.self_attn.v_proj"], seed=2)
     assert list(adapted_layers(model)) == ["model.layers.1.self_attn.v_proj"]
-    assert mounted_slot(model) is one
+    assert mounted_set(model) is one
     everywhere.mount()
     assert len(adapted_layers(model)) == 14
-    assert mounted_slot(model) is everywhere
+    assert mounted_set(model) is everywhere
 
 
 def test_the_matrices_are_the_flat_tensor_and_the_gradients_the_flat_gradient() -> None:
     model = prepared()
-    made = slot(model, 3, ["q_proj"], seed=1)
+    made = adapter_set(model, 3, ["q_proj"], seed=1)
     assert made.numel == 2 * (3 * 16 + 16 * 3)
     made.flat.zero_()
     assert not any(parameter.any() for pair in made.matrices.values() for parameter in pair)
@@ -82,13 +82,13 @@ def test_the_matrices_are_the_flat_tensor_and_the_gradients_the_flat_gradient() 
     assert all(parameter.grad is None for pair in made.matrices.values() for parameter in pair)
 
 
-def test_experts_have_the_adapters_of_the_mounted_slot_or_none() -> None:
+def test_experts_have_the_adapters_of_the_mounted_set_or_none() -> None:
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model, base = tiny_model("qwen3_moe", attn=None), tiny_model("qwen3_moe", attn=None)
     prepare_lora(model, target_modules=[], target_parameters=targets)
-    one = slot(model, 8, ["q_proj"], seed=1, experts=targets)
-    two = slot(model, 16, ["q_proj"], seed=2, experts=targets)
-    plain = slot(model, 4, ["q_proj"], seed=3)
+    one = adapter_set(model, 8, ["q_proj"], seed=1, experts=targets)
+    two = adapter_set(model, 16, ["q_proj"], seed=2, experts=targets)
+    plain = adapter_set(model, 4, ["q_proj"], seed=3)
     first = output(model, one)
     assert not torch.equal(output(model, two), first)
     assert torch.equal(output(model, one), first)
@@ -100,4 +100,4 @@ def test_a_layer_that_was_not_prepared_is_refused_with_the_key_that_prepares_it(
     model = tiny_qwen3(tie_word_embeddings=False)
     prepare_lora(model, target_modules=[])
     with pytest.raises(ValueError, match=r"'lm_head' was not prepared .* name it in trainer\.model\.lora"):
-        make_slot(model, AdapterScale(rank=2, alpha=2.0), target_modules=["lm_head"])
+        make_set(model, AdapterScale(rank=2, alpha=2.0), target_modules=["lm_head"])

@@ -17,7 +17,7 @@ from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.core.config.shared import ModelConfig
-from meshrl.models.adapters import AdapterScale, AdapterSlot
+from meshrl.models.adapters import AdapterScale, AdapterSet
 from meshrl.models.load import fill_at_random, fill_model
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import (
@@ -29,7 +29,7 @@ from meshrl.models.lora import (
     coverage,
     is_adapter,
     load_adapter,
-    make_slot,
+    make_set,
     prepare_lora,
     reset_lora,
     save_adapter,
@@ -90,7 +90,7 @@ def empty() -> Qwen3ForCausalLM:
 
 
 def mount(model: nn.Module) -> None:
-    make_slot(model, AdapterScale(rank=4, alpha=6.0), target_modules=TARGETS).mount()
+    make_set(model, AdapterScale(rank=4, alpha=6.0), target_modules=TARGETS).mount()
     reset_lora(model, 0)
 
 
@@ -101,7 +101,7 @@ def test_adapted_model_starts_as_its_base() -> None:
 def test_output_is_the_base_plus_the_scaled_product() -> None:
     base = nn.Linear(5, 3)
     layer = LoraLinear(base)
-    AdapterSlot({"": layer}, {"": layer}, AdapterScale(rank=2, alpha=3.0), device=torch.device("cpu")).mount()
+    AdapterSet({"": layer}, {"": layer}, AdapterScale(rank=2, alpha=3.0), device=torch.device("cpu")).mount()
     nn.init.normal_(layer.lora_A)
     nn.init.normal_(layer.lora_B)
     inputs = torch.randn(7, 5)
@@ -176,7 +176,7 @@ def test_half_precision_follows_float32(autocast: bool) -> None:
 def test_dropout_spares_the_base_and_evaluation() -> None:
     layer = LoraLinear(nn.Linear(400, 2))
     scale = AdapterScale(rank=1, alpha=1.0, dropout=0.25)
-    AdapterSlot({"": layer}, {"": layer}, scale, device=torch.device("cpu")).mount()
+    AdapterSet({"": layer}, {"": layer}, scale, device=torch.device("cpu")).mount()
     nn.init.ones_(layer.lora_A)
     nn.init.ones_(layer.lora_B)
     inputs = torch.ones(50, 400)

@@ -270,8 +270,8 @@ def test_a_key_of_the_trainer_for_wandb_has_a_note_that_it_has_no_effect(load: C
     )
 
 
-def test_a_trainer_holds_one_run(refused: Callable[..., str]) -> None:
-    assert "a trainer trains one run; leave it out, and start a trainer for each run" in refused(
+def test_a_trainer_of_several_runs_needs_adapters(refused: Callable[..., str]) -> None:
+    assert "trainer.max_concurrent_runs above 1 needs trainer.model.lora" in refused(
         "", "--max-concurrent-runs", "4", program="trainer"
     )
 

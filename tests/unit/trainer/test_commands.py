@@ -15,7 +15,10 @@ from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.trainer.ranks.commands import (
     Command,
     CommandSender,
+    CreateCommand,
+    DeleteCommand,
     HeartbeatCommand,
+    PassCommand,
     PublishSetupCommand,
     SaveCommand,
     SnapshotCommand,
@@ -25,7 +28,8 @@ from meshrl.trainer.ranks.commands import (
     encode,
     receive_commands,
 )
-from meshrl.trainer.ranks.worker import RankRun, RankWorker
+from meshrl.trainer.ranks.rank_runs import RankRun
+from meshrl.trainer.ranks.worker import RankWorker
 from meshrl.versions.progress import Progress
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.errors import MeshError, Reason
@@ -43,6 +47,9 @@ SETTINGS = PublicationSettings(
     backend="gloo",
     deadline_s=20.0,
 )
+
+
+MAKER: Any = SimpleNamespace()
 
 
 class Line:
@@ -87,6 +94,9 @@ def batch(step: int = 3) -> Batch:
         SnapshotCommand(run_id="main"),
         *(SaveCommand(run_id="läufe/a", weights_only=w, in_background=b) for w in (True, False) for b in (True, False)),
         PublishSetupCommand(run_id="main", settings=SETTINGS),
+        PassCommand(run_id="main", slices=3),
+        CreateCommand(run_id="läufe/a", settings=b'{"seed": 3}'),
+        DeleteCommand(run_id="main"),
         HeartbeatCommand(),
         StopCommand(),
     ],
@@ -188,7 +198,9 @@ def test_a_rank_refuses_a_command_for_a_run_that_it_does_not_hold() -> None:
     run: Any = SimpleNamespace(run_id="main")
     checkpointer: Any = SimpleNamespace()
     with pytest.raises(MeshError, match="sent a command for run 'other', and this rank holds 'main'") as refused:
-        RankWorker(learner, [RankRun(state=run, checkpointer=checkpointer)], publish_dtype=torch.bfloat16).run()
+        RankWorker(
+            learner, [RankRun(state=run, checkpointer=checkpointer)], maker=MAKER, publish_dtype=torch.bfloat16
+        ).run()
     assert refused.value.reason is Reason.UNKNOWN_RUN
 
 
@@ -209,5 +221,5 @@ def test_a_rank_carries_out_each_command_for_the_run_that_it_names() -> None:
         return RankRun(state=state, checkpointer=checkpointer)
 
     learner: Any = SimpleNamespace(parallel=line)
-    RankWorker(learner, [run("main"), run("second")], publish_dtype=torch.bfloat16).run()
+    RankWorker(learner, [run("main"), run("second")], maker=MAKER, publish_dtype=torch.bfloat16).run()
     assert done == [("main", False), ("second", True), ("main", True), ("main", "waited"), ("second", "waited")]

@@ -12,8 +12,9 @@ import pytest
 import torch
 from opentelemetry import trace
 
-from meshrl.trainer.loop import RunTraining, RunVersions, TrainerLoop
+from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.ranks.commands import CommandSender
+from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.spans import TrainSpans

@@ -41,6 +41,7 @@ from meshrl.trainer.publishing.transport_choice import (
 )
 from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
 from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.run_state import RunState
 from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.snapshot import Captured
@@ -61,7 +62,6 @@ MAX_THREADS = 8  # of one rank for files: memory is no faster with more
 class PublishOptions:
     """What publishing takes from the trainer's configuration."""
 
-    run_id: str
     model: TrainerModelConfig
     broadcast: WeightBroadcastConfig
     output_dir: Path
@@ -176,11 +176,34 @@ def open_publication(
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
         address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
         decided = replace(decided, store_address=address)
-    commands.send(PublishSetupCommand(run_id=parts.run.run_id, settings=decided))
+    return open_run(decided, options, parts, parts.run, commands, client, store)
+
+
+def settings_of_added(own: PublicationSettings, *, epoch: int, folder: Path) -> PublicationSettings:
+    """How the versions of a run beside the trainer's own leave: as adapters that rank 0 streams."""
+    return replace(
+        own, transport=Transport.STREAM.value, adapter_only=True, in_shares=False, store_address="", epoch=epoch,
+        folder=str(folder.absolute()),
+    )  # fmt: skip
+
+
+def open_run(
+    decided: PublicationSettings,
+    options: PublishOptions,
+    parts: TrainerParts,
+    run: RunState,
+    commands: CommandSender,
+    client: WeightSyncClient,
+    store: Store | None = None,
+) -> tuple[Publication, Captured]:
+    """Opens the snapshotters of all ranks for a run and captures its first version; on the training thread."""
+    parallel = parts.parallel
+    commands.send(PublishSetupCommand(run_id=run.run_id, settings=decided))
+    parts.learner.take_up(run)
     snapshotter = open_snapshotter(decided, parts.learner.model, parts.compute_dtype, parallel)
-    transport = _transport(decided, options, parts, client, snapshotter, store)
-    commands.send(SnapshotCommand(run_id=parts.run.run_id))
-    initial = snapshotter.capture(parts.run.step_done)
+    transport = _transport(decided, options, parts, run.run_id, client, snapshotter, store)
+    commands.send(SnapshotCommand(run_id=run.run_id))
+    initial = snapshotter.capture(run.step_done)
     broadcast = options.broadcast
     limits = LinkLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
     folder, layout = versions_folder(options.output_dir), Layout(options.output_dir)
@@ -211,6 +234,7 @@ def _transport(
     settings: PublicationSettings,
     options: PublishOptions,
     parts: TrainerParts,
+    run_id: str,
     client: WeightSyncClient,
     snapshotter: Snapshotter,
     store: Store | None,
@@ -222,7 +246,7 @@ def _transport(
             config=peft.config_of(adapter_config(parts.learner.model, options.model.name)),
             base_layout=snapshotter.plan.layout,
         )
-    line = VersionLine(run_id=options.run_id, epoch=settings.epoch, adapter=adapter)
+    line = VersionLine(run_id=run_id, epoch=settings.epoch, adapter=adapter)
     broadcast, share = options.broadcast, snapshotter.share
     if share is None:  # rank 0 gathers what it streams
         share = StreamShare(Path(settings.folder), epoch=settings.epoch, num_threads=settings.num_threads)

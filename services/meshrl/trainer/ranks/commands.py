@@ -32,10 +32,33 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainCommand:
-    """Make a step of the run from this batch."""
+    """Begin a step of the run with this batch."""
 
     run_id: str
     batch: Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCommand:
+    """Pass the next slices of the run's batch; with the last of them the step is made."""
+
+    run_id: str
+    slices: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateCommand:
+    """Make a run with an adapter of its own. `settings` are RunSettings as JSON."""
+
+    run_id: str
+    settings: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteCommand:
+    """Forget a run that CreateCommand made."""
+
+    run_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +95,13 @@ class StopCommand:
     """Finish the save under way and leave the group."""
 
 
-WorkCommand = PublishSetupCommand | TrainCommand | SnapshotCommand | SaveCommand
+WorkCommand = (
+    CreateCommand | DeleteCommand | PublishSetupCommand | TrainCommand | PassCommand | SnapshotCommand | SaveCommand
+)
 Command = WorkCommand | HeartbeatCommand | StopCommand
 
-_TRAIN, _PUBLISH_SETUP, _SNAPSHOT, _SAVE, _HEARTBEAT, _STOP = b"T", b"O", b"G", b"C", b"B", b"S"
+_CREATE, _DELETE, _TRAIN, _PASS, _PUBLISH_SETUP, _SNAPSHOT, _SAVE = b"N", b"D", b"T", b"P", b"O", b"G", b"C"
+_HEARTBEAT, _STOP = b"B", b"S"
 
 
 def encode(command: Command) -> bytes:
@@ -87,6 +113,12 @@ def encode(command: Command) -> bytes:
             return _STOP
         case TrainCommand():
             kind, payload = _TRAIN, b"".join(_frames(command.batch))
+        case PassCommand():
+            kind, payload = _PASS, _LENGTH.pack(command.slices)
+        case CreateCommand():
+            kind, payload = _CREATE, command.settings
+        case DeleteCommand():
+            kind, payload = _DELETE, b""
         case PublishSetupCommand():
             kind, payload = _PUBLISH_SETUP, command.settings.to_json()
         case SnapshotCommand():
@@ -105,6 +137,12 @@ def decode(data: bytes) -> Command:
         return StopCommand()
     first, payload = _unframed(memoryview(data)[1:])
     run_id = first.decode()
+    if kind == _CREATE:
+        return CreateCommand(run_id=run_id, settings=bytes(payload))
+    if kind == _DELETE:
+        return DeleteCommand(run_id=run_id)
+    if kind == _PASS:
+        return PassCommand(run_id=run_id, slices=_LENGTH.unpack(payload)[0])
     if kind == _SNAPSHOT:
         return SnapshotCommand(run_id=run_id)
     if kind == _SAVE:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Batch, RunInfo, StepEvent, StepState
+from meshrl.wire.types import Batch, RunInfo, RunPhase, RunSpec, StepEvent, StepState, Suspension
 
 LARGE_EVENTS = 8
 """Events that keep what is large: logprobs and entropies."""
@@ -64,6 +64,13 @@ class StepBook:
     max_queued: int = 2
     max_steps: int | None = None
     history_events: int = 1_000
+    spec: RunSpec | None = None
+    create_time: float | None = None  # seconds of the epoch
+    adapter_bytes: int = 0
+    phase: RunPhase = RunPhase.ACTIVE
+    suspension: Suspension | None = None
+    tokens: int = 0
+    used_share: float | None = None
     step: int = field(init=False)  # the last DONE
     draining: bool = field(init=False, default=False)
     _next_step: int = field(init=False)
@@ -96,6 +103,12 @@ class StepBook:
             )
         if self.draining:
             raise MeshError(Reason.DRAINING, "the trainer is draining and takes no more batches")
+        if self.suspension is not None:
+            raise MeshError(
+                Reason.RUN_SUSPENDED,
+                f"run {self.run_id!r} is suspended: {self.suspension.message}; mend that and call ResumeRun",
+                retry_after_s=RETRY_AFTER_S,
+            )
         if self.max_steps is not None and step > self.max_steps:
             raise MeshError(
                 Reason.STEP_OUT_OF_ORDER, f"step {step} is beyond max_steps {self.max_steps}; raise it to go on"
@@ -159,6 +172,15 @@ class StepBook:
             epoch=self.epoch,
             revision=self._revision,
             durable_step=self.durable_step,
+            phase=RunPhase.SUSPENDED if self.suspension is not None else self.phase,
+            suspension=self.suspension,
+            spec=self.spec,
+            create_time=self.create_time,
+            tokens=self.tokens,
+            queued_batches=len(self._waiting),
+            used_share=self.used_share,
+            oldest_revision=self._revision - len(self._events),
+            adapter_bytes=self.adapter_bytes,
         )
 
     def drain(self) -> None:
@@ -171,6 +193,11 @@ class StepBook:
         return len(self._waiting)
 
     @property
+    def unfinished(self) -> bool:
+        """A step trains or is being published."""
+        return bool(self._unfinished)
+
+    @property
     def idle(self) -> bool:
         """Nothing waits, trains or is being published."""
         return not self._waiting and not self._unfinished
@@ -179,7 +206,7 @@ class StepBook:
 
     def take(self) -> Batch | None:
         """The next batch to train, now RUNNING; None when none waits."""
-        if not self._waiting:
+        if not self._waiting or self.suspension is not None:
             return None
         batch = self._waiting.popleft()
         self._unfinished.add(batch.step)

@@ -1,19 +1,27 @@
-"""The runs that a trainer trains: TrainerService finds a run's queue by its id, the training thread takes from all.
-
-A trainer begins with its runs and holds no others so far: the service refuses to create and to delete any.
-"""
+"""The runs that a trainer trains: TrainerService finds a run's queue by its id, the training thread takes from all."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from meshrl.core.waiting import Pulse
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.work_queue import TrainingQueue, Work
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What the training thread is to do: calls first, then one piece of work of each run."""
+
+    calls: tuple[Callable[[], None], ...]
+    work: Mapping[str, Work]
 
 
 class RunTable:
@@ -23,13 +31,31 @@ class RunTable:
         """An empty run_id stands for `own`. With `held` no queue gives work out until its `open` is called."""
         self._loop = asyncio.get_running_loop()
         self._changed = Pulse()
-        self.own = TrainingQueue(own, self._changed, held=held)
-        queues = [self.own, *(TrainingQueue(book, self._changed, held=held) for book in more)]
-        self._queues = {queue.book.run_id: queue for queue in queues}
-        self._in_turn = deque(queues)
+        self._calls: list[tuple[Callable[[], None], Future[Any]]] = []
+        self._queues: dict[str, TrainingQueue] = {}
+        self.own = self.add(own, held=held)
+        for book in more:
+            self.add(book, held=held)
 
     def __iter__(self) -> Iterator[TrainingQueue]:
         return iter(self._queues.values())
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def add(self, book: StepBook, *, held: bool = True) -> TrainingQueue:
+        """The queue of a new run."""
+        queue = self._queues[book.run_id] = TrainingQueue(book, self._changed, held=held)
+        return queue
+
+    def remove(self, run_id: str) -> None:
+        """Forgets a run whose queue is closed."""
+        del self._queues[run_id]
+
+    def close(self) -> None:
+        """Closes every queue; the training thread ends what it is at."""
+        for queue in self:
+            queue.close()
 
     def find(self, run_id: str) -> TrainingQueue:
         """The run of this name; an empty one is the only run. Raises UNKNOWN_RUN, and INVALID_REQUEST with several."""
@@ -41,19 +67,48 @@ class RunTable:
             raise MeshError(Reason.UNKNOWN_RUN, f"no run {run_id!r} here; this trainer holds {held}")
         return queue
 
-    def take(self) -> Future[tuple[str, Work] | None]:
-        """The next work and its run, once there is some; None when all queues are closed. For the training thread.
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """Has the training thread run `work` between two turns, and returns its result or raises its error.
 
-        The run whose work was taken last comes after all others.
+        Raises MeshError DRAINING when the trainer ends before.
         """
-        return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop)
+        if self.own.closed:
+            raise MeshError(Reason.DRAINING, "the trainer ends; ask the next one")
+        done: Future[Result] = Future()
+        done.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
 
-    async def _next_work(self) -> tuple[str, Work] | None:
-        while not all(queue.closed for queue in self):
-            for queue in self._in_turn:
-                if (work := queue.poll()) is not None:
-                    self._in_turn.remove(queue)
-                    self._in_turn.append(queue)
-                    return queue.book.run_id, work
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001  # the caller raises it
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        self._calls.append((run, done))
+        self._changed.beat()
+        return await asyncio.wrap_future(done)
+
+    def take(self, idle: Set[str], *, wait: bool, until: Callable[[], bool] = lambda: False) -> Future[Taken | None]:
+        """For the training thread: all calls, and the next work of each of the `idle` runs that has some.
+
+        With `wait` it is done once there is something, or `until` holds after a report. None when the own queue is
+        closed.
+        """
+        return asyncio.run_coroutine_threadsafe(self._take(idle, wait, until), self._loop)
+
+    async def _take(self, idle: Set[str], wait: bool, until: Callable[[], bool]) -> Taken | None:
+        while not self.own.closed:
+            work = {
+                queue.book.run_id: polled
+                for queue in self
+                if queue.book.run_id in idle and (polled := queue.poll()) is not None
+            }
+            if work or self._calls or not wait or until():
+                calls, self._calls = tuple(run for run, _ in self._calls), []
+                return Taken(calls=calls, work=work)
             await self._changed.next()
+        for _, done in self._calls:
+            done.set_exception(MeshError(Reason.DRAINING, "the trainer ends; ask the next one"))
+        self._calls = []
         return None

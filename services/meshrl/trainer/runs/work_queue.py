@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from meshrl.core.waiting import Pulse
 from meshrl.trainer.runs.steps import Accepted, StepBook
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Batch, StepEvent
+from meshrl.wire.types import Batch, RunPhase, StepEvent, Suspension
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +45,7 @@ class TrainingQueue:
         self.book = book
         self.closed = False
         self._held = held
+        book.phase = RunPhase.CREATING if held else RunPhase.ACTIVE
         self._loop = asyncio.get_running_loop()
         self._changed = changed
         self._saves: deque[SaveRequest] = deque()
@@ -79,16 +80,30 @@ class TrainingQueue:
         return await asyncio.wrap_future(request.saved)
 
     async def drain(self) -> int:
-        """Takes no more batches, waits for those accepted and returns the last finished step."""
+        """Takes no more batches and returns the last finished step, once those accepted are trained.
+
+        Those of a suspended run are not waited for.
+        """
         self.book.drain()
-        while not (self.book.idle or self.closed):
+        while not (self.book.idle or self.closed or self.book.suspension):
             await self._changed.next()
         return self.book.step
 
     def open(self) -> None:
         """Gives work out from now on."""
         self._held = False
+        self.book.phase = RunPhase.ACTIVE
         self._changed.beat()
+
+    def resume(self) -> None:
+        """Ends a suspension."""
+        self.book.suspension = None
+        self._changed.beat()
+
+    async def at_rest(self) -> None:
+        """Returns once no step of the run trains or is being published, or the run is suspended over one."""
+        while self.book.unfinished and self.book.suspension is None and not self.closed:
+            await self._changed.next()
 
     def close(self) -> None:
         """Gives out no more work, and ends every watch."""
@@ -100,7 +115,7 @@ class TrainingQueue:
 
     def poll(self) -> Work | None:
         """Takes the next work; None when there is none now."""
-        if self.closed or self._held:
+        if self.closed or self._held or self.book.phase is RunPhase.DELETING:
             return None
         if self._saves:
             return self._saves.popleft()
@@ -120,10 +135,13 @@ class TrainingQueue:
         traceparent: str,
         logprobs: Mapping[str, NDArray[np.float32]],
         entropies: NDArray[np.float32],
+        tokens: int = 0,
     ) -> None:
-        """Reports a step as DONE; `logprobs` are those of rollouts that its batch asked for."""
-        self._report(
-            lambda: self.book.finish(
+        """Reports a step as DONE; `logprobs` are those of rollouts that its batch asked for, `tokens` the run's."""
+
+        def finish() -> None:
+            self.book.tokens = tokens
+            self.book.finish(
                 step,
                 metrics=metrics,
                 timings_s=timings_s,
@@ -131,11 +149,29 @@ class TrainingQueue:
                 logprobs=logprobs,
                 entropies=entropies,
             )
-        )
 
-    def failed(self, step: int, reason: Reason, message: str, *, traceparent: str = "") -> None:
-        """Reports a step as FAILED."""
-        self._report(lambda: self.book.fail(step, reason, message, traceparent=traceparent))
+        self._report(finish)
+
+    def failed(
+        self,
+        step: int,
+        reason: Reason,
+        message: str,
+        *,
+        traceparent: str = "",
+        suspension: Suspension | None = None,
+    ) -> None:
+        """Reports a step as FAILED, and with a `suspension` that it suspends the run."""
+
+        def fail() -> None:
+            self.book.fail(step, reason, message, traceparent=traceparent)
+            self.book.suspension = suspension or self.book.suspension
+
+        self._report(fail)
+
+    def suspend(self, suspension: Suspension) -> None:
+        """Suspends the run: what waits stays, and no more is given out or taken in."""
+        self._report(lambda: setattr(self.book, "suspension", suspension))
 
     def saved(self, step: int) -> None:
         """Reports that a checkpoint of the step is on disk."""

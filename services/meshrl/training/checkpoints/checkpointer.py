@@ -35,7 +35,7 @@ from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files, random_state, train_state
 from meshrl.training.checkpoints.files import CheckpointContents, CheckpointError, FileMark
 from meshrl.training.checkpoints.saving_group import SavingGroup, reason
-from meshrl.training.checkpoints.weights_folder import WeightsWriter
+from meshrl.training.checkpoints.weights_folder import AdapterWriter, WeightsWriter
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
 from meshrl.training.run_state import RunState
@@ -85,14 +85,15 @@ class Checkpointer:
         snapshot_dtype: torch.dtype | None = None,
         base: ModelConfig | None = None,
         adapters_of: str | None = None,
+        merges: bool = True,
         deadline_s: float = SAVE_DEADLINE_S,
     ) -> None:
         """`snapshot_dtype` is that of the Hugging Face folders, None the one that the weights are trained in.
 
         `base` is the model that the learner was built from, of whose folder snapshots keep what training leaves alone.
-        `adapters_of` names the model under the adapters, and has these written on their own as well. `deadline_s`
-        bounds a save in the background. Leftovers of a killed process are deleted. Collective. Raises CheckpointError
-        when a snapshot of this model could not be written.
+        `adapters_of` names the model under the adapters, and has these written on their own as well; without `merges`
+        snapshots are these alone. `deadline_s` bounds a save in the background. Leftovers of a killed process are
+        deleted. Collective. Raises CheckpointError when a snapshot of this model could not be written.
         """
         self.progress = TrainingProgress()
         self.durable_step = 0  # the last step whose checkpoint is on disk
@@ -103,16 +104,19 @@ class Checkpointer:
         self._part = part
         self._seed = seed
         self._snapshot_dtype = snapshot_dtype
-        self._adapters = adapters_of is not None
+        self._adapters, self._merges = adapters_of is not None, merges
         self._deadline_s = deadline_s
         self._own: set[Path] = set()  # folders of this run; what an earlier run left at the same step is replaced
         self._on_branch = False  # checkpoints of later steps are none of this run's past
         self._saving: Future[None] | None = None
         self._group = SavingGroup.beside(learner.parallel, timeout_s=deadline_s)
 
-        def writer() -> WeightsWriter | None:
+        def writer() -> WeightsWriter | AdapterWriter | None:
             if not self._group.plan.leads:
                 return None
+            if not merges:
+                assert adapters_of is not None, "snapshots without merged weights are of adapters"
+                return AdapterWriter(learner.model, base_name=adapters_of)
             return WeightsWriter(
                 learner.model,
                 dtype=snapshot_dtype or learner.model.dtype,
@@ -268,6 +272,11 @@ class Checkpointer:
         self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         return step
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to resume from. Collective."""
+        found = bytes([bool(self._resumable())]) if self._group.plan.leads else None
+        return self._group.broadcast(found) == b"\1"
+
     def _found(self, step: int) -> tuple[int, CheckpointContents]:
         """The checkpoint that rank 0 finds; every rank takes that one."""
 
@@ -302,7 +311,11 @@ class Checkpointer:
         model, first = self._learner.model, self._group.plan.leads
         return _Job(
             step=step,
-            weights=gather_state(model, self._snapshot_dtype, keep=first) if needed[0] else None,
+            weights=None
+            if not needed[0]
+            else gather_state(model, self._snapshot_dtype, keep=first)
+            if self._merges
+            else {},
             adapters=adapter_state(model, keep=first) if needed[0] and self._adapters else {},
             tensors=train_state.run_tensors(model, self._run) if needed[1:] == b"\1" else None,
             random_state=random_state.random_state(self._learner.device),

@@ -23,15 +23,15 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
     """What the run trains and its optimizer's state, sharing memory with model and run; every rank's own shards.
 
-    A run over a slot has its adapters, which must be mounted: it leaves all else as the model's folder has it. Another
+    A run over a set has its adapters, which must be mounted: it leaves all else as the model's folder has it. Another
     has all parameters and persistent buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within
     `run.optimizer.state_open()`.
     """
     parameters = dict(model.named_parameters())
-    if run.slot is not None:
+    if run.adapters is not None:
         parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
     tensors = {f"{_MODEL}/{name}": parameter.detach() for name, parameter in parameters.items()}
-    if run.slot is None:
+    if run.adapters is None:
         every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # tied ones too
         tensors |= {
             f"{_MODEL}/{name}": buffer.detach() for name, buffer in model.state_dict().items() if name not in every_name
@@ -63,7 +63,7 @@ def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Pa
     Raises CheckpointError when the state is one of another model, or of other trainable parameters.
     """
     found = dict(saved.state_dict_metadata)
-    if run.slot is not None:  # checkpoints from before there were slots hold the base model as well
+    if run.adapters is not None:  # checkpoints from before there were sets hold the base model as well
         found = {name: entry for name, entry in found.items() if is_adapter(name)}
     present = run_tensors(model, run)
     fill = {name: tensor for name, tensor in present.items() if name.startswith(f"{_MODEL}/")}

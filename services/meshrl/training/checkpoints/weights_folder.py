@@ -32,6 +32,18 @@ def separate_adapters(ckpt: CheckpointConfig | None, model: TrainerModelConfig) 
     return model.name if ckpt is not None and ckpt.weights.save_adapter_separately and model.lora is not None else None
 
 
+class AdapterWriter:
+    """Writes snapshots that are the adapters alone, as a folder that PEFT and vLLM load."""
+
+    def __init__(self, model: PreTrainedModel, *, base_name: str) -> None:
+        """`base_name` is the model under the adapters that are mounted."""
+        self._config = adapter_config(model, base_name)
+
+    def write(self, folder: Path, state: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:
+        """Fills an empty folder with the adapters; `state` is empty. Raises OSError."""
+        save_adapter(folder, adapters, self._config)
+
+
 class WeightsWriter:
     """Writes snapshots of one model, in `dtype`. Made where the model trains; `write` may run on another thread."""
 

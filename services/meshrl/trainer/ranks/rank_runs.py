@@ -1,0 +1,121 @@
+"""The runs as one rank has them: each with its state, its checkpointer, and the snapshotter of its versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from loguru import logger
+
+from meshrl.trainer.objectives import build_objective
+from meshrl.trainer.publishing.snapshots import Snapshotter
+from meshrl.trainer.ranks.batch_step import BatchStep
+from meshrl.trainer.runs.hooks import RunHooks
+from meshrl.trainer.runs.settings import RunSettings
+from meshrl.training.build import add_set, new_set
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.random_state import seed_rank
+from meshrl.training.learner import Learner
+from meshrl.training.run_state import RunState
+
+RUNS = "runs"
+
+
+@dataclass(kw_only=True)
+class RankRun:
+    """A run as a rank trains it."""
+
+    state: RunState
+    checkpointer: Checkpointer
+    snapshotter: Snapshotter | None = None  # None until rank 0 sets publishing up
+    step: BatchStep | None = None  # the one that is being made
+
+
+class RunMaker:
+    """Makes the runs that CreateRun adds, on every rank alike."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        output_dir: Path,
+        *,
+        base_name: str,
+        optim_cpu_offload: bool = False,
+        hooks: RunHooks | None = None,
+    ) -> None:
+        """`base_name` is the model that adapters are of, as their files name it."""
+        self.hooks = hooks or RunHooks()
+        self.learner, self._output_dir, self._base_name = learner, output_dir, base_name
+        self._optim_cpu_offload = optim_cpu_offload
+
+    @property
+    def runs_folder(self) -> Path:
+        """Where runs have their folders, unless their settings name another."""
+        return self._output_dir / RUNS
+
+    def folder(self, run_id: str, settings: RunSettings) -> Path:
+        """Where a run has its checkpoints, weights and epoch."""
+        return self._output_dir / settings.folder if settings.folder else self.runs_folder / run_id
+
+    def forget(self, run: RankRun, other: RankRun) -> None:
+        """Ends a run on this rank, so that its memory is free; `other` is taken up in its place."""
+        try:
+            run.checkpointer.wait_for_save()
+        except CheckpointError as error:
+            logger.error("the last checkpoint of run {!r} was not written: {}", run.state.run_id, error)
+        self.hooks.deleted(run.state.run_id)
+        run.state.drop_gradient()
+        self.learner.take_up(other.state)
+
+    def bytes_for(self, settings: RunSettings) -> int:
+        """Bytes of such a run's adapter with gradient and optimizer on each rank. Raises ValueError as `make`."""
+        assert settings.lora is not None, "runs beside the trainer's own have an adapter"
+        adapter_set = new_set(self.learner.model, settings.lora, device=torch.device("meta"))
+        return adapter_set.flat.numel() * torch.float32.itemsize * (4 if settings.optim.type == "adamw" else 3)
+
+    def make(self, run_id: str, settings: RunSettings) -> RankRun:
+        """A run at its newest checkpoint, or at step 0 where it has none. Collective.
+
+        Raises ValueError, with all other runs as they were, on every rank, when its adapter cannot be made, its
+        checkpoint not be read, or memory is short.
+        """
+        assert settings.lora is not None, "runs beside the trainer's own have an adapter"
+        learner = self.learner
+        learner.put_aside()
+        problem: Exception | None = None
+        try:
+            add_set(learner.model, settings.lora, seed=settings.adapter_seed, device=learner.device)
+            seed_rank(settings.seed, 0, learner.parallel.plan.rank // learner.parallel.plan.tp)
+            state = RunState.of(
+                learner.model,
+                run_id=run_id,
+                objective=build_objective(settings.loss),
+                optim=settings.optim,
+                scheduler=settings.scheduler,
+                max_steps=settings.max_steps,
+                optim_cpu_offload=self._optim_cpu_offload,
+            )
+            learner.take_up(state)
+        except (ValueError, RuntimeError) as error:  # torch.OutOfMemoryError is one
+            problem = error
+        if learner.parallel.any(problem is not None):  # the memory of another rank may be short
+            raise ValueError(
+                f"run {run_id!r} cannot be made: {problem or 'another rank has no memory left for it'}"
+            ) from problem
+        checkpointer = Checkpointer(
+            learner,
+            state,
+            self.folder(run_id, settings),
+            tokenizer=None,
+            seed=settings.seed,
+            adapters_of=self._base_name,
+            merges=False,
+        )
+        try:
+            if checkpointer.has_checkpoint():
+                checkpointer.restore(-1)
+        except CheckpointError as error:
+            raise ValueError(f"run {run_id!r} cannot go on from its checkpoint: {error}") from error
+        self.hooks.created(run_id)
+        return RankRun(state=state, checkpointer=checkpointer)

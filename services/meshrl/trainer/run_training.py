@@ -1,0 +1,430 @@
+"""Trains one run on rank 0: its steps, versions, checkpoints and metrics. The loop gives it its turns.
+
+A step goes through three stages: its slices are passed, then it is made, then its version is captured. Only the last
+waits, for the publication of the version before, so that other runs have their turn meanwhile. Whatever fails in a run
+that is not the trainer's own suspends that run alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from meshrl.core.metrics.catalogue import Source
+from meshrl.core.metrics.names import CATALOGUE
+from meshrl.core.metrics.statistics import spread
+from meshrl.core.telemetry.waits import Waits
+from meshrl.trainer.metrics import rollout_logprobs, step_metrics
+from meshrl.trainer.publishing.publisher import PublishReport
+from meshrl.trainer.ranks.batch_step import BatchStep
+from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
+from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue
+from meshrl.trainer.spans import TrainSpan, TrainSpans
+from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.config import CheckpointConfig
+from meshrl.training.learner import Learner, StepError, StepResult
+from meshrl.training.run_state import RunState
+from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import Captured
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Batch, Suspension
+
+MOST_ENTROPIES = 1024
+"""Of a step's tokens, sent with its DONE event for a histogram."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunVersions:
+    """How the versions of a run leave the trainer."""
+
+    capture: Callable[[int], Captured]
+    """Copies the weights of a version aside; collective, on the training thread between two steps."""
+
+    publish: Callable[[int, Captured, str], Future[PublishReport]]
+    """(version, what `capture` returned, traceparent) -> a future that is done when the version is published."""
+
+    progress: Progress
+    """When the publication under way last moved."""
+
+    stall_s: float
+    """Seconds for which a publication may stand still."""
+
+
+@dataclass(kw_only=True)
+class _StepAtHand:
+    """The step that a run is at. `busy_s` is what it has taken so far, without the turns of other runs."""
+
+    work: BatchStep
+    span: TrainSpan
+    wait_s: float
+    began: float
+    broadcast_s: float
+    busy_s: float = 0.0
+    result: StepResult | None = None  # once it is made
+    made_at: float = 0.0
+
+
+class RunTraining:
+    """One run on rank 0. `own`: it is the trainer's own, whose failures end the trainer."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        state: RunState,
+        queue: TrainingQueue,
+        checkpointer: Checkpointer,
+        versions: RunVersions,
+        commands: CommandSender,
+        spans: TrainSpans,
+        *,
+        ckpt: CheckpointConfig | None,
+        own: bool = True,
+        max_failed_steps: int = 3,
+        waits: Waits | None = None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`release` gives memory that no tensor needs back to the device; called after each snapshot."""
+        self.state, self.checkpointer, self.own, self.queue = state, checkpointer, own, queue
+        self._learner, self._versions = learner, versions
+        self._commands, self._spans, self._waits = commands, spans, waits or Waits()
+        self._ckpt = ckpt
+        self._max_failed_steps = max_failed_steps
+        self._failed_steps = 0  # in a row
+        self._release = release
+        self._step: _StepAtHand | None = None
+        self._free_since = time.perf_counter()  # when the step before was over
+        self._publishing: Future[PublishReport] | None = None
+        self._publish: Callable[[], None] | None = None  # starts the publication under way once more
+        self._stalled = False
+        self._published_step = state.step_done  # the last one whose publication began
+        self._save_ckpt_s = 0.0  # since the last DONE
+        self._saved_step = state.step_done  # a step that is on disk, or needs no checkpoint
+        self._peak_flops = peak_flops(learner.device)
+
+    # --- what the loop asks ---------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no step at hand and so can take work."""
+        return self._step is None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the slice that it would train at its turn; 0 where it would capture a version, None for nothing."""
+        if self._step is None:
+            return None
+        if self._step.result is None:
+            return self._step.work.next_tokens()
+        published = self._publishing is None or self._publishing.done()
+        return 0 if published and not self._failed_publication() else None
+
+    @property
+    def slices_left(self) -> int:
+        return 0 if self._step is None else self._step.work.slices_left
+
+    def publication_left_s(self) -> float:
+        """Seconds until the publication under way has stood still for too long; infinite where there is none."""
+        if self._publishing is None or self._publishing.done() or self._stalled:
+            return float("inf")
+        return self._versions.progress.left_s(self._versions.stall_s)
+
+    def check_publication(self) -> None:
+        """Notices a publication that stands still: it suspends the run. Raises MeshError where that is the own one."""
+        if self.publication_left_s() > 0:
+            return
+        problem = MeshError(
+            Reason.DEADLINE_PASSED,
+            f"version {self._published_step} could not be published: nothing moved for {self._versions.stall_s:g} s"
+            " (publish_deadline_s); look whether the weight hub and its disk are well",
+        )
+        if self.own:
+            self._publishing = None
+            raise problem
+        self._stalled = True
+        self._suspend(problem.reason, problem.message)
+
+    def resume(self) -> None:
+        """Goes on after a suspension: a publication that failed or stood still is tried again."""
+        self._stalled, self._failed_steps = False, 0
+        self._versions.progress.moved()
+        if self._failed_publication() and self._publish is not None:
+            self._publish()
+
+    def _failed_publication(self) -> bool:
+        return not self.own and self._publishing is not None and self._publishing.done() and (
+            self._publishing.cancelled() or self._publishing.exception() is not None
+        )  # fmt: skip
+
+    def _suspend(self, reason: Reason, message: str) -> None:
+        logger.error("run {!r} is suspended: {}", self.state.run_id, message)
+        self.queue.suspend(Suspension(reason=reason.name, message=message))
+
+    # --- its turns, on the training thread --------------------------------------------------------
+
+    def begin(self, batch: Batch) -> None:
+        """Takes a batch as the step at hand. Raises the failure of an earlier save of the own run."""
+        try:
+            self.checkpointer.check()
+        except CheckpointError as error:
+            if self.own:
+                raise
+            self._suspend(Reason.CHECKPOINT_FAILED, str(error))
+        began = time.perf_counter()
+        self._commands.send(TrainCommand(run_id=self.state.run_id, batch=batch))
+        broadcast_s = time.perf_counter() - began
+        self._step = _StepAtHand(
+            work=BatchStep(self._learner, self.state, batch),
+            span=self._spans.start(batch),
+            wait_s=began - self._free_since,
+            began=began,
+            broadcast_s=broadcast_s,
+            busy_s=broadcast_s,
+        )
+
+    def advance(self, slices: int) -> None:
+        """Trains the next slices of the step at hand, and makes it with the last; or captures its version.
+
+        Raises what the trainer cannot survive: the failure of an earlier publication or of a save, and UpdateError.
+        """
+        step = self._step
+        assert step is not None, "a turn is given to a run that has something to do"
+        started = time.perf_counter()
+        if step.result is None:
+            self._commands.send(PassCommand(run_id=self.state.run_id, slices=slices))
+            try:
+                step.result = step.work.advance(slices)
+            except StepError as error:  # the batch's fault: the run goes on with the weights as they are
+                self._fail(step, str(error))
+                return
+            step.made_at = time.perf_counter()
+            step.busy_s += step.made_at - started
+            if step.result is None:
+                return
+            step.span.child("forward_backward", step.result.forward_backward_s, before_s=step.result.optimizer_s)
+            step.span.child("optimizer", step.result.optimizer_s)
+        if self.tokens is not None:
+            self._capture(step, step.result)
+
+    def _fail(self, step: _StepAtHand, message: str) -> None:
+        logger.error("run {!r}: {}", self.state.run_id, message)
+        step.span.fail(message)
+        batch = step.work.batch
+        self._step, self._free_since = None, time.perf_counter()
+        self._failed_steps += 1
+        suspension = None
+        if not self.own and self._failed_steps >= self._max_failed_steps:
+            self._failed_steps = 0
+            suspension = Suspension(
+                reason=Reason.STEP_FAILED.name,
+                message=f"{self._max_failed_steps} steps in a row failed (max_failed_steps), the last with: {message}",
+            )
+        self.queue.failed(
+            batch.step, Reason.STEP_FAILED, message, traceparent=step.span.traceparent, suspension=suspension
+        )
+
+    def _capture(self, step: _StepAtHand, result: StepResult) -> None:
+        published_before = time.perf_counter()
+        self._wait_for_publication()  # which is over, or failed: versions are sealed in order
+        self._failed_steps = 0
+        self._commands.send(SnapshotCommand(run_id=self.state.run_id))
+        self._learner.take_up(self.state)
+        captured = self._versions.capture(result.step)  # the next step changes the live weights
+        self._release()  # once the version is published, an engine may need the room
+        ended = time.perf_counter()
+        train_s = step.busy_s + ended - step.made_at
+        timings_s = {
+            "wait_for_batch": step.wait_s,
+            "broadcast_batch": step.broadcast_s,
+            "forward_backward": result.forward_backward_s,
+            "optimizer": result.optimizer_s,
+            "wait_for_publication": published_before - step.made_at,
+            "gather_weights": ended - published_before,
+            "step": step.wait_s + ended - step.began,
+        }
+        batch = step.work.batch
+        metrics = self._metrics(batch, result, timings_s, train_s)
+        logprobs = rollout_logprobs(batch, result.tokens.logprobs, step.work.passes)
+        entropies = result.tokens.entropies[spread(len(result.tokens.entropies), MOST_ENTROPIES)]
+        self._step, self._free_since = None, ended
+        self._start_publication(result.step, captured, metrics, timings_s, step.span, logprobs, entropies)
+        logger.info(
+            "{} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
+            f"step {result.step}" if self.own else f"run {self.state.run_id!r}, step {result.step}",
+            result.loss,
+            result.grad_norm,
+            metrics.get("mismatch_kl/all/mean", 0.0),  # a batch may have no rl tokens
+            metrics["perf/throughput"],
+            train_s,
+            step.wait_s,
+        )
+        if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
+            self._save_by_schedule(self._ckpt)
+
+    def end(self) -> None:
+        """Makes what is at hand whole, waits for the publication under way and writes the last checkpoint.
+
+        Raises the failure of either in the own run; that of another is for the log.
+        """
+        try:
+            while self._step is not None:
+                if self._step.result is not None:
+                    self._wait_for_publication()
+                self.advance(self.slices_left)
+            self._wait_for_publication()
+        except (MeshError, OSError) as error:  # of a publication
+            if self.own:
+                raise
+            logger.error("run {!r}: {}", self.state.run_id, error)
+        if self._ckpt is not None and self.state.step_done != self._saved_step:
+            self._save_by_schedule(self._ckpt)
+
+    def _start_publication(
+        self,
+        step: int,
+        captured: Captured,
+        metrics: Mapping[str, float],
+        timings_s: Mapping[str, float],
+        span: TrainSpan,
+        logprobs: Mapping[str, NDArray[np.float32]],
+        entropies: NDArray[np.float32],
+    ) -> None:
+        """Starts the publication of a version; the step is DONE when the hub has sealed it."""
+        started, tokens = time.perf_counter(), self.checkpointer.progress.tokens
+
+        def announce(done: Future[PublishReport]) -> None:
+            if done.cancelled():  # the event loop is gone, and with it all watchers of this step
+                return
+            publish_s = time.perf_counter() - started
+            error = done.exception()
+            if error is not None:
+                message = f"version {step} could not be published: {error}"
+                if not self.own:  # once it is resumed, it is published again
+                    self._suspend(error.reason if isinstance(error, MeshError) else Reason.INTERNAL, message)
+                    return
+                span.child("publish", publish_s)
+                span.fail(message)
+                self.queue.crashed(message)
+                return
+            self._publish = None
+            span.child("publish", publish_s)
+            span.end()
+            lengths_s = {"publish": publish_s}
+            lengths_s |= {f"publish_{part}": length_s for part, length_s in done.result().parts_s.items()}
+            published = {f"time/{name}": length_s for name, length_s in lengths_s.items()}
+            self.queue.finished(
+                step,
+                metrics={**metrics, **CATALOGUE.record(Source.TRAINER, published)},
+                timings_s={**timings_s, **lengths_s},
+                traceparent=span.traceparent,
+                logprobs=logprobs,
+                entropies=entropies,
+                tokens=tokens,
+            )
+
+        def publish() -> None:
+            self._versions.progress.moved()
+            self._publishing = self._versions.publish(step, captured, span.traceparent)
+            self._publishing.add_done_callback(announce)
+
+        self._published_step = step
+        self._publish = None if self.own else publish  # which holds the weights until they are published
+        publish()
+
+    def _metrics(
+        self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
+    ) -> dict[str, float]:
+        """All metrics of a step. Throughput counts the samples' tokens over the time not spent waiting for a batch.
+
+        A prefix that samples share counts for each of them. `progress/total_*` count what this trainer has trained:
+        tokens and samples, as its checkpoints have them.
+        """
+        tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
+        samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
+        progress = self.checkpointer.progress
+        progress.tokens += tokens
+        progress.samples += samples
+        flops = step_flops(self._learner.model, batch.micro_batches)
+        metrics = step_metrics(result, batch.environments)
+        metrics |= {
+            "perf/throughput": tokens / train_s,
+            "perf/throughput_per_gpu": tokens / train_s / self._learner.parallel.plan.world_size,
+            "perf/mfu": flops / train_s / self._peak_flops / self._learner.parallel.plan.world_size,
+            "perf/peak_memory": peak_memory_gib(self._learner.device),
+            **{f"time/{stage}": length_s for stage, length_s in timings_s.items()},
+            "time/save_ckpt": self._save_ckpt_s,
+            "progress/step": float(result.step),
+            "progress/total_tokens": float(progress.tokens),
+            "progress/total_samples": float(progress.samples),
+        }
+        self._save_ckpt_s = 0.0
+        return CATALOGUE.record(Source.TRAINER, metrics)
+
+    def _wait_for_publication(self) -> None:
+        """Waits for the publication under way. Raises when it failed, since engines would get no more versions.
+
+        Raises MeshError DEADLINE_PASSED when it stood still for too long.
+        """
+        publishing, self._publishing = self._publishing, None
+        if publishing is None:
+            return
+        version = f"version {self._published_step} to be taken by the weight hub"
+        try:
+            with self._waits.waiting("publication", version, ("weights",)):
+                self._commands.wait(publishing, progress=self._versions.progress, stall_s=self._versions.stall_s)
+        except TimeoutError as error:
+            if publishing.done():  # its own
+                raise
+            text = f"version {self._published_step} could not be published: {error} (publish_deadline_s)"
+            raise MeshError(
+                Reason.DEADLINE_PASSED, f"{text}; look whether the weight hub and its disk are well"
+            ) from error
+
+    def _save_by_schedule(self, config: CheckpointConfig) -> None:
+        """A checkpoint as configured. One that cannot be written ends the trainer, or suspends a run that was added."""
+        try:
+            self._save(config)
+        except CheckpointError as error:
+            if self.own:
+                raise
+            self._suspend(Reason.CHECKPOINT_FAILED, f"the checkpoint of step {self.state.step_done}: {error}")
+
+    def _save(self, config: CheckpointConfig) -> None:
+        """One in the background costs the time to copy the state."""
+        started = time.perf_counter()
+        self._commands.send(
+            SaveCommand(run_id=self.state.run_id, weights_only=config.weights_only, in_background=config.save_async)
+        )
+
+        def durable(step: int, folder: Path) -> None:
+            if not config.weights_only:
+                self.queue.saved(step)
+            logger.info("checkpoint of step {} in {}", step, folder)
+
+        self.checkpointer.save_as(config, durable)
+        self._saved_step = self.state.step_done
+        self._save_ckpt_s += time.perf_counter() - started
+
+    def save_on_request(self, request: SaveRequest) -> None:
+        """Writes a checkpoint now; a failure is the caller's, and training goes on."""
+        started = time.perf_counter()
+        self._commands.send(SaveCommand(run_id=self.state.run_id, weights_only=request.weights_only))
+        try:
+            path = self.checkpointer.save(weights_only=request.weights_only)
+        except CheckpointError as error:  # a full or read-only disk is the caller's news; training goes on
+            request.saved.set_exception(MeshError(Reason.CHECKPOINT_FAILED, f"cannot write the checkpoint: {error}"))
+            return
+        finally:
+            self._save_ckpt_s += time.perf_counter() - started
+        if not request.weights_only:
+            self.queue.saved(self.state.step_done)
+        if self._ckpt is not None:
+            self.checkpointer.prune(self._ckpt)  # which spares what was asked for: it is the newest
+        request.saved.set_result((self.state.step_done, path))

@@ -1,0 +1,151 @@
+"""Finds the runs that have a folder: <output_dir>/run_*/control/orch.toml, the configuration of a run's orchestrator.
+
+    run_NAME/control/orch.toml                      read: model.lora, optim, scheduler, loss, ckpt and some values
+    run_NAME/control/config_validation_error.txt    written: why the run is not taken up, until its file is right
+    run_NAME/control/evicted.txt                    written: why the trainer has suspended it; deleted, it goes on
+    run_NAME/{checkpoints,weights,epoch}            what the trainer keeps of the run
+
+A run is created once its file is valid and there is a place for it, and deleted once its file or folder is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from pydantic import ValidationError
+
+from meshrl.core.durable import write_file
+from meshrl.trainer.runs.hooks import RunHooks
+from meshrl.trainer.runs.host import RunHost
+from meshrl.trainer.runs.settings import RunSettings
+from meshrl.wire.errors import MeshError, Reason
+
+PATTERN = "run_*"
+CONTROL, FILE = "control", "orch.toml"
+INVALID, EVICTED = "config_validation_error.txt", "evicted.txt"
+EVERY_S = 1.0
+SECTIONS = ("optim", "scheduler", "loss", "ckpt")
+VALUES = ("max_steps", "seed", "share")
+FULL = (Reason.RUN_LIMIT_REACHED, Reason.NO_ROOM_FOR_RUN)
+
+
+class Discovery:
+    """Follows the folders of runs. Its runs are those of the host whose name a folder has."""
+
+    def __init__(self, host: RunHost, hooks: RunHooks, output_dir: Path) -> None:
+        self._host, self._hooks, self._output_dir = host, hooks, output_dir
+        self._refused: dict[str, bytes] = {}  # files that were refused, as they were then
+        self._waiting: set[str] = set()  # runs without a place, of which the log has a line
+        self._known: set[str] = set()  # runs whose hooks were called
+        self._told_evicted: set[str] = set()
+
+    async def follow(self, every_s: float = EVERY_S) -> None:
+        """Looks again and again; ends when it is cancelled."""
+        while True:
+            try:
+                await self.look()
+            except (OSError, MeshError) as error:  # a folder that goes while it is read, a disk that is full
+                logger.warning("the folders of runs could not be followed: {}", error)
+            await asyncio.sleep(every_s)
+
+    async def look(self) -> None:
+        """Takes up what is new, forgets what is gone, and writes what a run's owner must know."""
+        found = await asyncio.to_thread(self._files)
+        for run_id in [run_id for run_id in self._host.added if run_id.startswith(PATTERN[:-1])]:
+            if run_id not in found:
+                await self._host.delete(run_id, keep_checkpoints=True)
+                self._hooks.forgotten(run_id)
+                self._hooks.release(run_id)
+                self._told_evicted.discard(run_id)
+                self._known.discard(run_id)
+        for run_id, data in sorted(found.items()):
+            if run_id not in self._host.added and self._refused.get(run_id) != data:
+                await self._take_up(run_id, data)
+            if run_id in self._host.added:
+                if run_id not in self._known:
+                    self._known.add(run_id)
+                    self._hooks.discovered(run_id, tomllib.loads(data.decode()))
+                await self._evictions(run_id)
+
+    def _files(self) -> dict[str, bytes]:
+        found = {}
+        for file in self._output_dir.glob(f"{PATTERN}/{CONTROL}/{FILE}"):
+            try:
+                found[file.parents[1].name] = file.read_bytes()
+            except FileNotFoundError:
+                continue
+        return found
+
+    async def _take_up(self, run_id: str, data: bytes) -> None:
+        problem = self._output_dir / run_id / CONTROL / INVALID
+        try:
+            table = tomllib.loads(data.decode())
+            settings = settings_from(table, self._host.own_settings, folder=run_id)
+            if (refusal := self._hooks.problem(table)) is not None:
+                raise ValueError(refusal)
+            await self._host.create(run_id, settings)
+        except (ValueError, MeshError) as error:  # tomllib's and pydantic's are ValueErrors
+            if isinstance(error, MeshError) and error.reason in FULL:
+                if run_id not in self._waiting:
+                    logger.warning("run {!r} waits for a place: {}", run_id, error)
+                self._waiting.add(run_id)
+                return
+            text = explained(error)
+            logger.error("run {!r} is not taken up: {}", run_id, text)
+            self._refused[run_id] = data
+            await asyncio.to_thread(write_file, problem, f"{text}\n".encode())
+            return
+        self._waiting.discard(run_id)
+        self._refused.pop(run_id, None)
+        await asyncio.to_thread(problem.unlink, missing_ok=True)
+
+    async def _evictions(self, run_id: str) -> None:
+        """Writes why the trainer has suspended a run; once its owner deletes the file, the run goes on."""
+        suspension = self._host.suspension(run_id)
+        file = self._output_dir / run_id / CONTROL / EVICTED
+        if suspension is None or not suspension.reason:
+            self._told_evicted.discard(run_id)
+        elif run_id not in self._told_evicted:
+            await asyncio.to_thread(write_file, file, f"{suspension.message}\n".encode())
+            self._told_evicted.add(run_id)
+        elif not await asyncio.to_thread(file.exists):
+            await self._host.resume(run_id)
+            self._told_evicted.discard(run_id)
+
+
+def settings_from(table: Mapping[str, Any], own: RunSettings, *, folder: str) -> RunSettings:
+    """The settings of a run by its orchestrator's configuration, with those of the trainer's own run for the rest.
+
+    Raises ValueError, which names the key.
+    """
+    values = own.model_dump(exclude={"ckpt": {"resume_step"}}) | {"folder": folder}
+    adapter = {key: value for key, value in table.get("model", {}).get("lora", {}).items() if key != "name"}
+    values["lora"] = (values["lora"] or {}) | adapter
+    for section in SECTIONS:
+        given = table.get(section)
+        if section == "loss" and given:
+            values[section] = given
+        elif given:
+            values[section] = (values[section] or {}) | given
+    values |= {key: table[key] for key in VALUES if key in table}
+    values["adapter_seed"] = values["seed"]
+    made = RunSettings.model_validate(values)
+    if made.ckpt is not None and made.ckpt.resume_step not in (None, -1):
+        raise ValueError(
+            f"ckpt.resume_step is {made.ckpt.resume_step}, but a run goes on from its newest checkpoint; set it to -1,"
+            " or leave it out"
+        )
+    made.scheduler.check_horizon(made.max_steps)
+    return made
+
+
+def explained(error: Exception) -> str:
+    """Every fault of a configuration, a line each."""
+    if isinstance(error, ValidationError):
+        return "\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    return str(error)

@@ -1,0 +1,318 @@
+"""Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart.
+
+On the event loop of rank 0; what touches the model it has the training thread do, between two turns. The runs are
+listed in <output_dir>/runs/index.json. Each has its own folder there: checkpoints, weights and the number of its epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from loguru import logger
+
+from meshrl.core.durable import write_file
+from meshrl.trainer.loop import TrainerLoop
+from meshrl.trainer.publishing.publisher import next_epoch
+from meshrl.trainer.ranks.commands import CommandSender, CreateCommand, DeleteCommand
+from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
+from meshrl.trainer.run_training import RunTraining
+from meshrl.trainer.runs.settings import RunSettings
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.table import RunTable
+from meshrl.trainer.runs.work_queue import TrainingQueue
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.types import RunInfo, RunPhase, RunSpec, Suspension
+
+INDEX = "index.json"
+EPOCH = "epoch"
+
+
+class RunPublication(Protocol):
+    """What publishes the versions of one run."""
+
+    async def first(self) -> None:
+        """Publishes the version that the run starts with. Raises MeshError and OSError."""
+
+    async def retire(self) -> None:
+        """Has the hub and the engines let go of the run. Raises MeshError."""
+
+    async def close(self) -> None:
+        """Ends it."""
+
+
+Opened = tuple[RunPublication, RunTraining]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Added:
+    """A run that was added."""
+
+    settings: RunSettings
+    queue: TrainingQueue
+    rank_run: RankRun
+    training: RunTraining
+    publication: RunPublication
+    opening: asyncio.Task[None] | None = None
+
+
+class RunHost:
+    """The runs that were added to a trainer."""
+
+    def __init__(
+        self,
+        table: RunTable,
+        loop: TrainerLoop,
+        maker: RunMaker,
+        commands: CommandSender,
+        own: RankRun,
+        settings: RunSettings,
+        *,
+        max_runs: int,
+        room_bytes: int | None,
+        history_events: int,
+        open_run: Callable[[RankRun, TrainingQueue, RunSettings, int], Opened],
+    ) -> None:
+        """`settings` are the own run's, `max_runs` the most that are added, `room_bytes` for their adapters (None: not
+        known). `open_run`, on the training thread, prepares a run's publication in an epoch, and its training.
+        """
+        self._table, self._loop, self._maker, self._commands = table, loop, maker, commands
+        self._own, self._settings = own, settings
+        self.max_runs, self.room_bytes = max_runs, room_bytes
+        self._history_events = history_events
+        self._open_run = open_run
+        self._added: dict[str, _Added] = {}
+        self._making: set[str] = set()
+        self._index = maker.runs_folder / INDEX
+        self._index_lock = asyncio.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that the adapters of added runs occupy on each rank, with gradients and optimizers."""
+        return sum(added.queue.book.adapter_bytes for added in self._added.values())
+
+    def info(self, queue: TrainingQueue) -> RunInfo:
+        """The run as GetRun returns it."""
+        queue.book.used_share = self._loop.used_share(queue.book.run_id)
+        return queue.book.info()
+
+    @property
+    def own_settings(self) -> RunSettings:
+        """Those of the trainer's own run."""
+        return self._settings
+
+    @property
+    def added(self) -> Sequence[str]:
+        """The runs that were added."""
+        return tuple(self._added)
+
+    def suspension(self, run_id: str) -> Suspension | None:
+        """Why a run is suspended, if it is."""
+        return self._table.find(run_id).book.suspension
+
+    def settings_of(self, spec: RunSpec | None) -> RunSettings:
+        """What a spec asks for, with the own run's settings for the rest. Raises MeshError INVALID_REQUEST."""
+        return RunSettings.from_spec(spec, self._settings)
+
+    # --- what clients ask -------------------------------------------------------------------------
+
+    async def create(self, run_id: str, settings: RunSettings) -> RunInfo:
+        """Adds a run, which goes on from its newest checkpoint where its folder has one.
+
+        Returns once its adapter is there; its versions are published from then on, and its batches trained once the
+        first is. Raises MeshError RUN_EXISTS, RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
+        """
+        await self._make(run_id, settings, create_time=time.time(), suspension=None)
+        await self._write_index()
+        return self.info(self._table.find(run_id))
+
+    async def suspend(self, run_id: str, message: str, *, by: str = "") -> RunInfo:
+        """Suspends a run; one that is suspended stays as it is."""
+        queue = self._table.find(run_id)
+        if queue.book.suspension is None:
+            queue.book.suspension = Suspension(message=message or "a caller suspended it", by=by)
+            await queue.at_rest()
+            await self._write_index()
+        return self.info(queue)
+
+    async def resume(self, run_id: str) -> RunInfo:
+        """Ends a suspension; a publication that failed is tried again."""
+        queue = self._table.find(run_id)
+        if queue.book.suspension is not None:
+            added = self._added.get(queue.book.run_id)
+            queue.resume()
+            if added is not None and queue.book.phase is RunPhase.CREATING:
+                self._begin(added)
+            elif added is not None:
+                await self._table.call(added.training.resume)
+            await self._write_index()
+        return self.info(queue)
+
+    async def delete(self, run_id: str, *, keep_checkpoints: bool = False) -> None:
+        """Removes a run after the step that it is at. Raises MeshError UNKNOWN_RUN, and RUN_PROTECTED for the own."""
+        queue = self._table.find(run_id)
+        run_id = queue.book.run_id
+        added = self._added.get(run_id)
+        if added is None:
+            raise MeshError(Reason.RUN_PROTECTED, f"run {run_id!r} is this trainer's own; use Drain to end it")
+        queue.book.phase = RunPhase.DELETING
+        queue.book.drain()
+        if added.opening is not None:
+            added.opening.cancel()
+        await queue.at_rest()
+
+        def remove() -> None:
+            self._loop.remove(run_id)
+            self._commands.send(DeleteCommand(run_id=run_id))
+            self._maker.forget(added.rank_run, self._own)
+
+        await self._table.call(remove)
+        del self._added[run_id]
+        queue.book.fail_all(Reason.UNKNOWN_RUN, f"run {run_id!r} was deleted")
+        queue.close()
+        self._table.remove(run_id)
+        try:
+            await added.publication.retire()
+        except MeshError as error:  # the hub forgets the run with its log
+            logger.warning("the hub could not let go of run {!r}: {}", run_id, error)
+        await added.publication.close()
+        await self._write_index()
+        if not keep_checkpoints:
+            await asyncio.to_thread(shutil.rmtree, self._maker.folder(run_id, added.settings), ignore_errors=True)
+        logger.info("run {!r} is deleted", run_id)
+
+    # --- the program's start and end ----------------------------------------------------------------
+
+    async def bring_back(self) -> None:
+        """Makes the runs of the index again, each at its newest checkpoint. One that cannot be made is left out."""
+        for row in await asyncio.to_thread(self._read_index):
+            suspension = None if row["suspension"] is None else Suspension(**row["suspension"])
+            try:
+                settings = RunSettings.model_validate(row["settings"])
+                await self._make(row["run_id"], settings, create_time=row["create_time"], suspension=suspension)
+            except (ValueError, MeshError) as error:
+                logger.error("run {!r} is not brought back: {}; its folder stays", row["run_id"], error)
+
+    async def close(self) -> None:
+        """Ends the publications; the training loop has ended."""
+        for added in self._added.values():
+            if added.opening is not None:
+                added.opening.cancel()
+            added.queue.close()
+            await added.publication.close()
+
+    # --- inner --------------------------------------------------------------------------------------
+
+    async def _make(
+        self, run_id: str, settings: RunSettings, *, create_time: float, suspension: Suspension | None
+    ) -> None:
+        if run_id in self._making or any(queue.book.run_id == run_id for queue in self._table):
+            raise MeshError(Reason.RUN_EXISTS, f"this trainer holds run {run_id!r} already; choose another run_id")
+        if Path(run_id).name != run_id or run_id in (INDEX, ".", ".."):
+            problem = FieldViolation("run_id", f"must be the name of a folder, got {run_id!r}")
+            raise invalid([problem], "the new run")
+        if len(self._added) + len(self._making) >= self.max_runs:
+            raise MeshError(
+                Reason.RUN_LIMIT_REACHED,
+                f"this trainer holds {len(self._added)} runs beside its own, as many as it may; delete one, or raise"
+                " trainer.max_concurrent_runs",
+            )
+        self._making.add(run_id)
+        try:
+            epoch = await asyncio.to_thread(next_epoch, self._maker.folder(run_id, settings) / EPOCH)
+            queue: TrainingQueue | None = None
+
+            def make() -> tuple[RankRun, int]:
+                needed = self._maker.bytes_for(settings)
+                if self.room_bytes is not None and self.used_bytes + needed > self.room_bytes:
+                    raise MeshError(
+                        Reason.NO_ROOM_FOR_RUN,
+                        f"the adapter of run {run_id!r} takes {_mib(needed)} with its gradient and optimizer, and of"
+                        f" {_mib(self.room_bytes)} for adapters {_mib(self.room_bytes - self.used_bytes)} are free;"
+                        " lower its rank, delete a run, or raise trainer.max_adapters_gib",
+                    )
+                self._commands.send(CreateCommand(run_id=run_id, settings=settings.model_dump_json().encode()))
+                return self._maker.make(run_id, settings), needed
+
+            try:
+                rank_run, needed = await self._table.call(make)
+            except ValueError as error:
+                raise invalid([FieldViolation("spec.adapter", str(error))], "the new run") from error
+            book = StepBook(
+                run_id=run_id,
+                epoch=epoch,
+                start_step=rank_run.state.step_done,
+                durable_step=rank_run.state.step_done,
+                max_queued=settings.max_queued_batches,
+                max_steps=settings.max_steps,
+                history_events=self._history_events,
+                spec=settings.spec,
+                create_time=create_time,
+                adapter_bytes=needed,
+                suspension=suspension,
+            )
+            queue = self._table.add(book, held=True)
+
+            def open_run() -> Opened:
+                assert queue is not None, "made above"
+                publication, training = self._open_run(rank_run, queue, settings, epoch)
+                self._loop.add(training, settings.share)
+                return publication, training
+
+            publication, training = await self._table.call(open_run)
+            added = self._added[run_id] = _Added(
+                settings=settings, queue=queue, rank_run=rank_run, training=training, publication=publication
+            )
+        finally:
+            self._making.discard(run_id)
+        logger.info("run {!r} is added at step {} (epoch {})", run_id, book.step, epoch)
+        if suspension is None:
+            self._begin(added)
+
+    def _begin(self, added: _Added) -> None:
+        """Publishes the version that a run starts with, then lets it train."""
+        book = added.queue.book
+
+        async def begin() -> None:
+            try:
+                await added.publication.first()
+            except (MeshError, OSError) as error:
+                reason = error.reason.name if isinstance(error, MeshError) else Reason.INTERNAL.name
+                message = f"version {book.step} could not be published: {error}"
+                logger.error("run {!r} is suspended: {}", book.run_id, message)
+                book.suspension = Suspension(reason=reason, message=message)
+            else:
+                added.queue.open()
+
+        added.opening = asyncio.create_task(begin())
+
+    async def _write_index(self) -> None:
+        async with self._index_lock:
+            rows = [
+                {
+                    "run_id": run_id,
+                    "settings": added.settings.model_dump(mode="json"),
+                    "create_time": added.queue.book.create_time,
+                    "suspension": None if added.queue.book.suspension is None else vars(added.queue.book.suspension),
+                }
+                for run_id, added in self._added.items()
+            ]
+            self._index.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(write_file, self._index, json.dumps({"runs": rows}, indent=1).encode())
+
+    def _read_index(self) -> list[dict[str, Any]]:
+        try:
+            rows: list[dict[str, Any]] = json.loads(self._index.read_bytes())["runs"]
+        except FileNotFoundError:
+            return []
+        return rows
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

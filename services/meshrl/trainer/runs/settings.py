@@ -1,0 +1,197 @@
+"""How one run is trained: what CreateRun or a run's folder asks for, with the trainer's own settings for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from meshrl.core.config import BaseConfig
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.loss_config import LossConfig
+from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.model_config import LoraConfig
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.types import (
+    AdapterSpec,
+    CheckpointPolicy,
+    LossSpec,
+    OptimizerSpec,
+    RunDrive,
+    RunSpec,
+    ScheduleSpec,
+    StartPoint,
+)
+
+_OPTIMIZER = {
+    "type": "type", "learning_rate": "lr", "beta1": "betas1", "beta2": "betas2", "eps": "eps",
+    "weight_decay": "weight_decay", "momentum": "momentum", "max_grad_norm": "max_norm",
+}  # fmt: skip
+_SCHEDULE = {
+    "type": "type", "warmup_steps": "warmup_steps", "decay_steps": "decay_steps", "min_learning_rate": "min_lr",
+}  # fmt: skip
+
+
+class RunSettings(BaseConfig):
+    """How a run is trained, with every setting filled in."""
+
+    lora: LoraConfig | None = None
+    """Its adapter; None trains every parameter of the model."""
+
+    optim: OptimConfig = OptimConfig()
+    """The optimizer."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The learning rate over the steps."""
+
+    loss: LossConfig = LossConfig()
+    """The policy loss."""
+
+    ckpt: CheckpointConfig | None = None
+    """Checkpoints; off unless given."""
+
+    seed: int = 0
+    """Seed of everything random in its training."""
+
+    adapter_seed: int = 0
+    """Seed of the adapter's first values."""
+
+    share: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Share of the trainer's time, relative to that of other runs with work."""
+
+    max_queued_batches: int = Field(default=2, ge=1)
+    """Batches that may wait while one trains."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps to train; None means no end."""
+
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Words of the caller's own."""
+
+    folder: str = ""
+    """Folder of output_dir with its checkpoints, weights and epoch; empty: runs/<run_id>."""
+
+    @classmethod
+    def own(cls, config: TrainerConfig) -> RunSettings:
+        """Those of the trainer's own run, which other runs have where they name no others."""
+        return cls(
+            lora=config.model.lora,
+            optim=config.optim,
+            scheduler=config.scheduler,
+            loss=config.loss,
+            ckpt=config.ckpt,
+            seed=config.seed,
+            adapter_seed=config.seed,
+            max_queued_batches=config.max_queued_batches,
+            max_steps=config.max_steps,
+        )
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec | None, own: RunSettings) -> RunSettings:
+        """Those of a new run. Raises MeshError INVALID_REQUEST with each field that cannot be trained."""
+        spec = spec or RunSpec()
+        if own.lora is None:
+            raise MeshError(
+                Reason.RUN_LIMIT_REACHED,
+                "this trainer trains every parameter of its model, which only its own run can; set trainer.model.lora"
+                " and trainer.max_concurrent_runs to train several runs",
+            )
+        problems = [
+            FieldViolation(f"spec.{name}", f"must be left out: {why}")
+            for name, given, why in (
+                ("drive", spec.drive is RunDrive.COMMANDS, "this trainer trains batches only"),
+                ("start_from", spec.start_from not in (None, StartPoint()), "this trainer starts runs from the base"),
+            )
+            if given
+        ]
+        if problems:
+            raise invalid(problems, "the new run")
+        values = own.model_dump(exclude={"ckpt": {"resume_step"}})
+        if spec.adapter is not None:
+            values["lora"] |= {
+                "rank": spec.adapter.rank,
+                "alpha": spec.adapter.alpha,
+                "dropout": spec.adapter.dropout,
+                "target_modules": list(spec.adapter.target_modules) or own.lora.target_modules,
+            }
+        values["seed"] = own.seed if spec.seed is None else spec.seed
+        values["adapter_seed"] = values["seed"]
+        if spec.adapter is not None and spec.adapter.seed is not None:
+            values["adapter_seed"] = spec.adapter.seed
+        if spec.optimizer is not None:
+            values["optim"] |= _given(spec.optimizer, _OPTIMIZER)
+            if spec.optimizer.max_grad_norm == 0.0:
+                values["optim"]["max_norm"] = None
+        if spec.schedule is not None:
+            values["scheduler"] |= _given(spec.schedule, _SCHEDULE)
+            if spec.schedule.max_steps is not None:
+                values["max_steps"] = spec.schedule.max_steps
+        if spec.loss is not None:
+            values["loss"] = {"type": spec.loss.name, **spec.loss.constants}
+        if spec.checkpoints is not None:
+            given = _given(spec.checkpoints, {name: name for name in ("interval", "keep_last", "keep_interval")})
+            values["ckpt"] = (values["ckpt"] or {}) | {name: value or None for name, value in given.items()}
+        for name in ("share", "max_queued_batches"):
+            if getattr(spec, name) is not None:
+                values[name] = getattr(spec, name)
+        values["labels"] = dict(spec.labels)
+        try:
+            made = cls.model_validate(values)
+            made.scheduler.check_horizon(made.max_steps)
+        except ValidationError as error:
+            raise invalid(
+                [FieldViolation("spec." + ".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()],
+                "the new run",
+            ) from error
+        except ValueError as error:
+            raise invalid([FieldViolation("spec.schedule", str(error))], "the new run") from error
+        return made
+
+    @property
+    def spec(self) -> RunSpec:
+        """These settings as the contract has them."""
+        optim, schedule, lora, ckpt = self.optim, self.scheduler, self.lora, self.ckpt
+        of_type = {"adamw": ("beta1", "beta2", "eps"), "sgd": ("momentum",), "muon": ("momentum",)}[optim.type]
+        return RunSpec(
+            adapter=None
+            if lora is None
+            else AdapterSpec(
+                rank=lora.rank,
+                alpha=lora.alpha,
+                target_modules=tuple(lora.target_modules),
+                dropout=lora.dropout,
+                seed=self.adapter_seed,
+            ),
+            optimizer=OptimizerSpec(
+                type=optim.type,
+                learning_rate=optim.lr,
+                weight_decay=optim.weight_decay,
+                max_grad_norm=optim.max_norm or 0.0,
+                **{name: getattr(optim, _OPTIMIZER[name]) for name in of_type},
+            ),
+            schedule=ScheduleSpec(
+                type=schedule.type,
+                warmup_steps=schedule.warmup_steps,
+                decay_steps=schedule.decay_steps,
+                min_learning_rate=schedule.min_lr,
+                max_steps=self.max_steps,
+            ),
+            loss=LossSpec(
+                name=self.loss.type,
+                constants={name: value for name, value in self.loss.constants.items() if value is not None},
+            ),
+            seed=self.seed,
+            share=self.share,
+            max_queued_batches=self.max_queued_batches,
+            checkpoints=None
+            if ckpt is None
+            else CheckpointPolicy(interval=ckpt.interval, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval),
+            labels=self.labels,
+        )
+
+
+def _given(spec: OptimizerSpec | ScheduleSpec | CheckpointPolicy, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that are set, under the names that they have in the configuration."""
+    found = {key: getattr(spec, name) for name, key in keys.items()}
+    return {key: value for key, value in found.items() if value is not None and value != ""}

@@ -1,0 +1,273 @@
+"""Runs side by side in one trainer: each becomes what it becomes alone, to the bit, whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from many_runs import RUNS, ManyRuns, batch, load, many_runs, trained
+from meshrl.trainer.runs.settings import RunSettings
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunPhase, RunSpec, StepState
+from tiny_qwen3 import save_tiny_qwen3
+
+STEPS = 5
+SAVING = {"ckpt": {"interval": 1}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=48, num_hidden_layers=2, **shape)
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Each run as the only one of a trainer."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: asyncio.run(trained(load(model), folder / name, [name], STEPS))[name] for name in RUNS}
+
+
+# --- bits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [list(RUNS), sorted(RUNS, reverse=True)], ids=["as listed", "backwards"])
+async def test_each_of_eight_runs_becomes_what_it_becomes_alone(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor], order: list[str]
+) -> None:
+    found = await trained(load(model), tmp_path, order, STEPS)
+    assert len({tensor.sum().item() for tensor in found.values()}) == len(RUNS)
+    for name, weights in alone.items():
+        assert torch.equal(found[name], weights), name
+
+
+async def test_a_run_that_is_deleted_leaves_the_others_as_they_are(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        for name in RUNS:
+            await mesh.create(name)
+
+        async def delete() -> None:
+            await mesh.train("wide", [1, 2, 3])
+            await mesh.submit("wide", 4)
+            await mesh.host.delete("wide")
+
+        others = [name for name in RUNS if name != "wide"]
+        await asyncio.gather(delete(), *(mesh.train(name, range(1, STEPS + 1)) for name in others))
+        with pytest.raises(MeshError, match="no run 'wide' here"):
+            mesh.table.find("wide")
+        assert mesh.publishing.retired == ["wide"]
+        assert not (tmp_path / "runs/wide").exists()
+        assert {name: bool(torch.equal(mesh.weights(name), alone[name])) for name in others} == dict.fromkeys(
+            others, True
+        )
+        await mesh.create("wide")
+        await mesh.train("wide", range(1, STEPS + 1))
+        assert torch.equal(mesh.weights("wide"), alone["wide"])
+
+
+async def test_a_trainer_that_starts_again_brings_each_run_back_at_its_durable_step(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        for name in RUNS:
+            await mesh.create(name, SAVING)
+        await asyncio.gather(*(mesh.train(name, [1, 2, 3]) for name in RUNS))
+        await mesh.host.suspend("odd", "to look at it")
+    async with many_runs(load(model), tmp_path) as mesh:
+        await mesh.host.bring_back()
+        infos = {queue.book.run_id: mesh.host.info(queue) for queue in mesh.table}
+        assert list(infos) == ["main", *RUNS]
+        assert {infos[name].durable_step for name in RUNS} == {3}
+        assert {infos[name].epoch for name in RUNS} == {2}
+        assert {name for name in RUNS if infos[name].phase is RunPhase.SUSPENDED} == {"odd"}
+        assert sorted(path.name for path in (tmp_path / "runs/odd").iterdir()) == ["checkpoints", "epoch", "weights"]
+        await mesh.host.resume("odd")
+        await asyncio.gather(*(mesh.train(name, range(4, STEPS + 1)) for name in RUNS))
+        for name, weights in alone.items():
+            assert torch.equal(mesh.weights(name), weights), name
+
+
+# --- one run fails, the others do not notice --------------------------------------------------------------
+
+
+async def healthy(mesh: ManyRuns, alone: dict[str, torch.Tensor]) -> None:
+    """The run beside the one that fails trains to its end, as if it were alone."""
+    await mesh.train("dropped", range(1, STEPS + 1))
+    assert torch.equal(mesh.weights("dropped"), alone["dropped"])
+    assert mesh.error is None
+
+
+async def test_bad_batches_fail_their_run_alone_which_is_suspended_after_three(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        for name in ("grpo", "dropped"):
+            await mesh.create(name)
+        await mesh.train("grpo", [1])
+        before = mesh.weights("grpo")
+
+        async def fail() -> None:
+            for advantage in ("inf", "-inf", "nan"):
+                await mesh.submit("grpo", 2, advantage=float(advantage))
+                await mesh.when(lambda: mesh.table.find("grpo").book.idle)
+
+        await asyncio.gather(fail(), healthy(mesh, alone))
+        info = mesh.host.info(mesh.table.find("grpo"))
+        assert info.phase is RunPhase.SUSPENDED
+        assert info.suspension is not None
+        assert info.suspension.reason == "STEP_FAILED"
+        assert "3 steps in a row failed (max_failed_steps), the last with: step 2: loss nan" in info.suspension.message
+        assert torch.equal(mesh.weights("grpo"), before)
+        with pytest.raises(MeshError, match="run 'grpo' is suspended: 3 steps in a row failed") as refused:
+            mesh.table.find("grpo").submit(batch("grpo", 2), "again")
+        assert refused.value.reason is Reason.RUN_SUSPENDED
+        await mesh.host.resume("grpo")
+        await mesh.train("grpo", range(2, STEPS + 1))
+        assert torch.equal(mesh.weights("grpo"), alone["grpo"])
+
+
+async def suspended(mesh: ManyRuns, name: str) -> str:
+    """Waits until a run is suspended; returns its reason and message."""
+    book = mesh.table.find(name).book
+    await mesh.when(lambda: book.suspension is not None)
+    suspension = book.suspension
+    assert suspension is not None
+    return f"{suspension.reason}: {suspension.message}"
+
+
+async def test_a_pass_out_of_memory_fails_its_step_alone(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    learner = load(model)
+    async with many_runs(learner, tmp_path) as mesh:
+        for name in ("grpo", "dropped"):
+            await mesh.create(name)
+        short = True
+
+        def pass_row(module: torch.nn.Module, inputs: object) -> None:
+            if short and mesh.trainings["grpo"].state.adapters.mounted:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 PiB")
+
+        learner.policy.register_forward_pre_hook(pass_row)
+        await mesh.submit("grpo", 1)
+        await asyncio.gather(mesh.until("grpo", 1, StepState.FAILED), healthy(mesh, alone))
+        short = False
+        await mesh.submit("grpo", 1, advantage=1.0)
+        await mesh.until("grpo", 1)
+
+
+async def test_a_folder_that_cannot_be_written_suspends_its_run_alone(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        for name in ("grpo", "dropped"):
+            await mesh.create(name, SAVING)
+        blocked = tmp_path / "runs/grpo/checkpoints"
+        blocked.write_text("not a folder")
+        await mesh.submit("grpo", 1)
+        _, why = await asyncio.gather(healthy(mesh, alone), suspended(mesh, "grpo"))
+        assert why.startswith("CHECKPOINT_FAILED: the checkpoint of step 1: ")
+        await mesh.when(lambda: mesh.table.find("dropped").book.durable_step == STEPS)
+        blocked.unlink()
+        await mesh.host.resume("grpo")
+        await mesh.train("grpo", range(2, STEPS + 1))
+        assert torch.equal(mesh.weights("grpo"), alone["grpo"])
+        await mesh.when(lambda: mesh.table.find("grpo").book.durable_step == STEPS)
+
+
+async def test_a_publication_that_stands_still_suspends_its_run_alone(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path, stall_s=0.5) as mesh:
+        for name in ("grpo", "dropped"):
+            await mesh.create(name)
+        mesh.publishing.held.add("grpo")
+        await mesh.submit("grpo", 1)
+        await mesh.submit("grpo", 2)
+        _, why = await asyncio.gather(healthy(mesh, alone), suspended(mesh, "grpo"))
+        assert why.startswith("DEADLINE_PASSED: version 1 could not be published: nothing moved for 0.5 s")
+        mesh.publishing.release("grpo")
+        await mesh.host.resume("grpo")
+        await mesh.until("grpo", 2)
+        await mesh.train("grpo", range(3, STEPS + 1))
+        assert torch.equal(mesh.weights("grpo"), alone["grpo"])
+
+
+async def test_a_version_that_the_hub_refuses_suspends_its_run_alone_and_is_published_once_it_is_resumed(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        for name in ("grpo", "dropped"):
+            await mesh.create(name)
+        refusal = MeshError(Reason.STALE_EPOCH, "epoch 1 is over")
+        mesh.publishing.refuse = lambda run_id, version: refusal if (run_id, version) == ("grpo", 2) else None
+        await mesh.train("grpo", [1])
+        await mesh.submit("grpo", 2)
+        await mesh.submit("grpo", 3)
+        _, why = await asyncio.gather(healthy(mesh, alone), suspended(mesh, "grpo"))
+        assert why == "STALE_EPOCH: version 2 could not be published: STALE_EPOCH: epoch 1 is over"
+        mesh.publishing.refuse = lambda run_id, version: None
+        await mesh.host.resume("grpo")
+        await mesh.until("grpo", 3)
+        await mesh.train("grpo", range(4, STEPS + 1))
+        assert torch.equal(mesh.weights("grpo"), alone["grpo"])
+
+
+# --- creation ------------------------------------------------------------------------------------------------
+
+
+async def test_runs_are_refused_beyond_the_limit_and_beyond_the_memory_with_the_numbers(
+    model: str, tmp_path: Path
+) -> None:
+    async with many_runs(load(model), tmp_path, max_runs=2, room_bytes=200_000) as mesh:
+        with pytest.raises(
+            MeshError, match=r"run 'wide' takes 0\.5 MiB .* of 0\.2 MiB .* 0\.2 MiB are free; lower its"
+        ) as no:
+            await mesh.create("wide")
+        assert no.value.reason is Reason.NO_ROOM_FOR_RUN
+        await mesh.create("small")
+        assert mesh.host.info(mesh.table.find("small")).adapter_bytes == mesh.host.used_bytes > 0
+        with pytest.raises(MeshError, match="holds run 'small' already"):
+            await mesh.create("small")
+        await mesh.create("odd")
+        with pytest.raises(MeshError, match="holds 2 runs beside its own, as many as it may") as full:
+            await mesh.create("cosine")
+        assert full.value.reason is Reason.RUN_LIMIT_REACHED
+        await mesh.host.delete("odd")
+        await mesh.create("cosine")
+        with pytest.raises(MeshError, match="run 'main' is this trainer's own"):
+            await mesh.host.delete("main")
+
+
+async def test_a_run_whose_adapter_cannot_be_made_leaves_no_trace(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        with pytest.raises(MeshError, match="'wo' names no linear layer") as refused:
+            await mesh.create("bad", {"lora": {"rank": 4, "target_modules": ["wo"]}})
+        assert refused.value.reason is Reason.INVALID_REQUEST
+        await mesh.create("dropped")
+        await healthy(mesh, alone)
+        assert [queue.book.run_id for queue in mesh.table] == ["main", "dropped"]
+
+
+def test_a_spec_has_the_own_runs_settings_for_what_it_leaves_out() -> None:
+    own = RunSettings.model_validate({"lora": {"rank": 8}, "optim": {"lr": 2e-4}, "seed": 3})
+    made = RunSettings.from_spec(
+        RunSpec(
+            adapter=AdapterSpec(rank=4, alpha=8.0, target_modules=("q_proj",), seed=11),
+            optimizer=OptimizerSpec(type="sgd", momentum=0.5, max_grad_norm=0.0),
+            loss=LossSpec(name="aipo", constants={"delta": 2.0}),
+        ),
+        own,
+    )
+    assert (made.lora.rank, made.optim.lr, made.optim.momentum, made.optim.max_norm) == (4, 2e-4, 0.5, None)
+    assert (made.loss.delta, made.seed, made.adapter_seed) == (2.0, 3, 11)
+    assert RunSettings.from_spec(made.spec, own).spec == made.spec
+    with pytest.raises(MeshError, match=r"spec\.loss.*delta belongs to loss\.type aipo"):
+        RunSettings.from_spec(RunSpec(loss=LossSpec(name="grpo", constants={"delta": 2.0})), own)
