@@ -46,19 +46,12 @@ def check_replayed(steps: list[dict[str, Any]]) -> None:
         assert record["mismatch_kl/all/mean"] < 1e-6
 
 
-def test_routes_reach_the_trainer_and_are_what_it_would_choose_itself(start_run: Callable[..., Run]) -> None:
-    run = start_run("--max-steps", "4", "--max-async-level", "0", "--trainer.enable-router-replay", *WITH_WORKERS)
-    steps = steps_of(run)
-    assert [record["step"] for record in steps] == [1, 2, 3, 4]
-    check_replayed(steps)
-    assert "train without router replay" not in run.log("trainer")
-
-
-def test_the_recipe_of_qwen3_30b_a3b_runs_at_toy_size(start_run: Callable[..., Run]) -> None:
-    run = start_run("@", str(RECIPES / "qwen3_30b_a3b.toml"), *TOY_SIZE)
+def test_routes_reach_the_trainer_of_the_recipe_of_qwen3_30b_a3b_at_toy_size(start_run: Callable[..., Run]) -> None:
+    run = start_run("@", str(RECIPES / "qwen3_30b_a3b.toml"), *TOY_SIZE, *WITH_WORKERS)
     steps = steps_of(run)
     assert [record["step"] for record in steps] == [1, 2]
     check_replayed(steps)
+    assert "train without router replay" not in run.log("trainer")
 
 
 def test_the_recipe_of_gpt_oss_runs_at_toy_size(start_run: Callable[..., Run], tmp_path: Path) -> None:
