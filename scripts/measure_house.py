@@ -37,6 +37,26 @@ WEIGHT_PATH = (
 )
 """Folders and modules that bring a version from the trainer to the engines; some are of older checkouts alone."""
 
+HOMES = {
+    "lines of metrics.jsonl are parsed": (r"metrics_jsonl|metrics\.jsonl", r"json\.loads"),
+    "whole lines of a growing file are taken": (r"rfind\(b?\"\\n\"|endswith\(b?\"\\n\"",),
+    "waits double": (
+        r"min\(\s*2(?:\.0)? \* |\*= 2(?:\.0)?\b|2(?:\.0)? ?\*\* ?\w*(?:attempt|tries|failures)|1\.5 \* wait",
+    ),
+    "memory that a process may use": (r"MemAvailable|memory\.max|SC_(?:AV)?PHYS",),
+    "the answer to a repeated request is kept": (r"request_id", r"OrderedDict|popitem|class FirstAnswers"),
+    "columns of a table are aligned": (r"\.[lr]just\(|max\(map\(len|max\(len\(",),
+    "a free port is found": (r"\.bind\(\([^)]*,\s*0\)\)|create_server\(\([^)]*,\s*0\)",),
+    "an HTTP client of a server at a URL is made": (
+        r"aiohttp\.ClientSession\(|httpx\.(?:Async)?Client\(|http\.client\.HTTP|urllib\.request\.urlopen",
+        r"/version|/v1/models|/health|base_url",
+    ),
+    "a renderer is made": (r"create_renderer\(|renderers\.create|RENDERER_REGISTRY",),
+    "an attention operator is registered": (r"AttentionInterface\.register|ALL_ATTENTION_FUNCTIONS",),
+    "folders of steps are found": (r"step_\(\\d|\"step_\*\"|startswith\(\"step_\"|removeprefix\(\"step_\"",),
+}
+"""Small ideas that want one home: a module that has all the patterns of one is a home of it."""
+
 
 def lines(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
@@ -166,6 +186,9 @@ def measure(root: Path) -> dict[str, float]:
         "words of RESULTS": words(read(root, "tests/benchmarks/RESULTS.md")),
         "words of CHANGELOG": words(read(root, "CHANGELOG.md")),
     }
+    texts = [path.read_text() for path in modules]
+    for name, patterns in HOMES.items():
+        table[f"homes: {name}"] = sum(all(re.search(each, text) for each in patterns) for text in texts)
     for name, text in (
         ("pages", "\n".join(p.text for path in prose.pages(root) for p in prose.page(path))),
         ("docstrings", docstrings),
