@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "trace": ("traces", "Show a step, the slowest spans, or export all for Perfetto."),
     "trainer": ("trainer", "Save a checkpoint now; drain the trainer."),
     "ui": ("ui.command", "Show runs in a browser: curves, rollouts, timeline, versions, ledger."),
-    "watch": ("status", "Show the status again and again."),
+    "watch": ("watch", "Show curves, rates, waits and programs in the terminal, again and again."),
     "weights": ("versions", "List weight versions and the engines that serve them."),
 }
 """Under each command's name, its module in meshrl.cli and the line that `meshrl --help` has for it."""

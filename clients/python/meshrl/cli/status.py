@@ -1,4 +1,4 @@
-"""`meshrl status` and `meshrl watch`: every service of a run, the version it is at, and how far behind that is.
+"""`meshrl status`: every service of a run, the version it is at, and how far behind that is.
 
 Asks rollout, trainer and weights at once, each with a deadline; the orchestrator serves nothing and is known by what it
 writes. A service that does not answer is a row like the others, with the reason.
@@ -7,7 +7,6 @@ writes. A service that does not answer is a row like the others, with the reason
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -316,23 +315,3 @@ def status(folder: RunFolder, as_json: bool) -> None:
     else:
         show(now)
     raise SystemExit(0 if now.is_well else 1)
-
-
-@click.command()
-@folder_option
-@click.option(
-    "--interval", "interval_s", type=click.FloatRange(min=0.2), default=2.0, help="Seconds between two looks."
-)
-@click.option("--count", type=click.IntRange(min=1), help="End after so many looks; without it at Ctrl-C.")
-def watch(folder: RunFolder, interval_s: float, count: int | None) -> None:
-    """Show the status again and again, in place."""
-    looks = 0
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            now = run(read_status(folder))
-            click.clear()
-            show(now)
-            looks += 1
-            if looks == count:
-                return
-            time.sleep(interval_s)
