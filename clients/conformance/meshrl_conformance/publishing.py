@@ -203,8 +203,9 @@ async def _not_ready(probe: Probe) -> None:
 async def _content(probe: Probe) -> None:
     await since_1_1(probe)
     version = await _sealed_now(probe)
-    named = {"run_id": "conformance", "version": version.manifest.version}
-    for wrong in ({"artifact_id": "0" * 64}, {"epoch": version.manifest.epoch + 1}):
+    named: dict[str, Any] = {"run_id": "conformance", "version": version.manifest.version}
+    others: tuple[dict[str, Any], ...] = ({"artifact_id": "0" * 64}, {"epoch": version.manifest.epoch + 1})
+    for wrong in others:
         activation = pb.ActivateVersionRequest(
             request_id=str(uuid.uuid4()), prepare_deadline_s=0.2, min_ready=100, **named, **wrong
         )

@@ -89,6 +89,8 @@ _TRAINER_FULL = {
     "trainer.conflict": "Another digest for a known step is ALREADY_EXISTS (BATCH_CONFLICT).",
     "trainer.save": "SaveCheckpoint is idempotent by request_id; the same id with another request is ALREADY_EXISTS"
     " (DUPLICATE_REQUEST).",
+    "trainer.checkpoints": "SaveCheckpoint with return_at_once answers while it saves; ListCheckpoints lists it once,"
+    " newest first, page by page, until it is DURABLE.",
     "trainer.own-run": "DeleteRun of the trainer's own run is FAILED_PRECONDITION (RUN_PROTECTED).",
 }
 

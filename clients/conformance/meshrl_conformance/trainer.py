@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +14,12 @@ import numpy as np
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire.convert.batches import batch_to_messages
 from meshrl.wire.errors import Reason
-from meshrl.wire.types import Batch, MicroBatch
+from meshrl.wire.types import Batch, MicroBatch, capabilities
 from meshrl_conformance.every_service import BOOKMARK_S, FAR_VERSION, bookmarks, since_1_1
 from meshrl_conformance.probe import NotCheckedError, Probe, checks, must
 
 TOKENS = 4
+LOOK_S = 0.1
 FAR_STEPS = 1_000_000  # beyond the next step: never queued, on whatever trainer
 NOWHERE = "conformance: no such run"
 
@@ -191,6 +194,46 @@ async def _save(probe: Probe) -> None:
     must(again == first, f"the same request again saves {again.path}, at first {first.path}")
     request.weights_only = True
     await probe.refused("SaveCheckpoint", request, reason=Reason.DUPLICATE_REQUEST)
+
+
+@checks("trainer.checkpoints")
+async def _checkpoints(probe: Probe) -> None:
+    (answer,) = await probe.call("GetTrainer", pb.GetTrainerRequest())
+    if capabilities.CHECKPOINTS not in answer.capabilities:
+        raise NotCheckedError(f"the server does not list the capability {capabilities.CHECKPOINTS}")
+    request = pb.SaveCheckpointRequest(request_id=str(uuid.uuid4()), name="conformance", return_at_once=True)
+    (begun,) = await probe.call("SaveCheckpoint", request)
+    must(begun.checkpoint.request_id == request.request_id, "the answer has no checkpoint of the request")
+    end_s = time.monotonic() + probe.deadline_s
+    while True:
+        found = [one for one in await _listed(probe, page_size=1) if one.request_id == request.request_id]
+        must(len(found) == 1, f"ListCheckpoints lists the checkpoint of a request {len(found)} times")
+        if found[0].state != pb.CHECKPOINT_STATE_SAVING:
+            break
+        must(time.monotonic() < end_s, f"the checkpoint is still being saved after {probe.deadline_s:g} s")
+        await asyncio.sleep(LOOK_S)
+    state = pb.CheckpointState.Name(found[0].state)
+    must(found[0].state == pb.CHECKPOINT_STATE_DURABLE, f"the checkpoint is {state}: {found[0].message}")
+    must(bool(found[0].path) and found[0].name == "conformance", "the checkpoint has no path, or another name")
+    whole = await _listed(probe, page_size=0)
+    must(await _listed(probe, page_size=1) == whole, "pages of ListCheckpoints list others than one answer")
+    steps = [one.step for one in whole]
+    must(steps == sorted(steps, reverse=True), f"the steps of ListCheckpoints are {steps}, not newest first")
+
+
+async def _listed(probe: Probe, *, page_size: int) -> list[Any]:
+    """All checkpoints, page by page."""
+    found: list[Any] = []
+    request = pb.ListCheckpointsRequest(page_size=page_size)
+    while True:
+        (page,) = await probe.call("ListCheckpoints", request)
+        over = page_size and len(page.checkpoints) > page_size
+        must(not over, f"a page of {page_size} checkpoints has {len(page.checkpoints)}")
+        found += page.checkpoints
+        if not page.next_page_token:
+            return found
+        must(page.next_page_token != request.page_token, "a page of ListCheckpoints leads to itself")
+        request.page_token = page.next_page_token
 
 
 @checks("trainer.own-run")

@@ -105,6 +105,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             max_queued=config.max_queued_batches,
             max_steps=config.max_steps,
             history_events=config.history_events,
+            checkpoints=config.output_dir / "checkpoints",
         )
         table = RunTable(own, held=True)
         learner, plan = parts.learner, parts.parallel.plan

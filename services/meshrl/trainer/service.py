@@ -10,14 +10,15 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from loguru import logger
 
 from meshrl.core.rpc.first_answers import FirstAnswers
+from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.trainer.loss_config import CONSTANTS
+from meshrl.trainer.runs.checkpoint_list import CheckpointList, key_of
 from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
@@ -30,6 +31,7 @@ from meshrl.wire.trainable import are_logprobs, bytes_per_token, routes_problem,
 from meshrl.wire.types import (
     CONTRACT_VERSION,
     Batch,
+    Checkpoint,
     MicroBatch,
     RoutedShape,
     RunInfo,
@@ -77,7 +79,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._on_drained = on_drained
         self.host = host
         self._changes: FirstAnswers[RunInfo | None] = FirstAnswers()
-        self._saves: FirstAnswers[tuple[int, Path]] = FirstAnswers()
+        self._saves: FirstAnswers[Checkpoint] = FirstAnswers()
+        self._saving: set[asyncio.Task[Checkpoint]] = set()
+        self._checkpoints: dict[str, CheckpointList] = {}  # by run
         self._told_unreplayed = False
 
     async def GetTrainer(self, request: pb.GetTrainerRequest, context: object) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
@@ -162,12 +166,41 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: object) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
         validate.validate_checkpoint_request(request)
         run = self._runs.find(request.run_id)
-        step, path = await self._saves.once(
-            request.request_id,
-            request.SerializeToString(deterministic=True),
-            lambda: run.save_checkpoint(weights_only=request.weights_only),
+        content, checkpoints = request.SerializeToString(deterministic=True), self._checkpoints_of(run)
+        self._saves.check(request.request_id, content)
+        begun = checkpoints.asked(
+            request.request_id, name=request.name, step=run.book.step, weights_only=request.weights_only
         )
-        return pb.SaveCheckpointResponse(step=step, path=str(path))
+
+        async def save() -> Checkpoint:
+            return await checkpoints.follow(
+                request.request_id, lambda: run.save_checkpoint(weights_only=request.weights_only)
+            )
+
+        saving = asyncio.create_task(self._saves.once(request.request_id, content, save))
+        if request.return_at_once:
+            self._saving.add(saving)
+            saving.add_done_callback(self._forget_save)
+            return pb.SaveCheckpointResponse(step=begun.step, path=begun.path, checkpoint=to_proto(begun))
+        saved = await saving
+        return pb.SaveCheckpointResponse(step=saved.step, path=saved.path, checkpoint=to_proto(saved))
+
+    def _forget_save(self, saving: asyncio.Task[Checkpoint]) -> None:
+        """A save is over that nobody waits for; one that failed is listed with its reason."""
+        self._saving.discard(saving)
+        if not saving.cancelled() and (error := saving.exception()) is not None:
+            logger.warning("a checkpoint that was asked for was not written: {}", error)
+
+    def _checkpoints_of(self, run: TrainingQueue) -> CheckpointList:
+        book = run.book
+        return self._checkpoints.setdefault(book.run_id, CheckpointList(book.run_id, book.checkpoints))
+
+    async def ListCheckpoints(  # noqa: N802 - gRPC's name
+        self, request: pb.ListCheckpointsRequest, context: object
+    ) -> pb.ListCheckpointsResponse:
+        listed = await asyncio.to_thread(self._checkpoints_of(self._runs.find(request.run_id)).listed)
+        page, token = page_of(request, listed, key_of)
+        return pb.ListCheckpointsResponse(checkpoints=map(to_proto, page), next_page_token=token)
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: object) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
@@ -200,7 +233,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.GetRunResponse(run=to_proto(self._info(self._runs.find(request.run_id))))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
-        return pb.ListRunsResponse(runs=[to_proto(self._info(run)) for run in self._runs])
+        page, token = page_of(request, list(self._runs), lambda run: run.book.run_id)
+        return pb.ListRunsResponse(runs=[to_proto(self._info(run)) for run in page], next_page_token=token)
 
     def _info(self, run: TrainingQueue) -> RunInfo:
         return run.book.info() if self.host is None else self.host.info(run)

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from meshrl.core.rpc.first_answers import FirstAnswers
+from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
@@ -197,9 +198,11 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListEnginesResponse:
         engines = self._hub.list_engines(request.engine_pool)
+        page, token = page_of(request, engines, lambda engine: engine.engine_id)
         epochs = self._hub.coordinator.epochs
         return pb.ListEnginesResponse(
-            engines=[convert.to_proto(engine) for engine in engines],
+            engines=map(convert.to_proto, page),
+            next_page_token=token,
             epoch=max(epochs.values(), default=0) if len(epochs) < 2 else 0,
             run_epochs=epochs,
         )

@@ -106,7 +106,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         done.set_result(PublishReport(version=version, artifact_id="", root=b"", num_bytes=0))
         return done
 
-    table = RunTable(StepBook(run_id="main", epoch=7, max_queued=1))
+    table = RunTable(StepBook(run_id="main", epoch=7, max_queued=1, checkpoints=output_dir / "checkpoints"))
     queue, commands = table.own, CommandSender(trained.learner.parallel)
     training = RunTraining(
         *trained,

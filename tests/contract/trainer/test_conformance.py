@@ -44,6 +44,9 @@ class Relayed(pb_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
         return await _relay(self.real.SaveCheckpoint(request))
 
+    async def ListCheckpoints(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        return await _relay(self.real.ListCheckpoints(request))
+
     async def SubmitBatch(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
         return await _relay(self.real.SubmitBatch([message async for message in request_iterator]))
 
@@ -82,9 +85,19 @@ class SavesAgain(Relayed):
     """Each request for a checkpoint is a new one to it."""
 
     async def SaveCheckpoint(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
-        if request.request_id:
+        if request.request_id and not request.return_at_once:
             request.request_id += "-again" * (1 + request.weights_only)
         return await super().SaveCheckpoint(request, context)
+
+
+class ListsFirstPagesOnly(Relayed):
+    """Every page is its first."""
+
+    async def ListCheckpoints(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        answer = await super().ListCheckpoints(request, context)
+        if request.page_size:
+            answer.next_page_token = ""
+        return answer
 
 
 class MarksNoBookmarks(Relayed):
@@ -113,6 +126,7 @@ class KeepsItsOldestSecret(Relayed):
         (OfAnyContract, "contract.major"),
         (SkipsRevisions, "trainer.step"),
         (SavesAgain, "trainer.save"),
+        (ListsFirstPagesOnly, "trainer.checkpoints"),
         (MarksNoBookmarks, "trainer.bookmarks"),
         (KeepsItsOldestSecret, "trainer.expired"),
     ],

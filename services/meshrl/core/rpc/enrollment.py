@@ -23,6 +23,7 @@ from meshrl.client.trust import TokenError, Trust
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.guard import certificate_of, member
+from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import identity_pb2 as pb
 from meshrl.v1 import identity_pb2_grpc
@@ -66,7 +67,8 @@ class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
     ) -> pb.ListRevokedResponse:
         """As in the contract."""
         trust: Trust = await _off_loop(self._authority.trust.read)
-        return pb.ListRevokedResponse(members=sorted(f"{role}/{name}" for role, name in trust.revoked))
+        page, token = page_of(request, sorted(f"{role}/{name}" for role, name in trust.revoked), str)
+        return pb.ListRevokedResponse(members=page, next_page_token=token)
 
 
 async def open_entry(servicer: EnrollmentServicer, host: str, port: int) -> tuple[GrpcServer, int]:

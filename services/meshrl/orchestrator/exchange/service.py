@@ -12,6 +12,7 @@ from loguru import logger
 
 from meshrl.client.credentials import Credentials
 from meshrl.core.rpc.guard import member
+from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.orchestrator.exchange.worker import DialedInWorker, WorkerStream
@@ -113,7 +114,8 @@ class ExchangeServicer(pb_grpc.RolloutExchangeServicer):
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListWorkersResponse:
         workers = self._exchange.workers
-        return pb.ListWorkersResponse(workers=[workers[name].to_proto() for name in sorted(workers)])
+        page, token = page_of(request, sorted(workers), str)
+        return pb.ListWorkersResponse(workers=[workers[name].to_proto() for name in page], next_page_token=token)
 
 
 async def _hello(messages: AsyncIterator[pb.AttachRequest]) -> pb.WorkerHello:

@@ -252,6 +252,7 @@ class RunHost:
                 max_queued=settings.max_queued_batches,
                 max_steps=settings.max_steps,
                 history_events=self._history_events,
+                checkpoints=self._maker.folder(run_id, settings) / "checkpoints",
                 spec=settings.spec,
                 create_time=create_time,
                 adapter_bytes=needed,

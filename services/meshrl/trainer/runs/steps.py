@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypedDict, Unpack
 
 import numpy as np
@@ -64,6 +65,7 @@ class StepBook:
     max_queued: int = 2
     max_steps: int | None = None
     history_events: int = 1_000
+    checkpoints: Path | None = None  # the folder that the run's are in
     spec: RunSpec | None = None
     create_time: float | None = None  # seconds of the epoch
     adapter_bytes: int = 0

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 REATTACH = "rollouts.reattach"
 DRAIN = "drain"
+CHECKPOINTS = "checkpoints.list"
 
 ROLLOUT = (REATTACH, DRAIN)
 """Of this repository's rollout service; those below are of its other programs."""
 
 ROLLOUT_CALLER = (REATTACH,)
-TRAINER = (DRAIN,)
+TRAINER = (DRAIN, CHECKPOINTS)
 HUB: tuple[str, ...] = ()

@@ -1,0 +1,87 @@
+"""The checkpoints of a run as ListCheckpoints shows them: those on disk, and those that callers have asked for."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from meshrl.wire.errors import MeshError
+from meshrl.wire.saved_steps import step_folder, steps_in
+from meshrl.wire.types import Checkpoint, CheckpointState
+
+KEPT = 256
+PART = "trainer"
+"""Folder of a checkpoint that the trainer resumes from."""
+
+
+class CheckpointList:
+    """The checkpoints of one run. `folder` holds those that it may resume from; None knows only what was asked for."""
+
+    def __init__(self, run_id: str, folder: Path | None) -> None:
+        self._run_id, self._folder = run_id, folder
+        self._asked: OrderedDict[str, Checkpoint] = OrderedDict()  # by request id
+
+    def asked(self, request_id: str, *, name: str, step: int, weights_only: bool) -> Checkpoint:
+        """The checkpoint of a request, as it stands; a new one, or one that failed, is SAVING from here on."""
+        known = self._asked.get(request_id)
+        if known is not None and known.state is not CheckpointState.FAILED:
+            return known
+        self._asked[request_id] = found = Checkpoint(
+            run_id=self._run_id,
+            step=step,
+            state=CheckpointState.SAVING,
+            weights_only=weights_only,
+            name=name,
+            request_id=request_id,
+            create_time=time.time(),
+        )
+        while len(self._asked) > KEPT:
+            self._asked.popitem(last=False)
+        return found
+
+    async def follow(self, request_id: str, save: Callable[[], Awaitable[tuple[int, Path]]]) -> Checkpoint:
+        """Runs the save of a request that is SAVING. Raises what it raises, and shows it as FAILED."""
+        asked = self._asked[request_id]
+        try:
+            step, path = await save()
+        except MeshError as error:
+            failed = replace(
+                asked,
+                state=CheckpointState.FAILED,
+                end_time=time.time(),
+                reason=error.reason.name,
+                message=error.message,
+            )
+            self._asked[request_id] = failed
+            raise
+        done = replace(asked, state=CheckpointState.DURABLE, step=step, path=str(path), end_time=time.time())
+        self._asked[request_id] = done
+        return done
+
+    def listed(self) -> list[Checkpoint]:
+        """Newest step first. Reads the disk."""
+        asked = {checkpoint.path: checkpoint for checkpoint in self._asked.values() if checkpoint.path}
+        found = [checkpoint for checkpoint in self._asked.values() if not checkpoint.path]
+        for step in [] if self._folder is None else steps_in(self._folder, PART):
+            folder = step_folder(self._folder or Path(), step)
+            known = asked.pop(str(folder), None)
+            found.append(_on_disk(known or self._made_by_itself(step, folder), folder))
+        found += (checkpoint for checkpoint in asked.values() if Path(checkpoint.path).exists())
+        return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.create_time or 0.0), reverse=True)
+
+    def _made_by_itself(self, step: int, folder: Path) -> Checkpoint:
+        return Checkpoint(run_id=self._run_id, step=step, state=CheckpointState.DURABLE, path=str(folder))
+
+
+def _on_disk(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    ended = max((one.st_mtime for one in files), default=None)
+    return replace(checkpoint, num_bytes=sum(one.st_size for one in files), end_time=checkpoint.end_time or ended)
+
+
+def key_of(checkpoint: Checkpoint) -> str:
+    """Names a checkpoint among those of its run, for pages."""
+    return f"{checkpoint.step}/{checkpoint.weights_only:d}/{checkpoint.request_id}"

@@ -1,0 +1,65 @@
+"""ListCheckpoints: what is on disk and what was asked for, each once, newest first."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.trainer.runs.checkpoint_list import CheckpointList
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import CheckpointState
+
+
+def on_disk(root: Path, step: int) -> Path:
+    folder = root / f"step_{step}"
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "shard").write_bytes(bytes(10 * step))
+    return folder
+
+
+async def test_a_save_is_listed_from_its_beginning_to_its_end_and_once(tmp_path: Path) -> None:
+    on_disk(tmp_path, 2)
+    checkpoints = CheckpointList("main", tmp_path)
+    asked = checkpoints.asked("id", name="best", step=3, weights_only=False)
+    assert [(one.step, one.state) for one in checkpoints.listed()] == [
+        (3, CheckpointState.SAVING),
+        (2, CheckpointState.DURABLE),
+    ]
+
+    async def save() -> tuple[int, Path]:
+        return 4, on_disk(tmp_path, 4)  # a step was trained before it began
+
+    done = await checkpoints.follow("id", save)
+    newest, older = checkpoints.listed()
+    assert (newest.step, newest.name, newest.request_id, newest.num_bytes) == (4, "best", "id", 40)
+    assert newest.create_time == asked.create_time
+    assert (older.step, older.name, older.num_bytes) == (2, "", 20)
+    assert checkpoints.asked("id", name="best", step=9, weights_only=False) == done
+
+
+async def test_a_save_that_failed_is_listed_with_its_reason_and_may_be_asked_for_again(tmp_path: Path) -> None:
+    checkpoints = CheckpointList("main", tmp_path)
+    checkpoints.asked("id", name="", step=3, weights_only=False)
+
+    async def save() -> tuple[int, Path]:
+        raise MeshError(Reason.CHECKPOINT_FAILED, "the disk is full")
+
+    with pytest.raises(MeshError, match="the disk is full"):
+        await checkpoints.follow("id", save)
+    (failed,) = checkpoints.listed()
+    assert (failed.state, failed.reason, failed.message) == (
+        CheckpointState.FAILED,
+        "CHECKPOINT_FAILED",
+        "the disk is full",
+    )
+    assert checkpoints.asked("id", name="", step=4, weights_only=False).state is CheckpointState.SAVING
+
+
+async def test_a_checkpoint_that_was_deleted_is_not_listed(tmp_path: Path) -> None:
+    checkpoints = CheckpointList("main", tmp_path)
+    checkpoints.asked("id", name="", step=1, weights_only=True)
+
+    async def save() -> tuple[int, Path]:
+        return 1, tmp_path / "gone"
+
+    await checkpoints.follow("id", save)
+    assert checkpoints.listed() == []
