@@ -27,6 +27,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import with_values
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Program, Supervisor
+from meshrl.rollout.main import serve
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
@@ -159,7 +160,12 @@ async def _prepare_and_work(
         served = config.rollout_config(list(facts.urls), facts.api, seq_len=facts.seq_len, port=port)
         deadlines = config.deadlines
         pool = await stack.enter_async_context(
-            rollout_service(served, names, tracer, startup_s=deadlines.environments_s)
+            rollout_service(
+                lambda stop: serve(served, stop, tracer),
+                served.server.address,
+                names,
+                startup_s=deadlines.environments_s,
+            )
         )
         sampler = GroupSampler(
             pool,

@@ -6,14 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from opentelemetry.trace import Tracer
-
 from meshrl.client import ChannelOptions
-from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.main import serve
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
 from meshrl.trials.plan import TaskSpan
@@ -25,13 +21,18 @@ END_DEADLINE_S = 30.0
 
 @asynccontextmanager
 async def rollout_service(
-    config: RolloutConfig, names: Sequence[str], tracer: Tracer, *, startup_s: float
+    serve: Callable[[asyncio.Event], Coroutine[None, None, int]],
+    address: str,
+    names: Sequence[str],
+    *,
+    startup_s: float,
 ) -> AsyncIterator[RolloutPool]:
-    """Yields the pool of the one service, once it hosts `names`. Raises ConfigError and RunError."""
+    """Has the service served at `address` until the end of the block; yields its pool once it hosts `names`. Raises
+    ConfigError and RunError."""
     stop = asyncio.Event()
-    serving = asyncio.create_task(serve(config, stop, tracer))
+    serving = asyncio.create_task(serve(stop))
     options = ChannelOptions(reconnect_s=UNREACHABLE_S)
-    pool = RolloutPool([config.server.address], unreachable_s=UNREACHABLE_S, options=options)
+    pool = RolloutPool([address], unreachable_s=UNREACHABLE_S, options=options)
     gathering = asyncio.create_task(pool.gather(names, startup_s=startup_s))
     try:
         await asyncio.wait({serving, gathering}, return_when=asyncio.FIRST_COMPLETED)
