@@ -25,7 +25,8 @@ def trust(tmp_path: Path) -> TrustFile:
 
 
 async def test_every_rpc_is_for_the_roles_of_the_table_and_no_other_by_token(trust: TrustFile) -> None:
-    matrix, tokens = Matrix(), {role: trust.add_token(role) for role in Role}
+    runs = {Role.TENANT: ["team-a-*"]}
+    matrix, tokens = Matrix(), {role: trust.add_token(role, runs=runs.get(role, ())) for role in Role}
     async with serving(credentials_of(CredentialFiles(trust=trust.path))) as address:
         for role, token in tokens.items():
             await matrix.fill(address, TokenCredentials(token), role)
