@@ -55,8 +55,8 @@ class EngineKind:
     logprob_atol: float
     logprob_mean: float
     device: str = "cpu"
-    mixture: bool = False
-    """Whether its model is the plain mixture of experts."""
+    family: str = "qwen3"
+    """The family of its plain model."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -137,7 +137,7 @@ class EngineMesh:
         """Starts both with the plain model of `seed` as base; publish a version before asking for tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.folder, self.base_seed = kind, folder, seed
-        self.model_folder = save_model(folder / "model", seed, kind.dtype, mixture=kind.mixture)
+        self.model_folder = save_model(folder / "model", seed, kind.dtype, family=kind.family)
         hub = {
             "server": {"port": free_port()},
             "output_dir": str(folder),
@@ -192,7 +192,7 @@ class EngineMesh:
         policy: ActivationPolicy = ActivationPolicy.ROLLING,
     ) -> Activation:
         """Has the plain model of `seed` served as the next version; returns once the engine serves it."""
-        state = plain_state(seed, self.kind.dtype, mixture=self.kind.mixture)
+        state = plain_state(seed, self.kind.dtype, family=self.kind.family)
         await self.seal(state, transport=transport)
         return await self.activate(seed, policy=policy)
 
@@ -342,7 +342,7 @@ def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
 def reference(mesh: EngineMesh) -> Any:
     """The plain model whose weights the engine serves."""
     assert mesh.seed is not None, "the live weights are no plain model's; publish one first"
-    return plain_model(mesh.seed, mixture=mesh.kind.mixture)
+    return plain_model(mesh.seed, family=mesh.kind.family)
 
 
 def _toml(table: Mapping[str, Any]) -> str:

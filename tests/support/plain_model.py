@@ -1,6 +1,6 @@
-"""The plain model that an engine is held against: a tiny Qwen3 in float32, one forward pass over the whole sequence.
+"""The plain model that an engine is held against, in float32: one forward pass over the whole sequence.
 
-Dense, or a mixture of experts.
+A tiny Qwen3, or one of another family.
 
 Shapes: P prompt tokens, T completion tokens, V tokens of the vocabulary. What the engine sampled is fed back, so one
 flipped near-tie does not make everything after it incomparable.
@@ -16,16 +16,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from meshrl.models.lora import adapted_layers, apply_lora
-from meshrl.models.state import hf_state
+from meshrl.models.state import ROUTER_BIASES, hf_state
 
 VOCAB = 64
 EOS = 0
@@ -45,35 +39,48 @@ SHAPE: Mapping[str, Any] = {
     "eos_token_id": EOS,
     "bos_token_id": None,
 }
-EXPERTS: Mapping[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "tie_word_embeddings": False,
+        "rotary_dim": 32,
+    },
+}
 
-PlainModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
-
-def _empty_model(mixture: bool) -> PlainModel:
-    if mixture:
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
-
-
-@cache
-def plain_model(seed: int, *, mixture: bool = False) -> PlainModel:
-    """Random weights that bfloat16 can hold, so engines of either dtype serve the very same model. Do not change it."""
-    torch.manual_seed(seed)
-    model = _empty_model(mixture).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # but not the buffers: the rotary frequencies are float32 everywhere
-            parameter.copy_(parameter.bfloat16())
+def _empty_model(family: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
+    )
     return model
 
 
-def plain_state(seed: int, dtype: torch.dtype, *, mixture: bool = False) -> dict[str, torch.Tensor]:
+@cache
+def plain_model(seed: int, *, family: str = "qwen3") -> PreTrainedModel:
+    """Random weights that bfloat16 can hold, so engines of either dtype serve the very same model. Do not change it."""
+    torch.manual_seed(seed)
+    model = _empty_model(family).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # but not the buffers: the rotary frequencies are float32 everywhere
+            parameter.copy_(parameter.bfloat16())
+        for name, buffer in model.named_buffers():
+            if name.rpartition(".")[2] in ROUTER_BIASES:  # which are zero to begin with
+                buffer.normal_(std=0.1)
+    return model
+
+
+def plain_state(seed: int, dtype: torch.dtype, *, family: str = "qwen3") -> dict[str, torch.Tensor]:
     """What a trainer publishes of it."""
-    return hf_state(plain_model(seed, mixture=mixture), dtype)
+    return hf_state(plain_model(seed, family=family), dtype)
 
 
 @cache
-def adapted_model(base_seed: int, seed: int) -> PlainModel:
+def adapted_model(base_seed: int, seed: int) -> PreTrainedModel:
     """The plain model with LoRA adapters of `seed` beside its layers."""
     model = copy.deepcopy(plain_model(base_seed))
     apply_lora(model, rank=RANK, alpha=ALPHA, dropout=0.0, target_modules=TARGETS)
@@ -85,10 +92,10 @@ def adapted_model(base_seed: int, seed: int) -> PlainModel:
     return model
 
 
-def save_model(folder: Path, seed: int, dtype: torch.dtype, *, mixture: bool = False) -> Path:
+def save_model(folder: Path, seed: int, dtype: torch.dtype, *, family: str = "qwen3") -> Path:
     """Writes the folder of a checkpoint with its tokenizer."""
-    model = _empty_model(mixture).to(dtype)
-    model.load_state_dict(plain_model(seed, mixture=mixture).state_dict())
+    model = _empty_model(family).to(dtype)
+    model.load_state_dict(plain_model(seed, family=family).state_dict())
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
@@ -112,7 +119,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @torch.no_grad()
-def logits_of(model: PlainModel, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
     """(T, V) float32 logits that each token of the completion was sampled from."""
     logits_1SV = model(torch.tensor([[*prompt, *completion]])).logits
     return logits_1SV[0, len(prompt) - 1 : -1]
@@ -120,8 +127,8 @@ def logits_of(model: PlainModel, prompt: Sequence[int], completion: Sequence[int
 
 @torch.no_grad()
 def logits_across(
-    before: PlainModel,
-    after: PlainModel,
+    before: PreTrainedModel,
+    after: PreTrainedModel,
     prompt: Sequence[int],
     completion: Sequence[int],
     boundary: int,
@@ -140,7 +147,7 @@ def logits_across(
 
 
 @torch.no_grad()
-def greedy_loop(model: PlainModel, prompt: Sequence[int], count: int) -> list[int]:
+def greedy_loop(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
     """`count` tokens, each the most likely one after a forward pass over everything before it."""
     sequence = list(prompt)
     for _ in range(count):

@@ -23,7 +23,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
@@ -280,16 +286,22 @@ class WeightReader:
                 )
 
 
-def renamed_in_layers(model: PreTrainedModel) -> tuple[str, str] | None:
-    """A tensor in whose layers files have a part of another name: its published name and theirs; None without one."""
+def renamed_in_layers(model: PreTrainedModel) -> bool:
+    """Whether files have a part of a layer under another name than the model, such as block_sparse_moe for mlp."""
     rules = [rule.reverse_transform() for rule in reversed(get_model_conversion_mapping(model, add_legacy=False))]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     for name in stored_tensors(model):
         in_files, _ = rename_source_key(name, renamings, [], reverse=True)
         parts = [re.findall(r"\.\d+\.(\w+)", each)[:1] for each in (name, in_files)]  # such as mlp of layers.0.mlp.gate
         if parts[0] != parts[1]:
-            return name, in_files
-    return None
+            return True
+    return False
+
+
+def as_in_files(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model, under the names of files: the experts of a layer one by one, as parts that share memory."""
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return reverted
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

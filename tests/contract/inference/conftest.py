@@ -25,7 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def kind_of(name: str, dtype: torch.dtype = torch.float32, *, mixture: bool = False, **config: Any) -> EngineKind:
+def kind_of(name: str, dtype: torch.dtype = torch.float32, *, family: str = "qwen3", **config: Any) -> EngineKind:
     if name == "vllm" and DEVICE == "cuda":  # its attention kernels take no float32
         dtype, config = torch.bfloat16, {"gpu_memory_utilization": 0.2, **config}
     exact = dtype == torch.float32
@@ -34,7 +34,7 @@ def kind_of(name: str, dtype: torch.dtype = torch.float32, *, mixture: bool = Fa
         python=Path(sys.executable) if name == "embedded" else vllm_python(),
         dtype=dtype,
         device=DEVICE,
-        mixture=mixture,
+        family=family,
         config={**CONFIGS[name], **config},
         clear_margin=1e-3 if exact else 0.1,
         # transformers itself is this far from float32 in bfloat16, at a temperature of 0.7

@@ -16,7 +16,7 @@ from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
 from meshrl.inference.vllm.installed import VllmError
-from meshrl.models.folder import ModelFolder, WeightReader, renamed_in_layers
+from meshrl.models.folder import ModelFolder, WeightReader
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.routers import Routers
 from meshrl.models.state import hf_state
@@ -166,15 +166,9 @@ def describe(
     """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion.
 
     Where `versions` of the whole model come, its folder is held to what the trainers take, unless vLLM has a
-    `load_format` of its own. Raises VllmError for a model whose versions vLLM would not take, and ModelError.
+    `load_format` of its own. Raises ModelError.
     """
     skeleton = empty_model(model, dtype=dtype)
     if versions and load_format in (None, "auto"):
         WeightReader(ModelFolder.find(model), skeleton)
-    if versions and (renamed := renamed_in_layers(skeleton)) is not None:
-        raise VllmError(
-            f"vLLM does not take weight versions of model.name {model.name!r} (of type "
-            f"{skeleton.config.model_type!r}): they carry {renamed[0]}, which it knows as {renamed[1]}; set "
-            "inference.engine to 'embedded'"
-        )
     return layout_of(hf_state(skeleton)), eos_token_ids(skeleton)

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from loguru import logger
 
+from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.file_reader import PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
-from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tested_shadow
+from meshrl.inference.vllm.shadow import Weights, WorkerShadow, build_shadow, tested_shadow
+from meshrl.models.folder import as_in_files, renamed_in_layers
+from meshrl.models.load import ModelError, empty_model
 from meshrl.versions.collective.broadcasting import Receiver
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.wire.errors import MeshError, Reason
@@ -51,9 +54,13 @@ class WeightsExtension:
             torch.cpu._init_amx()
         try:
             self._meshrl_shadow, self._meshrl_in_place = tested_shadow(worker, self._meshrl_first_shadow())
-        except (RuntimeError, ValueError) as error:  # torch's and vLLM's own, too
+            config = worker.vllm_config.model_config
+            model = ModelConfig(name=config.model, trust_remote_code=config.trust_remote_code, device="cpu")
+            outline = empty_model(model, dtype=config.dtype)
+        except (RuntimeError, ValueError, ModelError) as error:  # torch's and vLLM's own, too
             text = f"vLLM cannot take weight versions of this model: {error}"
             return {"reason": Reason.NOT_SUPPORTED.name, "message": text}
+        self._meshrl_outline = outline if renamed_in_layers(outline) else None
         self._meshrl_reader = PortionReader(self._meshrl_device())
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
@@ -69,7 +76,7 @@ class WeightsExtension:
             shadow.begin()
             for path in files:
                 for tensors in self._meshrl_reader.portions(Path(path)):
-                    shadow.add(tensors)
+                    shadow.add(self._meshrl_known(tensors))
             shadow.finish()
             self._meshrl_staged = version
             logger.debug("version {} is staged; {:.2f} GiB are free", version, self.meshrl_free_bytes() / GIB)
@@ -85,7 +92,7 @@ class WeightsExtension:
             if receiver is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this worker is in no group")
             shadow.begin()
-            receiver.receive(manifest, shadow.add, stall_s=stall_s)
+            receiver.receive(manifest, lambda tensors: shadow.add(self._meshrl_known(tensors)), stall_s=stall_s)
             shadow.finish()
             self._meshrl_staged = version
 
@@ -158,6 +165,13 @@ class WeightsExtension:
             (name, str(p.dtype), tuple(p.shape), digest_bytes(sum128(p.detach().contiguous())))
             for name, p in parameters
         ).hex()
+
+    def _meshrl_known(self, tensors: Weights) -> Weights:
+        """A version's tensors by names that vLLM's model loads: as files have them where those differ in layers.
+
+        Elsewhere it takes the experts of a layer as one tensor, which is faster.
+        """
+        return tensors if self._meshrl_outline is None else as_in_files(self._meshrl_outline, dict(tensors)).items()
 
     def _meshrl_first_shadow(self) -> WorkerShadow:
         """The one that was built before vLLM measured its room, handed over; else a new one."""
