@@ -63,7 +63,7 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
         return DTYPES[config.dtype]
     if resolve_device(config.device).type == "cpu":
         return torch.float32
-    dtype = getattr(_model_config(config), "dtype", None)
+    dtype = getattr(model_shape(config), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) and dtype != torch.float32 else torch.bfloat16
 
 
@@ -82,7 +82,7 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
 
 def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model without storage (on the meta device), with its generation config. Raises ModelError."""
-    model_config = _model_config(config)
+    model_config = model_shape(config)
     with torch.device("meta"), meta_device_safe_creation_ops():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             model_config,
@@ -150,13 +150,14 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def embedding_rows(config: ModelConfig) -> int | None:
     """The number of tokens that a model has, by its configuration; None where there is none to read."""
     try:
-        rows = getattr(_model_config(config).get_text_config(), "vocab_size", None)
+        rows = getattr(model_shape(config).get_text_config(), "vocab_size", None)
     except ModelError:  # which whatever loads the model raises again
         return None
     return rows if isinstance(rows, int) else None
 
 
-def _model_config(config: ModelConfig) -> PreTrainedConfig:
+def model_shape(config: ModelConfig) -> PreTrainedConfig:
+    """The configuration of a model, without its weights. Raises ModelError."""
     if (Path(config.name) / ADAPTER_CONFIG).is_file():
         raise ModelError(
             f"model.name {config.name!r} holds {ADAPTER_CONFIG}, so it is an adapter beside another model; merge the "

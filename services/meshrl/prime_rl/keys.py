@@ -229,6 +229,9 @@ _MODELS = tuple(
         _unused(f"{trainer}.model.cp_style", "ranks that share rows always exchange heads, as Ulysses does", "ulysses"),
         _absent(f"{trainer}.model.cp_style", "ranks that share rows exchange heads; set ulysses, or leave it out"),
         _absent(f"{trainer}.model.vlm", _TEXT),
+        _moved(f"{trainer}.model.debug.num_layers", f"{trainer}.bench.num_layers"),
+        _moved(f"{trainer}.model.debug.random_init", f"{trainer}.bench.random_weights"),
+        _moved(f"{trainer}.model.debug.force_balanced_routing", f"{trainer}.bench.balanced_routing"),
         _unused(f"{trainer}.model.load_using_meta", "models are always loaded shard by shard"),
         _unused(f"{trainer}.model.moe_use_grouped_mm", "experts are computed as transformers does"),
         *(

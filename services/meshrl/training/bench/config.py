@@ -34,6 +34,12 @@ class BenchConfig(BaseConfig):
     random_weights: bool = False
     """Start from random weights, so that a folder with a config.json is model enough."""
 
+    num_layers: int | None = Field(default=None, ge=1)
+    """Take so many layers of the model's shape, which then starts from random weights; None takes all."""
+
+    balanced_routing: bool = False
+    """Send equally many tokens to each expert, in place of what routers choose; the table names it."""
+
     profile: bool = False
     """Trace one more step and add where the device's time goes."""
 

@@ -6,15 +6,17 @@ import numpy as np
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.training.bench.config import BenchConfig
-from meshrl.wire.types import MicroBatch
+from meshrl.wire.types import MicroBatch, RoutedShape
+from meshrl.wire.types.routes import Routes, narrowed
 
 
 def fake_batch(
-    config: BenchConfig, *, seq_len: int, vocab_size: int, dp_size: int, seed: int
+    config: BenchConfig, *, seq_len: int, vocab_size: int, dp_size: int, seed: int, balanced: RoutedShape | None = None
 ) -> tuple[MicroBatch, ...]:
     """`config.rows` samples for each of `dp_size` ranks, packed. The same seed gives the same batch.
 
-    Variable lengths are lognormal with a spread of one e-fold around the median, cut at seq_len.
+    Variable lengths are lognormal with a spread of one e-fold around the median, cut at seq_len. With the shape of
+    routers to be `balanced`, tokens come with choices that go through the experts in turn.
     """
     source = np.random.default_rng(seed)
     rows = (config.rows or 1) * dp_size
@@ -32,7 +34,13 @@ def fake_batch(
             loss_mask=np.arange(length) > 0,
             logprobs=np.full(length, -np.log(vocab_size), dtype=np.float32),
             advantage=float(source.normal()),
+            routed_experts=None if balanced is None else _in_turn(length, balanced),
         )
         for length in lengths
     ]
     return pack_samples(samples, seq_len=seq_len * config.micro_batch_size, dp_size=dp_size).micro_batches
+
+
+def _in_turn(tokens: int, shape: RoutedShape) -> Routes:
+    turns_TK = np.arange(tokens * shape.per_token).reshape(tokens, 1, shape.per_token) % shape.experts
+    return narrowed(np.repeat(turns_TK, shape.layers, axis=1), shape.experts)

@@ -11,8 +11,10 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
 from meshrl.models.experts import active_parameters
-from meshrl.models.load import ModelError, resolve_device
+from meshrl.models.load import ModelError, model_shape, resolve_device
 from meshrl.training.auto_settings import choose_layout, resolve_auto
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
@@ -73,6 +75,8 @@ class BenchReport:
     parameters: int
     trainable_parameters: int
     loss: float
+    routing: str = ""
+    """Of a mixture of experts: whether its routers were balanced, and how unevenly tokens were spread."""
     kernel_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the traced step by class of kernel, and "idle"."""
 
@@ -86,6 +90,7 @@ class BenchReport:
             ("step", f"{self.step_s:.3f}", f"s, {parts}, other {self.other_s:.3f}"),
             ("parameters", f"{self.parameters:,d}", f"{self.trainable_parameters:,d} trained"),
         ]
+        rows += [("routing", self.routing, "")] if self.routing else []
         rows += [(f"  {name}", f"{seconds * 1e3:.1f}", "ms") for name, seconds in self.kernel_s.items()]
         ranks = f"{self.ranks} x {self.device}" + (f" ({self.layout})" if self.ranks > 1 else "")
         title = f"{self.model} on {ranks}, rows of {self.seq_len} tokens, {self.lengths} lengths"
@@ -147,10 +152,23 @@ def bench_rank(
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
-    layout = choose_layout(config.model, environment, seq_len=seq_len * bench.micro_batch_size)
-    parallel = RankGroup.start(environment, device=resolve_device(config.model.device), **layout)
+    with _cut(config.model, bench.num_layers) as given:
+        return _bench(config, given, bench, objective=objective, seq_len=seq_len, environment=environment)
+
+
+def _bench(
+    config: BenchedConfig,
+    given: TrainerModelConfig,
+    bench: BenchConfig,
+    *,
+    objective: Objective,
+    seq_len: int,
+    environment: Mapping[str, str],
+) -> BenchReport:
+    layout = choose_layout(given, environment, seq_len=seq_len * bench.micro_batch_size)
+    parallel = RankGroup.start(environment, device=resolve_device(given.device), **layout)
     model, logits_bytes = resolve_auto(
-        config.model,
+        given,
         config.optim,
         parallel,
         seq_len=seq_len * bench.micro_batch_size,
@@ -161,7 +179,7 @@ def bench_rank(
         parallel=parallel,
         seed=config.seed,
         max_logits_bytes=logits_bytes,
-        random_weights=bench.random_weights,
+        random_weights=bench.random_weights or bench.num_layers is not None,
     )
     run = RunState.of(
         learner.model,
@@ -171,7 +189,8 @@ def bench_rank(
         max_steps=None,
         optim_cpu_offload=model.optim_cpu_offload,
     )
-    report = run_bench(learner, run, bench, name=model.name, seq_len=seq_len)
+    layers = "" if bench.num_layers is None else f" ({bench.num_layers} layers)"
+    report = run_bench(learner, run, bench, name=config.model.name + layers, seq_len=seq_len)
     if parallel.plan.leads:
         path = bench.json_path or config.output_dir / "bench" / "trainer.json"
         settings = {"bench": bench, "model": model, "optim": config.optim}
@@ -185,8 +204,13 @@ def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str
     """Takes warm-up and measured steps on fake data; every rank calls it. The weights change."""
     vocab_size = int(learner.model.config.get_text_config().vocab_size)
     parallel = learner.parallel
+    routed = learner.policy.routers.shape if config.balanced_routing else None
+    if config.balanced_routing and routed is None:
+        raise ValueError("bench.balanced_routing is set, but this model has no experts; leave it out")
     batches = [
-        fake_batch(config, seq_len=seq_len, vocab_size=vocab_size, dp_size=parallel.plan.dp_size, seed=seed)
+        fake_batch(
+            config, seq_len=seq_len, vocab_size=vocab_size, dp_size=parallel.plan.dp_size, seed=seed, balanced=routed
+        )
         for seed in range(config.warmup_steps + config.steps)
     ]
     seconds, results = [], []
@@ -226,8 +250,39 @@ def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str
         parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
         trainable_parameters=sum(p.numel() for p in learner.model.parameters() if p.requires_grad),
         loss=measured[-1].loss,
+        routing=_routing(measured[-1].routing, balanced=config.balanced_routing),
         kernel_s=_kernel_seconds(learner, run, batches[-1]) if config.profile and learner.device.type == "cuda" else {},
     )
+
+
+def _routing(measured: Mapping[str, float], *, balanced: bool) -> str:
+    uneven = measured.get("max_vio/mean")
+    if uneven is None:
+        return ""
+    return f"{'balanced by --bench.balanced-routing' if balanced else 'as the routers choose'}, max_vio {uneven:.2f}"
+
+
+@contextmanager
+def _cut(model: TrainerModelConfig, layers: int | None) -> Iterator[TrainerModelConfig]:
+    """The model, or the shape of its first layers in a folder that is there meanwhile. Raises ModelError, ValueError.
+
+    Settings of each layer, such as layer_types, are lists as long as the model has layers, and are cut as well.
+    """
+    if layers is None:
+        yield model
+        return
+    shape = model_shape(model)
+    text = shape.get_text_config()
+    whole = int(text.num_hidden_layers)
+    if layers > whole:
+        raise ValueError(f"bench.num_layers is {layers}, but model.name {model.name!r} has {whole}; set it to that")
+    for key, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, key, value[:layers])
+    text.num_hidden_layers = layers
+    with tempfile.TemporaryDirectory() as folder:
+        shape.save_pretrained(folder)
+        yield model.model_copy(update={"name": folder})
 
 
 def _kernel_seconds(learner: Learner, run: RunState, batch: Sequence[MicroBatch]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -131,9 +131,9 @@ class GatheredStep:
     def __init__(self, policy: nn.Module, config: TrainerModelConfig) -> None:
         self._units = _units(policy) if config.reshard_after_forward is False else []
         self._sums_once = config.reduce_dtype == "float32"  # rows are never added up in bfloat16
-        self._used: set[nn.Module] = set()
+        self._used: set[object] = set()
         for unit in self._units:
-            unit.register_forward_pre_hook(lambda module, _: self._used.add(module))
+            cast("nn.Module", unit).register_forward_pre_hook(lambda module, _: self._used.add(module))
 
     def before_row(self, *, last: bool) -> None:
         """To be called before the forward and backward pass of each row."""
