@@ -51,9 +51,9 @@ def test_balanced_routers_send_each_expert_as_many_tokens_and_are_named(tmp_path
         report(tmp_path, BenchConfig(steps=1, warmup_steps=0, num_layers=2, balanced_routing=wanted))
         for wanted in (False, True)
     )
-    assert own.routing.startswith("as the routers choose, max_vio ")
-    assert float(own.routing.rpartition(" ")[2]) > 0
-    assert balanced.routing == "balanced by --bench.balanced-routing, max_vio 0.00"
-    assert balanced.routing in balanced.table()
+    assert own.max_vio is not None
+    assert own.max_vio > 0 == balanced.max_vio
+    assert "as the routers choose" in own.table()
+    assert "routers balanced by bench.balanced_routing" in balanced.table()
     with pytest.raises(ValueError, match=r"bench\.balanced_routing is set, but this model has no experts"):
         report(tmp_path, BenchConfig(num_layers=1, balanced_routing=True), dense=True)

@@ -75,8 +75,9 @@ class BenchReport:
     parameters: int
     trainable_parameters: int
     loss: float
-    routing: str = ""
-    """Of a mixture of experts: whether its routers were balanced, and how unevenly tokens were spread."""
+    max_vio: float | None = None
+    """How unevenly a mixture of experts spread the last step's tokens, as RoutingWatch measures it."""
+    balanced_routing: bool = False
     kernel_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the traced step by class of kernel, and "idle"."""
 
@@ -90,7 +91,9 @@ class BenchReport:
             ("step", f"{self.step_s:.3f}", f"s, {parts}, other {self.other_s:.3f}"),
             ("parameters", f"{self.parameters:,d}", f"{self.trainable_parameters:,d} trained"),
         ]
-        rows += [("routing", self.routing, "")] if self.routing else []
+        if self.max_vio is not None:
+            how = "routers balanced by bench.balanced_routing" if self.balanced_routing else "as the routers choose"
+            rows.append(("max_vio", f"{self.max_vio:.2f}", how))
         rows += [(f"  {name}", f"{seconds * 1e3:.1f}", "ms") for name, seconds in self.kernel_s.items()]
         ranks = f"{self.ranks} x {self.device}" + (f" ({self.layout})" if self.ranks > 1 else "")
         title = f"{self.model} on {ranks}, rows of {self.seq_len} tokens, {self.lengths} lengths"
@@ -152,7 +155,7 @@ def bench_rank(
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
-    with _cut(config.model, bench.num_layers) as given:
+    with cut_shape(config.model, bench.num_layers) as given:
         return _bench(config, given, bench, objective=objective, seq_len=seq_len, environment=environment)
 
 
@@ -250,20 +253,14 @@ def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str
         parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
         trainable_parameters=sum(p.numel() for p in learner.model.parameters() if p.requires_grad),
         loss=measured[-1].loss,
-        routing=_routing(measured[-1].routing, balanced=config.balanced_routing),
+        max_vio=measured[-1].routing.get("max_vio/mean"),
+        balanced_routing=config.balanced_routing,
         kernel_s=_kernel_seconds(learner, run, batches[-1]) if config.profile and learner.device.type == "cuda" else {},
     )
 
 
-def _routing(measured: Mapping[str, float], *, balanced: bool) -> str:
-    uneven = measured.get("max_vio/mean")
-    if uneven is None:
-        return ""
-    return f"{'balanced by --bench.balanced-routing' if balanced else 'as the routers choose'}, max_vio {uneven:.2f}"
-
-
 @contextmanager
-def _cut(model: TrainerModelConfig, layers: int | None) -> Iterator[TrainerModelConfig]:
+def cut_shape(model: TrainerModelConfig, layers: int | None) -> Iterator[TrainerModelConfig]:
     """The model, or the shape of its first layers in a folder that is there meanwhile. Raises ModelError, ValueError.
 
     Settings of each layer, such as layer_types, are lists as long as the model has layers, and are cut as well.
