@@ -48,7 +48,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "intermediate_size": 64,
         "tie_word_embeddings": False,
-        "rotary_dim": 32,
+        "rotary_dim": 32,  # this and the next two are keys of the published files that vLLM reads
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
     },
 }
 

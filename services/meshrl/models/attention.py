@@ -25,6 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from meshrl.models.fused_attention import FusedPlan, fused_attention
 from meshrl.models.shared_prefix import PrefixPlan, cpu_attention, fused_prefix_attention
 from meshrl.models.shares import ContextShare
+from meshrl.models.upload import upload
 
 ATTENTION_NAME = "meshrl_packed"
 LONG_FROM = 1024  # tokens from which a sample alone fills a Hopper GPU: cuDNN is then twice as fast
@@ -184,8 +185,8 @@ class PackedLayout:
             real = place < lengths[members][:, None]
             scatter[gather[real]] = base + np.flatnonzero(real)
             base += gather.size
-            blocks.append(Block(gather=torch.from_numpy(gather).to(device)))
-        place_T = torch.from_numpy(scatter).to(device)
+            blocks.append(Block(gather=upload(gather, device)))
+        place_T = upload(scatter, device)
         return cls(
             fused=None, blocks=tuple(blocks), scatter=place_T, offsets=offsets, kernels=kernels, prefixes=prefixes
         )

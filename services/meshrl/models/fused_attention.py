@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from meshrl.models.upload import upload
+
 LENGTH_STEP = 256
 OPERATOR = "meshrl::packed_attention"
 
@@ -48,9 +50,9 @@ class FusedPlan:
         index = np.flatnonzero(np.repeat(~is_long, lengths)) if is_long.any() and len(short) else np.zeros(2)
         short_offsets = np.concatenate([[0], np.cumsum(short)]) if len(short) else np.zeros(2)
         return cls(
-            offsets=torch.from_numpy(sample_offsets.astype(np.int32)).to(device),
-            short_index=torch.from_numpy(index.astype(np.int64)).to(device),
-            short_offsets=torch.from_numpy(short_offsets.astype(np.int32)).to(device),
+            offsets=upload(sample_offsets.astype(np.int32), device),
+            short_index=upload(index.astype(np.int64), device),
+            short_offsets=upload(short_offsets.astype(np.int32), device),
             host=torch.from_numpy(host.astype(np.int64)),
         )
 

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshrl.models.fused_attention import OPERATOR, FusedPlan, attention_backward, attention_forward
+from meshrl.models.upload import upload
 
 _aten = torch.ops.aten
 
@@ -75,21 +76,21 @@ class PrefixPlan:
         queries, keys_of = [span.queries for span in spans], [span.keys for span in spans]
         return cls(
             bounds=torch.tensor([at for span in spans for part in span for at in (part.start, part.stop)]),
-            query_index=_indices(queries).to(device),
-            query_offsets=_offsets(queries).to(device),
-            key_index=_indices(keys_of).to(device),
-            key_offsets=_offsets(keys_of).to(device),
+            query_index=upload(_indices(queries), device),
+            query_offsets=upload(_offsets(queries), device),
+            key_index=upload(_indices(keys_of), device),
+            key_offsets=upload(_offsets(keys_of), device),
             host=torch.tensor([max(at.stop - at.start for at in part) for part in (queries, keys_of)]),
         )
 
 
-def _indices(parts: Sequence[slice]) -> torch.Tensor:
-    return torch.cat([torch.arange(at.start, at.stop) for at in parts])
+def _indices(parts: Sequence[slice]) -> NDArray[np.int64]:
+    return np.concatenate([np.arange(at.start, at.stop, dtype=np.int64) for at in parts])
 
 
-def _offsets(parts: Sequence[slice]) -> torch.Tensor:
+def _offsets(parts: Sequence[slice]) -> NDArray[np.int32]:
     ends = np.cumsum([at.stop - at.start for at in parts])
-    return torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
+    return np.concatenate([[0], ends]).astype(np.int32)
 
 
 def merge(

@@ -21,7 +21,7 @@ from meshrl.training.learner import Learner
 from meshrl.training.model_config import CompileConfig, LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.check import check_layout
 from meshrl.training.parallel.experts import divide_experts
-from meshrl.training.parallel.fsdp import GatheredStep, prepare_blocks, shard
+from meshrl.training.parallel.fsdp import StepPasses, prepare_blocks, shard
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.parallel.tensor import divide_layers
 
@@ -74,10 +74,10 @@ def build_learner(
     partial = [] if parallel.tensor is None else divide_layers(model, parallel.tensor)
     divided = [] if parallel.experts is None else divide_experts(model, parallel.experts, parallel.tensor)
     prepare_blocks(policy, config)
-    gathered = None
+    passes = None
     if parallel.mesh is not None:
         shard(policy, config, parallel, compute_dtype, divided)
-        gathered = GatheredStep(policy, config)
+        passes = StepPasses(policy, config)
     torch.manual_seed(seed)
     policy.to_empty(device="cpu" if config.fsdp_cpu_offload else parallel.device)
     if parallel.mesh is None:
@@ -92,7 +92,7 @@ def build_learner(
             logger.info(coverage(model))
     # Dropout must not fall alike on every rank, but on those that have the same tokens.
     seed_rank(seed, 0, parallel.plan.rank // parallel.plan.tp)
-    return Learner(policy, parallel, gathered, [model.get_parameter(name) for name in partial])
+    return Learner(policy, parallel, passes, [model.get_parameter(name) for name in partial])
 
 
 def new_set(model: nn.Module, config: LoraConfig, *, device: torch.device) -> AdapterSet:

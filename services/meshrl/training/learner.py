@@ -25,9 +25,10 @@ from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, 
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
+from meshrl.models.upload import upload
 from meshrl.training.checkpoints.random_state import random_state, restore_random_state
 from meshrl.training.optim import clip_gradients, gradient_zeros
-from meshrl.training.parallel.fsdp import GatheredStep, reshard
+from meshrl.training.parallel.fsdp import StepPasses, reshard
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.parallel.tensor import settle_gradients
 from meshrl.training.routing import RoutingWatch
@@ -84,12 +85,12 @@ class Learner:
         self,
         policy: PackedPolicy,
         parallel: RankGroup | None = None,
-        gathered: GatheredStep | None = None,
+        passes: StepPasses | None = None,
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
-        """`gathered` is that of a sharded policy; `partial` are what `divide_layers` named."""
+        """`passes` are those of a sharded policy; `partial` are what `divide_layers` named."""
         self.policy = policy
-        self._gathered_step = gathered
+        self._passes = passes
         self.model = policy.model
         self.parallel = parallel or RankGroup(device=self.model.device)
         self.device = self.parallel.device
@@ -150,9 +151,11 @@ class Learner:
         with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
             rows = []
             for number, micro_batch in enumerate(own, start=1):
-                if self._gathered_step is not None:
-                    self._gathered_step.before_row(last=number == len(own))
+                if self._passes is not None:
+                    self._passes.before_row(last=number == len(own))
                 rows.append(self._forward_backward(run, micro_batch, counts))
+            if self._passes is not None:
+                self._passes.after_rows()
             # The loss and the objective's metrics, summed over rows; ranks that share rows have the same.
             sums = _added({"total": row.loss.total, **row.loss.metrics} for row in rows)
             metrics = self.parallel.sum_named(sums if self.parallel.plan.reports else dict.fromkeys(sums, 0.0))
@@ -228,8 +231,8 @@ class Learner:
             yield
         except BaseException as error:
             run.drop_gradient()
-            if self._gathered_step is not None:
-                self._gathered_step.drop()
+            if self._passes is not None:
+                self._passes.drop()
             # torch has an error type of its own for GPUs only
             out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if not self.parallel.plan.is_alone or not isinstance(error, RuntimeError) or not out_of_memory:
@@ -249,6 +252,8 @@ class Learner:
                     torch.autograd.backward(logprobs.sum())
             finally:
                 self.model.zero_grad()
+                if self._passes is not None:
+                    self._passes.drop()
 
     @torch.no_grad()
     def evaluate(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
@@ -362,16 +367,16 @@ def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | Non
         offsets = np.append(offsets, len(token_ids))
         routes = joined([(len(micro_batch.token_ids), routes), (missing, None)])
     return PackedRow(
-        token_ids=_on(token_ids.astype(np.int64), device),
-        position_ids=_on(position_ids.astype(np.int64), device),
+        token_ids=upload(token_ids.astype(np.int64), device),
+        position_ids=upload(position_ids.astype(np.int64), device),
         layout=PackedLayout.from_offsets(offsets, device, kernels, prefixes),
-        predicted=_on(predicted, device),
-        sources=_on(micro_batch.sources[predicted], device),
-        temperatures=_on(temperatures, device),
+        predicted=upload(predicted, device),
+        sources=upload(micro_batch.sources[predicted], device),
+        temperatures=upload(temperatures, device),
         candidates=None
         if micro_batch.ref_top_ids is None
-        else _on(micro_batch.ref_top_ids[predicted].astype(np.int64), device).clamp(min=0),
-        routes=None if routes is None else _on(signed(routes), device),
+        else upload(micro_batch.ref_top_ids[predicted].astype(np.int64), device).clamp(min=0),
+        routes=None if routes is None else upload(signed(routes), device),
     )
 
 
@@ -394,14 +399,14 @@ def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)[predicted]
 
     def at_predicted(values: NDArray[np.generic] | None) -> torch.Tensor | None:
-        return None if values is None else _on(values[predicted], logprobs.device)
+        return None if values is None else upload(values[predicted], logprobs.device)
 
     return RowTokens(
         logprobs=logprobs,
-        inference_logprobs=_on(micro_batch.inference_logprobs[predicted], logprobs.device),
-        advantages=_on(micro_batch.advantages[predicted], logprobs.device),
-        rl_mask=_on(micro_batch.loss_mask[predicted], logprobs.device),
-        sequence_ids=_on(sequence_ids, logprobs.device),
+        inference_logprobs=upload(micro_batch.inference_logprobs[predicted], logprobs.device),
+        advantages=upload(micro_batch.advantages[predicted], logprobs.device),
+        rl_mask=upload(micro_batch.loss_mask[predicted], logprobs.device),
+        sequence_ids=upload(sequence_ids, logprobs.device),
         num_sequences=len(lengths),
         rl_weights=at_predicted(micro_batch.rl_weights),
         ce_weights=at_predicted(micro_batch.ce_weights),
@@ -433,8 +438,3 @@ def record_of(rows: Sequence[RowRecord]) -> TokenRecord:
         masked=joined([row.loss.masked for row in rows], torch.bool),
         env_index=np.concatenate([row.env_index for row in rows] or [np.zeros(0, np.int32)]),
     )
-
-
-def _on(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    # Arrays decoded from a message are read-only views, which torch must not alias.
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)

@@ -73,7 +73,9 @@ class RoutingWatch:
     def _look(self, choice: RouterChoice) -> None:
         experts, chosen_NK = choice.experts, choice.chosen[: self.tokens]
         counts = torch.zeros(experts + _SUMS, dtype=torch.float64, device=chosen_NK.device)
-        counts[:experts] = torch.bincount(chosen_NK.flatten(), minlength=experts)[:experts]
+        # Not bincount, for which the host waits. Integers are counted on GPUs alone.
+        chosen = chosen_NK.flatten().to(torch.int32 if chosen_NK.is_cuda else torch.float32)
+        counts[:experts] = torch.histc(chosen, bins=experts, min=0, max=experts - 1)
         counts[experts] = len(chosen_NK)
         if choice.logits is not None:
             counts[experts + 1] = len(chosen_NK)

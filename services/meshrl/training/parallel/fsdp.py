@@ -121,16 +121,24 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)  # which not all backends can do while they scale
 
 
-class GatheredStep:
-    """Parameters of a sharded policy that stay gathered over the rows of a step, and gradients that are summed after
-    the last, as `reshard_after_forward` false has it.
+class StepPasses:
+    """The passes of a step's rows through a sharded policy: what its units keep between them.
 
-    Rows then add to a gradient in `reduce_dtype` on each rank; ranks and master weights see it once.
+    With `reshard_after_forward` false, parameters stay gathered, and gradients are added up on each rank and summed
+    over the ranks after the last row. A unit that one rank has alone sums nothing: what was added up becomes the
+    gradient of its master weights, without a copy.
     """
 
     def __init__(self, policy: nn.Module, config: TrainerModelConfig) -> None:
-        self._units = _units(policy) if config.reshard_after_forward is False else []
-        self._sums_once = config.reduce_dtype == "float32"  # rows are never added up in bfloat16
+        self._units = _units(policy)
+        self._gathered = config.reshard_after_forward is False
+        adds_up = config.reduce_dtype == "float32"  # rows are never added up in bfloat16
+        self._alone = {
+            unit
+            for unit in self._units
+            if adds_up and not config.fsdp_cpu_offload and (group := _group(unit)) and group.mesh_info.mesh.size() == 1
+        }
+        self._waiting = set(self._units) if self._gathered and adds_up else self._alone
         self._used: set[object] = set()
         for unit in self._units:
             cast("nn.Module", unit).register_forward_pre_hook(lambda module, _: self._used.add(module))
@@ -138,18 +146,37 @@ class GatheredStep:
     def before_row(self, *, last: bool) -> None:
         """To be called before the forward and backward pass of each row."""
         for unit in self._units:
-            unit.set_reshard_after_backward(last, recurse=False)
-            # A unit that no row goes through has no place for a gradient yet.
-            unit.set_requires_gradient_sync(last or not self._sums_once or unit not in self._used, recurse=False)
+            waits = unit in self._waiting and not (last and unit not in self._alone)
+            unit.set_reshard_after_backward(last or not self._gathered, recurse=False)
+            # A unit that no row has gone through has no place for a gradient.
+            unit.set_requires_gradient_sync(not waits or unit not in self._used, recurse=False)
+
+    def after_rows(self) -> None:
+        """To be called after the last row: every gradient is then that of the sharded parameter."""
+        for unit in self._alone:
+            for parameter in _group(unit).fsdp_params:
+                if parameter.unsharded_accumulated_grad is not None:
+                    added = parameter.unsharded_accumulated_grad_data
+                elif unit in self._used and parameter.unsharded_param.grad is not None:  # of the same type as sums
+                    added = parameter.unsharded_grad_data
+                else:
+                    continue
+                gradient, held = parameter.to_sharded_dtensor(added.contiguous()), parameter.sharded_param
+                held.grad = gradient if held.grad is None else held.grad.add_(gradient)
+        self.drop()
 
     def drop(self) -> None:
-        """Forgets what rows have added so far, after a failure among them."""
-        for unit in self._units:
-            group = unit._get_fsdp_state()._fsdp_param_group  # torch has no other way to it
-            for parameter in () if group is None else group.fsdp_params:
+        """Forgets what rows have added up, as after a failure among them."""
+        for unit in self._waiting:
+            for parameter in group.fsdp_params if (group := _group(unit)) else ():
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+
+def _group(unit: FSDPModule) -> Any:
+    """The parameters of a unit, None where it has none: torch has no other way to gradients that are not yet summed."""
+    return unit._get_fsdp_state()._fsdp_param_group
 
 
 def reshard(policy: nn.Module) -> None:
