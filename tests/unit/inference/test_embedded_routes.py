@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,20 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from inference_kit import EngineFactory, Start, ask, complete, make_model
-from meshrl.algorithms.losses import cross_entropy_loss
-from meshrl.algorithms.objective import Objective
-from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.routers import RouterChoice, Routers
-from meshrl.training.config import OptimConfig
-from meshrl.training.learner import Learner
 from meshrl.wire import completion_frame
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import MicroBatch
-from meshrl.wire.types.routes import Routes, joined
+from meshrl.wire.types.routes import Routes
+from replayed import mismatches, sampled
 from tiny_families import VOCAB, tiny_model
-from trained import Trained
 
 PATH = "/inference/v1/generate"
 ROOM = {"max_model_len": 96, "num_slots": 8, "seed": 1}
@@ -100,26 +92,6 @@ async def test_a_trainer_with_other_routers_is_nearer_to_the_engine_by_its_route
     for _ in range(4):
         prompt = rng.integers(2, VOCAB, 8).tolist()
         made = await complete(engine, ask(prompt, max_tokens=100, routed_experts_prompt_start=0, ignore_eos=True))
-        tokens = np.array([*prompt, *made.token_ids], np.int32)
-        samples.append(
-            TrainSample(
-                token_ids=tokens,
-                loss_mask=np.arange(len(tokens)) >= len(prompt),
-                logprobs=np.concatenate([np.zeros(len(prompt), np.float32), made.logprobs]),
-                routed_experts=joined([(len(tokens) - 1, made.routed_experts), (1, None)]),
-            )
-        )
-    trained = Trained.by(Learner(PackedPolicy(model)), Objective(loss=cross_entropy_loss), OptimConfig(lr=1e-12))
-    generator = torch.Generator().manual_seed(7)
-    for name, parameter in model.named_parameters():
-        if name.endswith("gate.weight"):
-            parameter.data += 0.01 * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
-    rows = pack_samples(samples, seq_len=512).micro_batches
-
-    def mismatch(given: Sequence[MicroBatch]) -> float:
-        tokens = trained.evaluate(given)
-        log_ratio = tokens.logprobs.astype(np.float64) - tokens.inference_logprobs
-        return float((np.exp(log_ratio) - log_ratio - 1.0).mean())
-
-    without = mismatch([replace(row, routed_experts=None) for row in rows])
-    assert without > 5 * mismatch(rows) > 0.0
+        samples.append(sampled(prompt, made.token_ids.tolist(), made.logprobs, made.routed_experts))
+    replayed, without = mismatches(PackedPolicy(model), samples, off=0.01)
+    assert without > 5 * replayed > 0.0

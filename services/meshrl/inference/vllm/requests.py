@@ -77,11 +77,11 @@ class RequestCodec:
         )
 
     def _routes_from(self, request: GenerateRequest) -> dict[str, int]:
-        """The token of the prompt from which on vLLM sends routes; releases before 0.32 send all."""
-        if self.routed is None or "routed_experts_prompt_start" not in VllmSamplingParams.__struct_fields__:
+        """The token of the prompt from which on vLLM sends routes: one of the prompt, or the engine of 0.26 ends."""
+        if self.routed is None:
             return {}
-        start = request.sampling.routed_experts_prompt_start
-        return {"routed_experts_prompt_start": len(request.prompt_ids) if start is None else start}
+        start, last = request.sampling.routed_experts_prompt_start, len(request.prompt_ids) - 1
+        return {"routed_experts_prompt_start": last if start is None else min(start, last)}
 
     def chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
         """A piece of a streamed completion from token `start` on, or a whole one.
