@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
-from meshrl.models.fused_attention import FusedPlan, fused_attention
+from meshrl.models.fused_attention import FusedPlan, fused_attention, upload
 from meshrl.models.shared_prefix import PrefixPlan, cpu_attention, fused_prefix_attention
 from meshrl.models.shares import ContextShare
-from meshrl.models.upload import upload
 
 ATTENTION_NAME = "meshrl_packed"
 LONG_FROM = 1024  # tokens from which a sample alone fills a Hopper GPU: cuDNN is then twice as fast

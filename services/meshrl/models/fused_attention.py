@@ -21,8 +21,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from meshrl.models.upload import upload
-
 LENGTH_STEP = 256
 OPERATOR = "meshrl::packed_attention"
 
@@ -55,6 +53,13 @@ class FusedPlan:
             short_offsets=upload(short_offsets.astype(np.int32), device),
             host=torch.from_numpy(host.astype(np.int64)),
         )
+
+
+def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array of a row as a tensor on the device; a GPU gets it without the host waiting for what is queued there."""
+    # Arrays decoded from a message are read-only views, which torch must not alias.
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def fused_attention(

@@ -343,7 +343,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_hidden_NE is not None:
                 torch.mm(grad_PV, weight_VE, out=grad_hidden_NE[at])
             if grad_weight_VE is not None:
-                _add_product(grad_weight_VE, grad_PV.t(), hidden_NE[at])
+                grad_weight_VE += _product(grad_PV.t(), hidden_NE[at])
             if grad_bias_V is not None:
                 grad_bias_V += grad_PV.sum(0, dtype=torch.float32)
         if ctx.share is not None and grad_hidden_NE is not None and len(targets_N):
@@ -370,14 +370,6 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Adds the product to a float32 total; on a GPU as it is made."""
-    if left.is_cuda and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += _product(left, right)
 
 
 def _score(

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshrl.models.fused_attention import OPERATOR, FusedPlan, attention_backward, attention_forward
-from meshrl.models.upload import upload
+from meshrl.models.fused_attention import OPERATOR, FusedPlan, attention_backward, attention_forward, upload
 
 _aten = torch.ops.aten
 

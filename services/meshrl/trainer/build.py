@@ -100,8 +100,11 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         parallel = RankGroup.start(environment, device=device, **layout)
         lifeline = Lifeline.tie(parallel, environment)
         check_fits(config.model, config.optim, parallel, publishes=True)
+        given = config.model
+        if config.release_memory and given.pass_tokens == "auto":  # an engine will take what is free now
+            given = given.model_copy(update={"pass_tokens": None})
         model, logits_bytes = resolve_auto(
-            config.model,
+            given,
             config.optim,
             parallel,
             seq_len=config.seq_len,

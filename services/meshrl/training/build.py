@@ -11,7 +11,7 @@ from loguru import logger
 from torch import nn
 
 from meshrl.models.adapters import AdapterScale, AdapterSet
-from meshrl.models.families import learned_positions
+from meshrl.models.families import learned_positions, positions_grow_beyond
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import coverage, make_set, prepare_lora, reset_lora
@@ -92,7 +92,14 @@ def build_learner(
             logger.info(coverage(model))
     # Dropout must not fall alike on every rank, but on those that have the same tokens.
     seed_rank(seed, 0, parallel.plan.rank // parallel.plan.tp)
-    return Learner(policy, parallel, passes, [model.get_parameter(name) for name in partial])
+    joins = policy.packed and positions_grow_beyond(model.config.get_text_config()) is None
+    return Learner(
+        policy,
+        parallel,
+        passes,
+        pass_tokens=config.pass_tokens if joins and isinstance(config.pass_tokens, int) else None,
+        partial=[model.get_parameter(name) for name in partial],
+    )
 
 
 def new_set(model: nn.Module, config: LoraConfig, *, device: torch.device) -> AdapterSet:

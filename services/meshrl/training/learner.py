@@ -23,10 +23,11 @@ from torch import nn
 
 from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, objective_loss
 from meshrl.models.attention import Kernels, PackedLayout
+from meshrl.models.fused_attention import upload
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
-from meshrl.models.upload import upload
 from meshrl.training.checkpoints.random_state import random_state, restore_random_state
+from meshrl.training.joined_rows import join_rows
 from meshrl.training.optim import clip_gradients, gradient_zeros
 from meshrl.training.parallel.fsdp import StepPasses, reshard
 from meshrl.training.parallel.rank_group import RankGroup
@@ -86,10 +87,15 @@ class Learner:
         policy: PackedPolicy,
         parallel: RankGroup | None = None,
         passes: StepPasses | None = None,
+        *,
+        pass_tokens: int | None = None,
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
-        """`passes` are those of a sharded policy; `partial` are what `divide_layers` named."""
+        """`passes` are those of a sharded policy; `partial` are what `divide_layers` named. Rows of up to `pass_tokens`
+        together make one; None: each does.
+        """
         self.policy = policy
+        self._pass_tokens = pass_tokens
         self._passes = passes
         self.model = policy.model
         self.parallel = parallel or RankGroup(device=self.model.device)
@@ -141,7 +147,7 @@ class Learner:
         started = time.perf_counter()
         self.take_up(run)
         counts = counts or count(micro_batches)
-        own = self.parallel.plan.own_rows(micro_batches)
+        own = self.parallel.plan.own_rows(join_rows(micro_batches, max_tokens=self._pass_tokens))
         longest = max((len(micro_batch.token_ids) for micro_batch in own), default=0)
         if self.parallel.plan.leads and not self._unseen_named:
             self._name_unseen_positions(micro_batches)

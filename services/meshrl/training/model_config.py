@@ -79,6 +79,10 @@ class TrainerModelConfig(ModelConfig):
     """Free a block's gathered parameters after each pass, and sum its gradients there. false: once a step, after its
     last row, which takes memory for all parameters and float32 gradients. auto: false where that fits."""
 
+    pass_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    """Tokens up to which rows of a step go through the model together, where rows are shorter; false: each row by
+    itself. auto: 16384 on a GPU, as far as that takes no more checkpointing, and that GPU has no engine."""
+
     dp_replicate: int = Field(default=1, ge=1)
     """HSDP: groups of ranks that each hold the whole model, sharded within; 1 is plain FSDP."""
 

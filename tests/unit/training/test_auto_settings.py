@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from meshrl.models.load import empty_model
+from meshrl.training import auto_settings
 from meshrl.training.auto_settings import (
     LOGITS_CPU,
     BlockShape,
@@ -98,6 +99,23 @@ def test_parameters_stay_gathered_over_a_step_where_they_fit(
     assert [one.gathered for one in chosen(shape, gigabytes, ranks=ranks, lora=lora)] == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "seq_len", "expected"),
+    [("0.6b", 1024, 8192), ("0.6b", 4096, 16384), ("0.6b", 10000, None), ("4b", 4096, None)],
+)
+def test_short_rows_go_together_as_far_as_that_takes_no_more_checkpointing(
+    shape: str, seq_len: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4B in full keeps attention's output of 4k tokens on a card of 79 GB, and of 8k nothing but inputs."""
+    monkeypatch.setattr(auto_settings, "available_bytes", lambda device: int(79e9))
+    config = TrainerModelConfig(name=str(SHAPES / f"qwen3-{shape}"), device="cpu", dtype="bfloat16")
+    group = RankGroup(device=torch.device("cuda"))
+    found, _ = resolve_auto(config, OptimConfig(), group, seq_len=seq_len, max_logits_mib=None)
+    assert found.pass_tokens == expected
+    on_a_cpu, _ = resolve_auto(config, OptimConfig(), RankGroup(), seq_len=seq_len, max_logits_mib=None)
+    assert on_a_cpu.pass_tokens is None
+
+
 def test_logits_shrink_with_the_room_and_never_exceed_the_row() -> None:
     roomy, tight = chosen("4b", 138)[0], chosen("4b", 79)[0]
     assert tight.logits_bytes < roomy.logits_bytes <= 2**31
@@ -140,11 +158,12 @@ def test_what_a_user_gave_stays_and_the_rest_is_chosen(capsys: pytest.CaptureFix
         ac=ActivationCheckpointConfig(mode="full", freq=2),
         compile=CompileConfig(backend="aot_eager"),
         reshard_after_forward=False,
+        pass_tokens=1024,
     )
     config, logits = resolve_auto(given, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=7)
     assert (config, logits) == (given, 7 * 2**20)
     off = TrainerModelConfig.model_validate(
-        {"name": name, "device": "cpu", "ac": None, "compile": None, "reshard_after_forward": True}
+        {"name": name, "device": "cpu", "ac": None, "compile": None, "reshard_after_forward": True, "pass_tokens": None}
     )
     assert resolve_auto(off, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None) == (off, LOGITS_CPU)
     config, _ = resolve_auto(
