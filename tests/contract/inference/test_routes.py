@@ -26,6 +26,7 @@ async def test_version_says_what_is_served(mesh: EngineMesh, client: EngineClien
     assert len(bytes.fromhex(version.pop("root"))) == 32
     assert version.pop("kv_tokens") >= MAX_MODEL_LEN  # else not one request of full length would fit
     assert version == {
+        "runs": {},
         "version": mesh.version, "paused": False, "in_flight": 0, "logprobs_mode": "processed_logprobs",
         "slots": SLOTS, "hub": mesh.hub_address, "hub_is_there": True,
     }  # fmt: skip
