@@ -30,6 +30,7 @@ _KEYS_OF_THE_ROLLOUT_PROGRAM: Mapping[str, bool | set[str]] = {
 CLIENTS, ENGINES, HUB = 1, 2, 3
 """Stages of the end of a run: the orchestrator is stage 0, and each stage uses only later ones."""
 
+MOST_LORAS = 16  # that vLLM reserves memory for, unless more are asked for
 RESTART_DEADLINE_S = 180.0
 """How long the others wait for a program that is started again: it imports torch and loads a model first. A trainer
 may then look for its hub, and with `weight_broadcast.type` auto for a first engine, for its own `hub_deadline_s`."""
@@ -279,6 +280,7 @@ class _Composition:
                 "weight_broadcast": {**broadcast.model_dump(), "address": self.hub},
                 "share_gpu": given.share_gpu or self.placement.shared(number),
                 "lora_rank": given.lora_rank or adapter_rank,
+                "max_loras": max(given.max_loras, min(2 * config.trainer.max_concurrent_runs, MOST_LORAS)),
                 "enable_return_routed_experts": given.enable_return_routed_experts
                 or config.trainer.enable_router_replay,
                 "api_key": None,  # it comes through the environment: the configuration is written to a file

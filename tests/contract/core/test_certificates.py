@@ -82,12 +82,12 @@ class _Asker(TrainerClient):
 async def test_every_rpc_is_for_the_roles_of_the_table_and_no_other_by_certificate(
     authority: Authority, hub: Credentials
 ) -> None:
-    matrix = Matrix()
+    matrix, roles = Matrix(), set(Role) - {Role.TENANT}  # which has no runs where nobody knows its token
     async with serving(hub) as address:
-        for role in Role:
+        for role in roles:
             await matrix.fill(address, credentials_of(member(authority, role, "matrix")), role)
     assert matrix.wrong == []
-    assert sum(matrix.told.values()) == len(ROLES_OF) * len(Role)
+    assert sum(matrix.told.values()) == len(ROLES_OF) * len(roles)
 
 
 async def test_who_has_no_certificate_of_the_run_is_refused(

@@ -28,7 +28,7 @@ from meshrl.client.authority import Authority, names_lack, request_for, save_cer
 from meshrl.client.credentials import CredentialError, CredentialFiles, Credentials, credentials_of
 from meshrl.client.enrollment import join, renew
 from meshrl.client.names import server_name
-from meshrl.client.trust import Role, Trust, TrustFile
+from meshrl.client.trust import SERVING, Role, Trust, TrustFile
 from meshrl.core.config.shared import TlsConfig
 from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.identity import identify, kept_valid
@@ -152,7 +152,7 @@ async def test_a_client_of_the_hub_takes_no_member_of_another_role_for_it(author
     caller = credentials_of(member(authority, Role.ROLLOUT, "caller"))
 
     async def taken(role: Role) -> tuple[bool, bool]:
-        hosts = ["127.0.0.1", "localhost"] if role not in (Role.OPERATOR, Role.VIEWER) else []
+        hosts = ["127.0.0.1", "localhost"] if role in SERVING else []
         async with serving(credentials_of(member(authority, role, "poses", hosts))) as address:
             as_hub, as_relay = await asyncio.gather(connects(address, caller), connects(address, caller, of_relay=True))
             return as_hub, as_relay
