@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.wire.convert import to_proto
+from meshrl.wire.convert import manifest_header, manifest_of, manifest_parts, to_proto
 from meshrl.wire.errors import Reason
 from meshrl.wire.manifest import MIN_CHUNK_BYTES, artifact_id, build_manifest, entries_of, plan_tensors
-from meshrl.wire.types import Manifest, Transport
-from meshrl_conformance.every_service import since_1_1
+from meshrl.wire.types import CONTRACT_VERSION, Manifest, Transport, capabilities
+from meshrl_conformance.every_service import first_call, since_1_1
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, checks, must
 
 VALUES = 3 * MIN_CHUNK_BYTES // 4 - 5  # float32 values of three chunks, the last of them short
+MOST_PART_BYTES = 2**20 + 2**10
 CRC32C = 0x82F63B78  # Castagnoli's polynomial, reversed
 
 
@@ -197,6 +198,25 @@ async def _not_ready(probe: Probe) -> None:
     await probe.refused("ActivateVersion", request, reason=Reason.ENGINES_NOT_READY)
     (sealed,) = await probe.call("SealVersion", version.seal())
     must(sealed.version.state == pb.VERSION_STATE_SEALED, "the version is not sealed any more")
+
+
+@checks("weights.parts")
+async def _parts(probe: Probe) -> None:
+    method, request = first_call("weights", CONTRACT_VERSION, sound=True)
+    (answer,) = await probe.call(method, request)
+    if capabilities.MANIFEST_PARTS not in answer.capabilities:
+        raise NotCheckedError(f"the server does not list the capability {capabilities.MANIFEST_PARTS}")
+    version = await _version(probe, seed=9)
+    manifest, (_, *chunks) = version.manifest, version.upload()
+    header = pb.CreateVersionRequest(manifest=manifest_header(manifest))
+    parts = [pb.CreateVersionRequest(manifest_part=part) for part in manifest_parts(manifest)]
+    (staged,) = await probe.call("CreateVersion", header, *parts, *chunks)
+    must(staged.artifact_id == artifact_id(manifest), "a manifest that came in parts has another artifact id")
+    await probe.call("SealVersion", version.seal())
+    first, *pieces = await probe.call("FetchManifest", pb.FetchManifestRequest(artifact_id=staged.artifact_id))
+    must(first.HasField("header") and not first.header.tensors, "FetchManifest does not begin with a header")
+    must(all(piece.ByteSize() <= MOST_PART_BYTES for piece in pieces), "a part has more than 1 MiB")
+    must(manifest_of(first.header, [piece.part for piece in pieces]) == manifest, "FetchManifest returns another one")
 
 
 @checks("weights.content")

@@ -118,6 +118,8 @@ _WEIGHTS_FULL = {
     "weights.request-id": "A request_id that comes again with another request is ALREADY_EXISTS (DUPLICATE_REQUEST).",
     "weights.not-ready": "ActivateVersion with too few engines is DEADLINE_EXCEEDED (ENGINES_NOT_READY), and the"
     " version stays sealed.",
+    "weights.parts": "CreateVersion takes a manifest as a header and parts; FetchManifest returns the same manifest in"
+    " parts of at most 1 MiB.",
     "weights.content": "ActivateVersion and AbortVersion that name another artifact_id, or ActivateVersion another"
     " epoch, end with ALREADY_EXISTS (VERSION_CONFLICT).",
     "weights.abort": "AbortVersion drops a version that is not committing, however often it is asked.",

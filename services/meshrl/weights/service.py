@@ -7,6 +7,7 @@ The streams of chunks bypass protobuf (`wire.frames`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -24,8 +25,8 @@ from meshrl.weights.hub import Hub
 from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
-from meshrl.wire.manifest import digest
-from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, Manifest, capabilities
+from meshrl.wire.manifest import artifact_id, digest
+from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, capabilities
 
 EVERY_RUN = "-"
 
@@ -142,18 +143,29 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     ) -> pb.CreateVersionResponse:
         parts = aiter(request_iterator)
         first = await anext(parts, b"")
-        manifest = frames.parse_upload(first) if first else None
-        if not isinstance(manifest, pb.Manifest):
+        header = frames.parse_upload(first) if first else None
+        if not isinstance(header, pb.Manifest):
             raise invalid([FieldViolation("manifest", "must be the first message of the upload")], "the upload")
+        lists: list[pb.ManifestPart] = []
+        follows: pb.Manifest | pb.ManifestPart | Chunk | None = None
+        while not header.tensors and follows is None and (message := await anext(parts, b"")):
+            part = frames.parse_upload(message)
+            if isinstance(part, pb.ManifestPart):
+                lists.append(part)
+            else:
+                follows = part
 
         async def chunks() -> AsyncIterator[Chunk]:
-            async for message in parts:
-                part = frames.parse_upload(message)
+            part = follows
+            while part is not None or (message := await anext(parts, b"")):
+                part = frames.parse_upload(message) if part is None else part
                 if not isinstance(part, Chunk):
-                    raise invalid([FieldViolation("chunk", "must be in every message after the first")], "the upload")
+                    raise invalid([FieldViolation("chunk", "must follow the manifest")], "the upload")
                 yield part
+                part = None
 
-        staged = await self._hub.create_version(convert.from_proto(Manifest, manifest, "manifest"), chunks())
+        manifest = await asyncio.to_thread(convert.manifest_of, header, lists)
+        staged = await self._hub.create_version(manifest, chunks())
         answer: pb.CreateVersionResponse = convert.to_proto(staged)
         return answer
 
@@ -184,11 +196,30 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         if request.gzip_ok:
             context.set_compression(grpc.Compression.Gzip)
             await context.send_initial_metadata(())  # else grpc.aio forgets the compression
+        if request.view != pb.MANIFEST_VIEW_HEADER:
+            return pb.GetManifestResponse(
+                manifest=convert.to_proto(found.manifest),
+                artifact_id=found.artifact_id,
+                steps=map(convert.to_proto, found.steps),
+            )
         return pb.GetManifestResponse(
-            manifest=convert.to_proto(found.manifest),
+            manifest=convert.manifest_header(found.manifest),
             artifact_id=found.artifact_id,
-            steps=map(convert.to_proto, found.steps),
+            steps=map(convert.manifest_header, found.steps),
+            size=await asyncio.to_thread(convert.manifest_size, found.manifest),
+            step_artifact_ids=await asyncio.to_thread(lambda: [artifact_id(step) for step in found.steps]),
         )
+
+    async def FetchManifest(
+        self, request: pb.FetchManifestRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FetchManifestResponse]:
+        validate.validate_manifest_request(request)
+        manifest = (await self._hub.find_version("", None, request.artifact_id)).manifest
+        size = await asyncio.to_thread(convert.manifest_size, manifest)
+        yield pb.FetchManifestResponse(header=convert.manifest_header(manifest), size=size)
+        parts = convert.manifest_parts(manifest)
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            yield pb.FetchManifestResponse(part=part)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         async for chunk in self._hub.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):

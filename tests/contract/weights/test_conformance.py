@@ -9,11 +9,14 @@ import google_crc32c
 import pytest
 
 from conformance_kit import verdict
+from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.service import WeightSyncService
 from meshrl.wire import frames
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import Chunk, Transport
 
 
@@ -77,6 +80,39 @@ class TakesDamage(WeightSyncService):
         return await super().CreateVersion(mended(), context)
 
 
+class ForgetsParts(WeightSyncService):
+    """It sends the header of a manifest, and no more."""
+
+    async def FetchManifest(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        async for piece in super().FetchManifest(request, context):
+            if piece.HasField("header"):
+                yield piece
+
+
+class OneMessageIsTooSmall(WeightSyncService):
+    """Its whole manifests pass the limit of a message."""
+
+    async def GetManifest(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        if request.view != pb.MANIFEST_VIEW_HEADER:
+            raise MeshError(Reason.MESSAGE_TOO_LARGE, "Sent message larger than max")
+        return await super().GetManifest(request, context)
+
+
+async def test_a_manifest_that_is_too_large_for_a_message_comes_in_parts(mesh: Any, engine: Any, state: Any) -> None:
+    await commit_version(mesh, engine, state(0))
+    server = GrpcServer(ServerConfig(port=0))
+    server.add(frames.SERVICE, frames.add_weight_sync, OneMessageIsTooSmall(mesh.hub))
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    try:
+        async with WeightSyncClient(address) as client:
+            manifest, artifact = await client.get_manifest()
+    finally:
+        await server.drain(0.0)
+    assert artifact == artifact_id(manifest)
+    assert (manifest.version, bool(manifest.tensors)) == (0, True)
+
+
 class GoesByNumbers(WeightSyncService):
     """It commits whatever has the number of a version."""
 
@@ -102,6 +138,7 @@ class NeverMarks(WeightSyncService):
         (NamesItOtherwise, "weights.artifact"),
         (SumsNothing, "weights.fetch"),
         (TakesDamage, "weights.checksum"),
+        (ForgetsParts, "weights.parts"),
         (GoesByNumbers, "weights.content"),
         (NeverMarks, "weights.bookmarks"),
     ],

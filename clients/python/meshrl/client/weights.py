@@ -142,7 +142,13 @@ class WeightSyncClient(ServiceClient):
         async with while_moving(limit_s, f"the upload of version {manifest.version}") as moves:
 
             async def upload() -> AsyncGenerator[pb.CreateVersionRequest | bytes, None]:
-                yield pb.CreateVersionRequest(manifest=convert.to_proto(manifest))
+                whole = convert.to_proto(manifest)
+                if whole.ByteSize() <= self.options.max_message_bytes // 2:
+                    yield pb.CreateVersionRequest(manifest=whole)
+                else:
+                    yield pb.CreateVersionRequest(manifest=convert.manifest_header(manifest))
+                    for part in convert.manifest_parts(manifest):
+                        yield pb.CreateVersionRequest(manifest_part=part)
                 if chunks is not None:
                     async for chunk in chunks:
                         yield frames.frame_upload_chunk(chunk)
@@ -242,12 +248,35 @@ class WeightSyncClient(ServiceClient):
         request = pb.GetManifestRequest(
             run_id=run_id, version=version, artifact_id=artifact_id, held_root=held_root, gzip_ok=True
         )
-        response = await self._unary(self._stub.GetManifest, "GetManifest", request)
+        try:
+            response = await self._unary(self._stub.GetManifest, "GetManifest", request)
+        except MeshError as error:
+            if error.reason is not Reason.MESSAGE_TOO_LARGE:
+                raise
+            request.view = pb.MANIFEST_VIEW_HEADER
+            response = await self._unary(self._stub.GetManifest, "GetManifest", request)
+            return FoundVersion(
+                manifest=await self._manifest_in_parts(response.artifact_id),
+                artifact_id=str(response.artifact_id),
+                steps=tuple([await self._manifest_in_parts(step) for step in response.step_artifact_ids]),
+            )
         return FoundVersion(
             manifest=convert.from_proto(Manifest, response.manifest, "manifest"),
             artifact_id=str(response.artifact_id),
             steps=tuple(convert.from_proto(Manifest, step, "manifest") for step in response.steps),
         )
+
+    async def _manifest_in_parts(self, artifact_id: str) -> Manifest:
+        """A manifest that is too large for one message."""
+        request, limit_s = pb.FetchManifestRequest(artifact_id=artifact_id), self.options.transfer_stall_s
+        header, parts = pb.Manifest(), []
+        async with aclosing(self._stream(self._stub.FetchManifest, "FetchManifest", request, None)) as stream:
+            async for message in moving(stream, limit_s, f"the manifest of artifact {artifact_id}"):
+                if message.WhichOneof("piece") == "header":
+                    header = message.header
+                else:
+                    parts.append(message.part)
+        return await asyncio.to_thread(convert.manifest_of, header, parts)
 
     async def fetch(
         self,

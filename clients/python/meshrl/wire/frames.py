@@ -45,10 +45,10 @@ def frame_fetch_chunk(chunk: Chunk) -> bytes:
     return _frame(_FETCH_CHUNK_TAG, chunk)
 
 
-def parse_upload(message: bytes) -> pb.Manifest | Chunk:
+def parse_upload(message: bytes) -> pb.Manifest | pb.ManifestPart | Chunk:
     """Returns what a serialized CreateVersionRequest holds; a chunk's data is a view into `message`.
 
-    Raises MeshError INVALID_REQUEST for bytes that are not such a message or hold neither.
+    Raises MeshError INVALID_REQUEST for bytes that are not such a message or hold none of these.
     """
     chunk = _parse(_UPLOAD_CHUNK_TAG, message)
     if chunk is not None:
@@ -56,8 +56,10 @@ def parse_upload(message: bytes) -> pb.Manifest | Chunk:
     request = _decode(pb.CreateVersionRequest(), message)
     part = request.WhichOneof("part")
     if part is None:
-        raise invalid([FieldViolation("part", "must be a manifest or a chunk")], "the upload")
-    return request.manifest if part == "manifest" else from_proto(Chunk, request.chunk)
+        raise invalid([FieldViolation("part", "must be a manifest, a part of one or a chunk")], "the upload")
+    if part == "chunk":
+        return from_proto(Chunk, request.chunk)
+    return request.manifest if part == "manifest" else request.manifest_part
 
 
 def parse_fetch(message: bytes) -> Chunk:

@@ -216,6 +216,13 @@ def validate_sleep_request(message: weights_pb2.SleepEnginesRequest) -> None:
     violations.done("the sleep request")
 
 
+def validate_manifest_request(message: weights_pb2.FetchManifestRequest) -> None:
+    """Raises INVALID_REQUEST unless an artifact is named."""
+    violations = _Violations()
+    violations.digest(message.artifact_id, "artifact_id")
+    violations.done("the manifest request")
+
+
 def validate_fetch_request(message: weights_pb2.FetchRequest) -> None:
     """Raises INVALID_REQUEST unless an artifact is named and no range is empty."""
     violations = _Violations()

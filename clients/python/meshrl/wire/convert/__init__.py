@@ -7,6 +7,7 @@ know (None then), and those in bulk.
 
 from meshrl.wire.convert.batches import BatchReader, batch_digest, batch_to_messages, step_event_from_proto
 from meshrl.wire.convert.by_annotation import from_proto, message_of, to_proto
+from meshrl.wire.convert.manifests import manifest_header, manifest_of, manifest_parts, manifest_size
 from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
 from meshrl.wire.convert.rollouts import (
     RolloutReader,
@@ -33,6 +34,10 @@ __all__ = [
     "batch_digest",
     "batch_to_messages",
     "from_proto",
+    "manifest_header",
+    "manifest_of",
+    "manifest_parts",
+    "manifest_size",
     "message_of",
     "micro_batch_from_proto",
     "micro_batch_to_proto",

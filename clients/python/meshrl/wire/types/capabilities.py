@@ -8,10 +8,11 @@ from __future__ import annotations
 REATTACH = "rollouts.reattach"
 DRAIN = "drain"
 CHECKPOINTS = "checkpoints.list"
+MANIFEST_PARTS = "manifest.parts"
 
 ROLLOUT = (REATTACH, DRAIN)
 """Of this repository's rollout service; those below are of its other programs."""
 
 ROLLOUT_CALLER = (REATTACH,)
 TRAINER = (DRAIN, CHECKPOINTS)
-HUB: tuple[str, ...] = ()
+HUB = (MANIFEST_PARTS,)
