@@ -1,4 +1,5 @@
-"""A run ends loudly when one of its programs dies; the others are killed in `test_restarts` and `test_live_run`."""
+"""A run ends loudly when one of its programs dies; the others are killed in `test_restarts`,
+`test_ranks` and `test_live_run`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mesh_run import WITH_WORKERS, Run, check_kill
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize(("victim", "flags"), [("rollout", WITH_WORKERS), ("weights", ()), ("inference", ())])
+@pytest.mark.parametrize(("victim", "flags"), [("rollout", WITH_WORKERS), ("weights", ())])
 def test_a_killed_program_ends_the_run_and_is_named(
     start_run: Callable[..., Run], victim: str, flags: tuple[str, ...]
 ) -> None:

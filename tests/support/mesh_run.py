@@ -114,7 +114,7 @@ def check_kill(run: Run, victim: str) -> None:
     assert run.finish(ENDS_S) != 0
     console = run.console.read_text()
     assert f"{victim} died: was killed by SIGKILL" in console
-    shown = console.split(f"{victim} died")[1].splitlines()[1:]
+    shown = console.rpartition(f"{victim} died")[2].splitlines()[1:]  # it may have been restarted before
     logged = run.log(victim).splitlines()
     assert not logged or any(line.strip() and line.strip() in "\n".join(shown) for line in logged[-20:])
     assert not run.left_running()
