@@ -6,6 +6,8 @@ SHELL := /bin/bash
 UV := $(shell command -v uv 2>/dev/null || echo .tools/uv/bin/uv)
 BUF := .tools/buf/node_modules/.bin/buf
 BUF_VERSION := 1.75.0
+AXE := .tools/axe/node_modules/axe-core/axe.min.js
+AXE_VERSION := 4.14.1
 RUN := $(UV) run --frozen --no-sync
 
 # Engine of the demo: embedded, or vllm.
@@ -32,6 +34,9 @@ $(BUF):
 	@command -v npm >/dev/null || { echo "buf comes from npm: install Node.js 18 or later, then run make again" >&2; exit 2; }
 	npm install --silent --no-audit --no-fund --prefix .tools/buf @bufbuild/buf@$(BUF_VERSION)
 
+$(AXE): # the accessibility of the page of `meshrl ui`
+	npm install --silent --no-audit --no-fund --prefix .tools/axe axe-core@$(AXE_VERSION)
+
 setup: $(filter .tools/%,$(UV)) ## Create .venv from the lock file
 	$(UV) sync --frozen --quiet --all-groups --compile-bytecode
 
@@ -41,7 +46,7 @@ vllm: setup ## Create .tools/vllm, vLLM for the CPU (Linux; a few minutes, once)
 demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## Train a small model to reverse text on the CPU, end to end (ENGINE=vllm: with vLLM)
 	$(RUN) python -m meshrl.launch.demo --engine $(ENGINE) $(ARGS)
 
-test: setup vllm $(BUF) ## Run every test that needs no GPU
+test: setup vllm $(BUF) $(AXE) ## Run every test that needs no GPU
 	$(RUN) pytest $(UNIT) --numprocesses $(UNIT_WORKERS) $(ARGS)
 	$(RUN) pytest -m "not gpu" --numprocesses $(WORKERS) $(addprefix --ignore=,$(UNIT)) $(ARGS)
 
