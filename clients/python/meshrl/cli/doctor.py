@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from meshrl.cli.command import folder_option, json_option, print_json, print_table, run
+from meshrl.cli.command import folder_option, json_option, options_for, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.machine.fitness import Diagnosis, open_files, room_of
 from meshrl.client.machine.memory import machine_memory
-from meshrl.diagnosis.causes import Ailment, diagnose
+from meshrl.diagnosis.causes import Ailment, Observed, diagnose
+from meshrl.diagnosis.history import RunSeries
 
+if TYPE_CHECKING:
+    from meshrl.client import ChannelOptions
+
+WATCH_S = 60.0
+"""How long a trainer may take to send the steps that it keeps."""
 LOW_MTU = 1280
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 INTERFACES = Path("/sys/class/net")
@@ -137,12 +146,34 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
         yield Diagnosis(what=row.service, state="ok" if row.is_well else "fail", found=found, remedy=remedy)
 
 
-def causes(folder: RunFolder) -> list[Diagnosis]:
-    """The causes of trouble that the run's metrics show, the one that explains most first; none without metrics."""
+def causes(folder: RunFolder, run: Observed) -> list[Diagnosis]:
+    """The causes of trouble that a run's metrics show, the one that explains most first; none without metrics."""
     return [
         Diagnosis(what=one.cause, state="warn", found=f"{one.symptom}: {one.evidence}", remedy=_remedy(folder, one))
-        for one in diagnose(folder.observed())
+        for one in diagnose(run)
     ]
+
+
+async def observed_at(address: str, options: ChannelOptions) -> Observed:
+    """The metrics of a trainer's own run, which it keeps of its last steps; the orchestrator's are in its folder.
+
+    Raises MeshError.
+    """
+    from meshrl.client import TrainerClient  # gRPC, which a machine is examined without
+    from meshrl.wire.types import StepState
+
+    series = RunSeries()
+    async with TrainerClient(address, options) as client, asyncio.timeout(WATCH_S):
+        own = (await client.get_trainer()).runs[0]
+        if own.revision > own.oldest_revision:
+            async with aclosing(client.watch_steps(own.run_id, own.oldest_revision)) as events:
+                async for event in events:
+                    if event.state is StepState.DONE:
+                        times = {f"time/{name}": seconds for name, seconds in event.timings_s.items()}
+                        series.take({**times, **event.metrics, "step": event.step})
+                    if event.revision >= own.revision:
+                        break
+    return Observed(columns=series.columns)
 
 
 def _remedy(folder: RunFolder, found: Ailment) -> str:
@@ -157,31 +188,39 @@ def _remedy(folder: RunFolder, found: Ailment) -> str:
 
 @click.command()
 @folder_option
+@click.option("--address", metavar="HOST:PORT", help="A trainer, where its run's folder is on another machine.")
 @json_option
-def doctor(folder: RunFolder, as_json: bool) -> None:
+def doctor(folder: RunFolder, address: str | None, as_json: bool) -> None:
     """Examine this machine and the run in the output folder, one that is over as well.
 
     Lists causes for a reward that is flat, a loss of 0, GPUs that idle and the like, the one that explains most first,
     with the evidence and the key to change. Exits with 1 when something fails.
     """
-    machine, run_causes = list(examine(folder)), causes(folder)
+    if address:
+        found = causes(folder, run(observed_at(address, options_for(folder))))
+        if as_json:
+            print_json([asdict(one) for one in found])
+        else:
+            _print_causes(address, found)
+        return
+    machine, found = list(examine(folder)), causes(folder, folder.observed())
     if as_json:
-        print_json([asdict(diagnosis) for diagnosis in [*machine, *run_causes]])
+        print_json([asdict(diagnosis) for diagnosis in [*machine, *found]])
     else:
         print_table(
             ("what", "state", "found", "what to do"),
             [(diagnosis.what, diagnosis.state, diagnosis.found, diagnosis.remedy) for diagnosis in machine],
         )
-        _print_causes(folder, run_causes)
+        if folder.last_step() is not None or found:
+            click.echo()
+            _print_causes(str(folder.path), found)
     raise SystemExit(1 if any(diagnosis.state == "fail" for diagnosis in machine) else 0)
 
 
-def _print_causes(folder: RunFolder, found: Sequence[Diagnosis]) -> None:
-    last = folder.last_step()
+def _print_causes(place: str, found: Sequence[Diagnosis]) -> None:
     if not found:
-        if last is not None:
-            click.echo(f"\nnothing is wrong with the {last['step']} steps of {folder.path}")
+        click.echo(f"nothing is wrong with the run of {place}")
         return
-    click.echo(f"\nwhat is wrong with {folder.path}, the cause that explains most first:")
+    click.echo(f"what is wrong with the run of {place}, the cause that explains most first:")
     for rank, one in enumerate(found, 1):
         click.echo(f"{rank}. {one.what}: {one.found}\n   {one.remedy}")

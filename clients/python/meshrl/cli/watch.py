@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import TextIO
 
 import click
 
@@ -105,7 +105,7 @@ def watch(folder: RunFolder, interval_s: float, count: int | None) -> None:
             time.sleep(interval_s)
 
 
-def _has_blocks(terminal: IO[str]) -> bool:
+def _has_blocks(terminal: TextIO) -> bool:
     try:
         BLOCKS.encode(terminal.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
