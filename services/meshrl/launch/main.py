@@ -37,6 +37,7 @@ from meshrl.launch.preflight.checks import examine, refusal
 from meshrl.launch.preflight.findings import Finding, Plan, error
 from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
+from meshrl.orchestrator.main import main as orchestrator_main
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
@@ -280,7 +281,10 @@ def _show(text: str) -> None:
 
 
 def main() -> None:
-    """Console script `rl`."""
+    """Console script `rl`. With --mesh FOLDER it is the orchestrator of one more run in a mesh that runs."""
+    if "--mesh" in sys.argv[1:]:
+        orchestrator_main()
+        return
     config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
     code = 0
     try:

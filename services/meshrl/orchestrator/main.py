@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 from loguru import logger
 from opentelemetry.trace import Tracer
 
+from meshrl.cli.run_folder import RunFolder
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.credentials.identity import as_member
@@ -39,7 +41,30 @@ def main() -> None:
     config = load_config(
         OrchestratorConfig, prog="orchestrator", spellings=PrimeRLKeys(OrchestratorConfig, "orchestrator")
     )
+    if config.mesh is not None:
+        try:
+            config = in_mesh(config, RunFolder(config.mesh))
+        except ConfigError as error:
+            sys.stderr.write(f"orchestrator: {error}\n")
+            sys.exit(2)
     run_program("orchestrator", config, as_member(Role.ORCHESTRATOR, orchestrate))
+
+
+def in_mesh(config: OrchestratorConfig, mesh: RunFolder) -> OrchestratorConfig:
+    """The configuration with what it leaves out taken from a mesh that runs. Raises ConfigError for none."""
+    values = config.model_dump(exclude_unset=True)
+    services = dict(values.get("services", {}))
+    for name in ("rollout", "trainer", "weights"):
+        found = mesh.addresses(name)
+        if name not in services and not found:
+            raise ConfigError(f"orchestrator.mesh {str(mesh.path)!r} names no address of `{name}`; name a run's folder")
+        services.setdefault(name, list(found) if name == "rollout" else found[0] if found else "")
+    values["services"] = services
+    values.setdefault("output_dir", mesh.path / f"run_{config.run_id or 'main'}")
+    token = mesh.path / "credentials" / f"{Role.ORCHESTRATOR}.token"
+    if not config.tls.model_fields_set and token.exists():
+        values["tls"] = {"token": token}
+    return OrchestratorConfig.model_validate(values)
 
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:

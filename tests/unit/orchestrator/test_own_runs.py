@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshrl.cli.run_folder import RunFolder
 from meshrl.client import TrainerClient
+from meshrl.core.config import ConfigError
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.main import in_mesh
 from meshrl.orchestrator.peers.connect import the_run
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import RunInfo, TrainerInfo
@@ -44,3 +48,18 @@ def info_of(runs: tuple[RunInfo, ...]) -> TrainerInfo:
     return TrainerInfo(
         world_size=1, dp_size=1, seq_len=8, pad_multiple=1, objective="grpo", model="m", runs=runs, max_queued_batches=2
     )
+
+
+def test_what_is_left_out_comes_from_the_mesh_that_is_joined(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    for name, port in (("trainer", 7001), ("weights", 7002), ("rollout", 7003)):
+        (tmp_path / "configs" / f"{name}.toml").write_text(f'[server]\nhost = "127.0.0.1"\nport = {port}\n')
+    (tmp_path / "credentials").mkdir()
+    token = tmp_path / "credentials" / "orchestrator.token"
+    token.write_text("id.secret\n")
+    joined = in_mesh(config_of(run_id="a", services={"weights": "h:9"}), RunFolder(tmp_path))
+    assert (joined.services.trainer, joined.services.weights) == ("127.0.0.1:7001", "h:9")
+    assert joined.services.rollout == ["127.0.0.1:7003"]
+    assert (joined.output_dir, joined.tls.token) == (tmp_path / "run_a", token)
+    with pytest.raises(ConfigError, match="names no address of `rollout`; name a run's folder"):
+        in_mesh(config_of(run_id="a"), RunFolder(tmp_path / "elsewhere"))

@@ -263,6 +263,10 @@ class OrchestratorConfig(BaseConfig):
     """The trainer saves its last step, so the orchestrator's part of that checkpoint is written; with
     checkpoint_interval it always is. rl sets it with ckpt."""
 
+    mesh: Path | None = None
+    """Folder of a mesh that runs: what `services` leaves out is taken from it, and so is the token to show; output_dir
+    is the folder run_RUN_ID in it where none is named. None: the addresses are those of `services`."""
+
     session: str = ""
     """Names one launch: an orchestrator that restarts under the same name continues the run of its output_dir, even
     before the trainer's first step. Empty: the trainer's process decides."""
