@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from meshrl.client.weights import EVERY_RUN
 from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
@@ -27,8 +28,6 @@ from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id, digest
 from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, capabilities
-
-EVERY_RUN = "-"
 
 
 def _ranges(request: pb.FetchRequest) -> list[tuple[int, int]]:

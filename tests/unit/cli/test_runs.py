@@ -37,8 +37,8 @@ def test_a_run_is_made_listed_suspended_resumed_saved_and_deleted(trainer: tuple
     assert line.split()[:5] == ["a", "active", "0", "0", "2"]
     assert meshrl("suspend", "a", "--message", "too slow").output == "the run a is suspended at step 0\n"
     shown = meshrl("show", "a").output
-    assert "suspended   too slow" in shown
-    assert "adapter     rank 4, alpha 8.0, target_modules ('q_proj',)" in shown
+    assert "suspended           too slow" in shown
+    assert "adapter             rank 4, alpha 8.0, target_modules ('q_proj',)" in shown
     assert json.loads(meshrl("show", "a", "--json").output)["phase"] == "suspended"
     assert meshrl("resume", "a").output == "the run a is active at step 0\n"
     assert json.loads(meshrl("checkpoint", "a", "--json").output) == {"step": 0, "path": "/out/a"}

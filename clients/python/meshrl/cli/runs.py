@@ -103,7 +103,7 @@ def show(folder: RunFolder, address: str | None, run_id: str, as_json: bool) -> 
         parts = {name: value for name, value in asdict(info.spec).items() if value not in (None, {}, ())}
         lines |= {name: _in_words(value) for name, value in parts.items()}
     for name, value in lines.items():
-        click.echo(f"{name:<12}{value}")
+        click.echo(f"{name:<20}{value}")
 
 
 def _in_words(value: object) -> object:

@@ -93,7 +93,7 @@ async def read_status(folder: RunFolder) -> RunStatus:
     if orchestrator := _orchestrator(folder, last, now_s, running=running):
         rows.append(orchestrator)
     states = folder.states() if running else {}
-    newest = max((row.version for row in rows if row.service == "trainer" and row.version is not None), default=None)
+    newest = next((row.version for row in rows if row.service == "trainer" and row.version is not None), None)
     step = None if last is None else int(last["step"])
     max_steps = folder.config("orchestrator").get("max_steps")
     return RunStatus(
@@ -183,6 +183,7 @@ async def _trainer(address: str, options: ChannelOptions) -> list[ServiceRow]:
             address=address,
             state="serving",
             version=run.version,
+            lag=0,
             detail=f"run {run.run_id}: step {run.step}, epoch {run.epoch},"
             f" {f'checkpoint of step {run.durable_step}' if run.durable_step else 'no checkpoint'},"
             f" {info.objective}, {info.world_size} rank(s)" + _suspended(run),

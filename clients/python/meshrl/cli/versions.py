@@ -26,6 +26,7 @@ from meshrl.cli.command import (
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.trainer import drain_trainer
 from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.client.weights import EVERY_RUN
 from meshrl.wire.saved_steps import pin_step, pinned_steps, unpin_step
 from meshrl.wire.types import EngineInfo, VersionInfo
 
@@ -62,7 +63,7 @@ def weights() -> None:
 @weights.command(name="list")
 @folder_option
 @address_option
-@click.option("--run-id", default="", help="Only the versions of this run.")
+@click.option("--run-id", default=EVERY_RUN, help="Only the versions of this run.")
 @json_option
 def list_versions(folder: RunFolder, address: str | None, run_id: str, as_json: bool) -> None:
     """List the versions that the hub remembers, oldest first."""

@@ -68,6 +68,10 @@ async def moving(messages: AsyncGenerator[_T, None], stall_s: float, what: str) 
         yield message
 
 
+EVERY_RUN = "-"
+"""In place of a run, for a watch of all."""
+
+
 class WeightSyncClient(ServiceClient):
     """Every method raises MeshError, and nothing else, when its call fails."""
 
@@ -221,7 +225,7 @@ class WeightSyncClient(ServiceClient):
         response = await self._unary(self._stub.ActivateVersion, "ActivateVersion", request, deadline_s)
         return convert.from_proto(Activation, response)
 
-    def watch_versions(self, run_id: str = "", after_revision: int = 0) -> AsyncGenerator[VersionEvent, None]:
+    def watch_versions(self, run_id: str = EVERY_RUN, after_revision: int = 0) -> AsyncGenerator[VersionEvent, None]:
         """Yields changes of version states after a revision; reconnects and resumes for up to `reconnect_s`."""
         return self._watch(
             self._stub.WatchVersions,

@@ -85,12 +85,10 @@ class NewRunConfig(BaseConfig):
     @property
     def spec(self) -> RunSpec:
         """How the trainer is to train it; what is left out is as in the trainer's own configuration."""
-        adapter = self.lora and AdapterSpec(
-            rank=self.lora.rank,
-            alpha=self.lora.alpha or 2.0 * self.lora.rank,
-            dropout=self.lora.dropout,
-            target_modules=tuple(self.lora.target_modules),
-        )
+        lora, adapter = self.lora, None
+        if lora is not None:
+            alpha, targets = lora.alpha or 2.0 * lora.rank, tuple(lora.target_modules)
+            adapter = AdapterSpec(rank=lora.rank, alpha=alpha, dropout=lora.dropout, target_modules=targets)
         optimizer = None if self.lr is None else OptimizerSpec(type=self.optim_type, learning_rate=self.lr)
         return RunSpec(adapter=adapter, optimizer=optimizer, share=self.share)
 
