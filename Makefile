@@ -21,7 +21,7 @@ WORKERS ?= $(shell echo $$(($(UNIT_WORKERS) + 1)))
 UNIT := tests/unit tests/property tests/golden
 test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
 
-.PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench wheels proto clean
+.PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench wheels proto archive clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -81,6 +81,9 @@ wheels: setup ## Build the distributions, install them in an empty environment a
 
 proto: setup ## Regenerate clients/python/meshrl/v1 from proto/
 	UV=$(UV) scripts/generate_stubs.sh
+
+archive: setup ## Pack protos, vectors and docs/contract.md as outputs/meshrl-contract-VERSION.tar.gz
+	$(RUN) python scripts/archive_contract.py
 
 # Those that need neither a GPU, nor TRL, nor root, nor an hour.
 BENCHMARKS := deltas engine hub ledger rollouts tokens ui weight_sync workers

@@ -23,6 +23,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+import go_client
 from live_fuzz import GRPC_CALLS, HTTP_REQUESTS, fuzz_grpc, fuzz_http, tracebacks
 from mesh_run import PROGRAMS, WITH_WORKERS, Run, check_kill
 from meshrl.cli.status import status_schema
@@ -116,6 +117,33 @@ def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(live_run: Run)
     engines = buf_call(run, addresses["weights"], "meshrl.v1.WeightSync/ListEngines", {})
     assert engines["engines"][0]["routable"] is True
     assert engines["engines"][0]["state"].startswith("AGENT_STATE_")
+
+
+@pytest.mark.skipif(go_client.why_not() is not None, reason=str(go_client.why_not()))
+def test_a_client_in_go_lists_watches_and_plays(live_run: Run) -> None:
+    run = live_run
+    program = go_client.built()
+
+    def go(*arguments: str) -> list[str]:
+        env = {**os.environ, "MESHRL_TLS_TOKEN": str(run.output_dir / "credentials" / "operator.token")}
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=180.0, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    address = {name: f"127.0.0.1:{run.port(name)}" for name in ("rollout", "trainer", "weights")}
+    assert [line.split()[0] for line in go("list", address["rollout"])] == ["reverse_text"]
+    assert all("AGENT_STATE_" in line for line in go("engines", address["weights"]))
+    watched = [line.split()[:2] for line in go("watch", "-count", "2", address["trainer"])]
+    assert watched == [["step", "1"], ["step", "2"]]
+    *played, summary = go("rollouts", "-environment", "reverse_text", "-group-size", "3", address["rollout"])
+    assert summary == "3 finished, 0 failed"
+    assert all(re.match(r"reward -?\d\.\d{3}  [1-9]\d* tokens", line) for line in played)
+    refused = subprocess.run(
+        [program, "rollouts", "-environment", "none", address["rollout"]],
+        capture_output=True, text=True, timeout=60.0, env={**os.environ, "MESHRL_TLS_TOKEN": ""},
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "UNAUTHENTICATED" in refused.stderr
 
 
 def engine_status(run: Run, path: str, body: dict[str, Any]) -> int:

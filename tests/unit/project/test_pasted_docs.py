@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 PAGES = [
     *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / "clients" / name / "README.md" for name in ("python", "typescript", "verifiers_v0")),
+    *(ROOT / "clients" / name / "README.md" for name in ("go", "python", "typescript", "verifiers_v0")),
     *sorted((ROOT / "configs").rglob("README.md")),
     *sorted((ROOT / "configs").glob("*/**/*.toml")),
 ]
@@ -59,6 +59,8 @@ OTHERS = {
     "buf": "calls the services of a run",
     "npm": "tests/contract/rollout/test_typescript.py builds and runs it",
     "node": "the same",
+    "apt-get": "installs packages",
+    "clients/go/build": "tests/mesh/test_live_run.py builds and runs it",
     "pre-commit": "writes into .git",
     "MESHRL_WRITE_GOLDEN=1": "rewrites golden files",
     "pytest": "the suite itself",
