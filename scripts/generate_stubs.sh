@@ -6,6 +6,4 @@ cd "$(dirname "$0")/.."
 out=${1:-clients/python}
 mkdir -p "$out"
 "${UV:-uv}" run --no-project --isolated --quiet --with grpcio-tools==1.76.0 --with 'setuptools<81' \
-  python -W ignore -m grpc_tools.protoc -I proto \
-  --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" proto/meshrl/v1/*.proto
-printf '"""Generated from proto/meshrl/v1 by `make proto`; do not edit."""\n' > "$out/meshrl/v1/__init__.py"
+  python -W ignore scripts/generate_stubs.py "$out"

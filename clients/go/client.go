@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	pb "meshrl.dev/api/meshrl/v1"
 )
 
@@ -51,13 +52,28 @@ func (token) GetRequestMetadata(context.Context, ...string) (map[string]string, 
 
 func (token) RequireTransportSecurity() bool { return false }
 
+// codec is that of the generated messages; Debian's gRPC has that of an older protobuf.
+type codec struct{}
+
+func (codec) Name() string { return "proto" }
+
+func (codec) Marshal(message interface{}) ([]byte, error) {
+	return proto.Marshal(message.(proto.Message))
+}
+
+func (codec) Unmarshal(data []byte, message interface{}) error {
+	return proto.Unmarshal(data, message.(proto.Message))
+}
+
 // Dial gives a connection to a service at host:port, without TLS.
 func Dial(address string) (*grpc.ClientConn, error) {
 	return grpc.Dial(address,
 		grpc.WithInsecure(),
 		grpc.WithPerRPCCredentials(token{}),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: pingInterval, Timeout: 10 * time.Second}),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes), grpc.MaxCallSendMsgSize(maxMessageBytes)),
+		grpc.WithDefaultCallOptions(
+			grpc.ForceCodec(codec{}), grpc.MaxCallRecvMsgSize(maxMessageBytes), grpc.MaxCallSendMsgSize(maxMessageBytes),
+		),
 	)
 }
 

@@ -83,7 +83,7 @@ async def known_values(run: Run) -> Mapping[str, Sequence[Any]]:
         "engine_id": [engine.engine_id for engine in engines],
         "service": ["meshrl.v1.TrainerService", "", "no such service"],
         "contract_version": ["1.0", "1.9"],
-        "request_id": ["one request", "another request"],
+        "request_id": ["2f1c59a4-0b6e-4c5e-9c3e-7b1f6d2a8e10", "8d3f0a52-6c1b-4f7d-a2e9-5b0c4d7e9f13"],
         "group_id": ["one group"],
         "num_micro_batches": [1],
         "digest": ["0" * 64],

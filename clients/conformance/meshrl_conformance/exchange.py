@@ -20,7 +20,7 @@ from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import exchange_pb2_grpc as pb_grpc
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CONTRACT_VERSION
-from meshrl.wire.validate import validate_worker_hello
+from meshrl.wire.validate import check
 from meshrl_conformance.probe import MAX_MESSAGE_BYTES, NotCheckedError, broken_by, must
 from meshrl_conformance.rollout import NO_ENVIRONMENT, small_group
 
@@ -175,7 +175,7 @@ async def _hello(probe: WorkerProbe) -> None:
     stream = probe.stream
     must(stream.first == "hello", f"its first message is {stream.first or 'none'}")
     try:
-        validate_worker_hello(stream.hello)
+        check(stream.hello)
     except MeshError as error:
         broken_by(error)
     await asyncio.sleep(QUIET_S)

@@ -26,7 +26,7 @@ class OldEnvServicer(pb_grpc.RolloutServiceServicer):
 
     async def ListEnvironments(self, request, context):  # noqa: N802  # the name of the RPC
         try:
-            validate.validate_contract_version(request.contract_version)
+            validate.check(request)
         except MeshError as error:
             await abort(context, error)
         infos = [env.info for env in self._player.environments.values()]
@@ -36,7 +36,7 @@ class OldEnvServicer(pb_grpc.RolloutServiceServicer):
 
     async def RunRollouts(self, request, context) -> AsyncIterator[pb.RunRolloutsResponse]:  # noqa: N802  # the same
         try:
-            validate.validate_rollout_request(request)
+            validate.check(request)
             async with aclosing(self._player.run(convert.from_proto(RolloutRequest, request))) as events:
                 async for event in events:
                     yield convert.rollout_event_to_proto(event)

@@ -1,4 +1,4 @@
-"""The RolloutService servicer: validates each request, converts it, calls the group runner, converts the answer."""
+"""The RolloutService servicer: converts each request, calls the group runner, converts the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.streams import GroupStreams
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
-from meshrl.wire import convert, validate
+from meshrl.wire import convert
 from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest, capabilities
 
 SERVICE = "meshrl.v1.RolloutService"
@@ -50,7 +50,6 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def ListEnvironments(  # noqa: N802  # the name of the RPC
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListEnvironmentsResponse:
-        validate.validate_contract_version(request.contract_version)
         infos = [player.info for player in self._runner.environments.values()]
         return pb.ListEnvironmentsResponse(
             contract_version=CONTRACT_VERSION,
@@ -61,7 +60,6 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def RunRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.RunRolloutsResponse | bytes, None]:
-        validate.validate_rollout_request(request)
         async with aclosing(self._streams.follow(convert.from_proto(RolloutRequest, request))) as messages:
             async for message in messages:
                 yield message
@@ -87,7 +85,6 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def Drain(  # noqa: N802  # the name of the RPC
         self, request: pb.RolloutServiceDrainRequest, context: grpc.aio.ServicerContext
     ) -> pb.RolloutServiceDrainResponse:
-        validate.validate_drain_request(request)
         logger.info("draining: {}", request.message or "a client asked for it")
         cancelled = await self._runner.drain(request.deadline_s if request.HasField("deadline_s") else None)
         self._on_drained()

@@ -24,7 +24,6 @@ from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
-from meshrl.wire import validate
 from meshrl.wire.convert import BatchReader, from_proto, to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.trainable import are_logprobs, bytes_per_token, routes_problem, row_problems
@@ -85,7 +84,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._told_unreplayed = False
 
     async def GetTrainer(self, request: pb.GetTrainerRequest, context: object) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
-        validate.validate_contract_version(request.contract_version)
         facts = self._facts
         info = TrainerInfo(
             world_size=facts.world_size,
@@ -149,7 +147,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def WatchSteps(  # noqa: N802 - gRPC's name
         self, request: pb.WatchStepsRequest, context: object
     ) -> AsyncIterator[pb.WatchStepsResponse]:
-        validate.validate_watch_request(request)
         run = self._runs.find(request.run_id)
         after = run.book.info().revision if request.from_now else request.after_revision
         events = (to_proto(event) async for event in run.watch(after))
@@ -164,7 +161,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 yield message
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: object) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
-        validate.validate_checkpoint_request(request)
         run = self._runs.find(request.run_id)
         content, checkpoints = request.SerializeToString(deterministic=True), self._checkpoints_of(run)
         self._saves.check(request.request_id, content)
@@ -203,8 +199,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.ListCheckpointsResponse(checkpoints=map(to_proto, page), next_page_token=token)
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: object) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
-        validate.validate_run_request(request)
-
         async def create() -> RunInfo:
             if self.host is None:
                 held = ", ".join(repr(run.book.run_id) for run in self._runs)
@@ -249,8 +243,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.ResumeRunResponse(run=await self._changed(request, lambda: host.resume(request.run_id)))
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:  # noqa: N802 - gRPC's name
-        validate.validate_run_request(request)
-
         async def delete() -> None:
             await self._host_of(request.run_id).delete(request.run_id, keep_checkpoints=request.keep_checkpoints)
 
@@ -265,7 +257,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return self.host
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:  # noqa: N802 - gRPC's name
-        validate.validate_drain_request(request)
         if request.message:
             logger.info("the trainer is drained: {}", request.message)
         with suppress(TimeoutError):

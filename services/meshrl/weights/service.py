@@ -1,4 +1,4 @@
-"""The WeightSync servicers of a hub and of a relay: check a message, call the hub, convert the answer.
+"""The WeightSync servicers of a hub and of a relay: call the hub, convert the answer.
 
 The streams of chunks bypass protobuf (`wire.frames`).
 """
@@ -24,15 +24,14 @@ from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.hub import Hub
 from meshrl.weights.relay import Relay
-from meshrl.wire import convert, frames, validate
+from meshrl.wire import convert, frames
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id, digest
 from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, capabilities
 
 
 def _ranges(request: pb.FetchRequest) -> list[tuple[int, int]]:
-    """The (offset, length) that a valid request asks for. Raises MeshError INVALID_REQUEST."""
-    validate.validate_fetch_request(request)
+    """The (offset, length) that a request asks for."""
     return [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
 
 
@@ -66,13 +65,12 @@ def _fields(request: Message) -> dict[str, Any]:
     return {field.name: tuple(value) if field.is_repeated else value for field, value in values}
 
 
-def _checked(
-    check: Callable[[Any], None], ask: Callable[[Hub, Any], Awaitable[Any]], answer: Callable[[Any], Message]
+def _asked(
+    ask: Callable[[Hub, Any], Awaitable[Any]], answer: Callable[[Any], Message]
 ) -> Callable[..., Awaitable[Message]]:
-    """An RPC that checks its request, asks the hub, and makes a message of the answer."""
+    """An RPC that asks the hub and makes a message of the answer."""
 
     async def call(self: WeightSyncService, request: Any, context: grpc.aio.ServicerContext) -> Message:
-        check(request)
         # Requests without an id have no effect that lasts; the others are idempotent.
         content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
         self._requests.check(getattr(request, "request_id", ""), digest(content))
@@ -88,39 +86,31 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         self._hub = hub
         self._requests: FirstAnswers[None] = FirstAnswers()
 
-    SealVersion = _checked(
-        validate.validate_seal_request,
+    SealVersion = _asked(
         lambda hub, request: hub.seal_version(**_fields(request)),
         lambda info: pb.SealVersionResponse(version=convert.to_proto(info)),
     )
-    AbortVersion = _checked(
-        validate.validate_abort_request,
+    AbortVersion = _asked(
         lambda hub, request: hub.abort_version(**_fields(request)),
         lambda info: pb.AbortVersionResponse(version=convert.to_proto(info)),
     )
-    ActivateVersion = _checked(
-        validate.validate_activate_request,
+    ActivateVersion = _asked(
         lambda hub, request: hub.activate_version(
             **{**_fields(request), "policy": convert.activation_policy_from_proto(request.policy)}
         ),
         convert.to_proto,
     )
-    CloseRun = _checked(
-        validate.validate_close_run_request,
+    CloseRun = _asked(
         lambda hub, request: hub.close_run(**_fields(request)),
         lambda _: pb.CloseRunResponse(),
     )
-    OpenGroup = _checked(
-        validate.validate_open_group_request,
+    OpenGroup = _asked(
         lambda hub, request: hub.open_group(GroupRequest(request_id=request.request_id, **_fields(request))),
         convert.to_proto,
     )
-    SleepEngines = _checked(
-        validate.validate_sleep_request, lambda hub, request: hub.sleep_engines(**_fields(request)), convert.to_proto
-    )
+    SleepEngines = _asked(lambda hub, request: hub.sleep_engines(**_fields(request)), convert.to_proto)
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
-        validate.validate_register_request(request)
         lease = await self._hub.register(convert.from_proto(AgentRegistration, request))
         answer: pb.RegisterResponse = convert.to_proto(
             lease, contract_version=CONTRACT_VERSION, capabilities=capabilities.HUB
@@ -171,7 +161,6 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     async def WatchVersions(
         self, request: pb.WatchVersionsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
-        validate.validate_watch_request(request)
         coordinator, run_id = self._hub.coordinator, "" if request.run_id == EVERY_RUN else request.run_id
         if not request.run_id and coordinator.lines:
             run_id = coordinator.line("").run_id
@@ -212,7 +201,6 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     async def FetchManifest(
         self, request: pb.FetchManifestRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.FetchManifestResponse]:
-        validate.validate_manifest_request(request)
         manifest = (await self._hub.find_version("", None, request.artifact_id)).manifest
         size = await asyncio.to_thread(convert.manifest_size, manifest)
         yield pb.FetchManifestResponse(header=convert.manifest_header(manifest), size=size)

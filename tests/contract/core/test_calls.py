@@ -20,7 +20,14 @@ from meshrl.wire.trace import context_from, current_traceparent, format_tracepar
 from meshrl.wire.types import RolloutFailure, RolloutRequest, RolloutSummary
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-REQUEST = RolloutRequest(request_id="q", group_id="g", environment="e", task_index=0, group_size=1, deadline_s=5.0)
+REQUEST = RolloutRequest(
+    request_id="2f1c59a4-0b6e-4c5e-9c3e-7b1f6d2a8e10",
+    group_id="g",
+    environment="e",
+    task_index=0,
+    group_size=1,
+    deadline_s=5.0,
+)
 SUMMARY = RolloutSummary(finished=0, failed=0, cancelled=0, sampled_tokens=0)
 
 

@@ -12,7 +12,14 @@ from meshrl.wire import convert
 from meshrl.wire.errors import FieldViolation, MeshError, Reason
 from meshrl.wire.types import Batch, MicroBatch, RolloutFailure, RolloutRequest, RolloutSummary
 
-REQUEST = RolloutRequest(request_id="q", group_id="g", environment="e", task_index=0, group_size=1, deadline_s=5.0)
+REQUEST = RolloutRequest(
+    request_id="2f1c59a4-0b6e-4c5e-9c3e-7b1f6d2a8e10",
+    group_id="g",
+    environment="e",
+    task_index=0,
+    group_size=1,
+    deadline_s=5.0,
+)
 SUMMARY = RolloutSummary(finished=0, failed=0, cancelled=0, sampled_tokens=0)
 
 

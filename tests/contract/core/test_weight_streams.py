@@ -101,7 +101,7 @@ async def test_a_version_of_files_has_no_chunks(hub):
 @pytest.mark.parametrize("plain_messages", [False, True])
 async def test_fetched_chunks_are_those_of_the_hub(hub, plain_messages):
     hub.servicer.plain_messages = plain_messages
-    async with aclosing(hub.client.fetch("a", ranges=[(0, 10)])) as stream:
+    async with aclosing(hub.client.fetch("a" * 64, ranges=[(0, 10)])) as stream:
         assert content([chunk async for chunk in stream]) == content(CHUNKS)
 
 

@@ -263,7 +263,12 @@ async def test_no_more_is_sent_than_there_is_credit_for_and_no_more_is_asked_tha
         await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
         dialled_in = run.exchange.workers["box"]
         request = RolloutRequest(
-            request_id="r", group_id="g", environment="echo", task_index=0, group_size=6, deadline_s=DEADLINE_S
+            request_id="2f1c59a4-0b6e-4c5e-9c3e-7b1f6d2a8e10",
+            group_id="g",
+            environment="echo",
+            task_index=0,
+            group_size=6,
+            deadline_s=DEADLINE_S,
         )
         async with aclosing(dialled_in.run_rollouts(request)) as events:
             first = await anext(events)
@@ -274,7 +279,11 @@ async def test_no_more_is_sent_than_there_is_credit_for_and_no_more_is_asked_tha
             rest = [event async for event in events]
         assert len({event.rollout_id for event in (first, *rest[:-1])}) == 6
         with pytest.raises(MeshError) as refused:
-            await anext(dialled_in.run_rollouts(replace(request, request_id="s", group_size=999)))
+            await anext(
+                dialled_in.run_rollouts(
+                    replace(request, request_id="8d3f0a52-6c1b-4f7d-a2e9-5b0c4d7e9f13", group_size=999)
+                )
+            )
         assert refused.value.reason is Reason.OVERLOADED
 
 

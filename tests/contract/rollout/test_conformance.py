@@ -26,6 +26,7 @@ from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.validate import check
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -193,6 +194,7 @@ class BareStatus(RolloutServicer):
 
     async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
         try:
+            check(request)
             async for event in super().RunRollouts(request, context):
                 yield event
         except MeshError as error:
@@ -200,6 +202,7 @@ class BareStatus(RolloutServicer):
 
     async def ListEnvironments(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
         try:
+            check(request)
             return await super().ListEnvironments(request, context)
         except MeshError as error:
             await context.abort(error.reason.code, error.message)

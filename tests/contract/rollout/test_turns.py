@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ async def both_ways(start_mesh, engine, monkeypatch, request, **options) -> tupl
                 patch.setattr(model_client, "plays_in_process", lambda session: False)
             engine.requests.clear()
             mesh = await start_mesh([engine], **options)
-            asked = dataclasses.replace(request, request_id=f"request-{number}", group_id=f"group-{number}")
+            asked = dataclasses.replace(request, request_id=str(uuid.uuid4()), group_id=f"group-{number}")
             events = [event async for event in mesh.client.run_rollouts(asked)]
             seen.append(([plain(event) for event in events[:-1]], list(engine.requests)))
     return tuple(seen)

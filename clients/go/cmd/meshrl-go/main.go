@@ -128,7 +128,7 @@ func rollouts(ctx context.Context, connection *grpc.ClientConn) error {
 					}
 				}
 			}
-			fmt.Printf("reward %.3f  %d tokens  %s\n", event.Rollout.GetReward(), sampled, event.Rollout.Completion)
+			fmt.Printf("reward %.3f  %d tokens  %q\n", event.Rollout.GetReward(), sampled, event.Rollout.Completion)
 		case *pb.RunRolloutsResponse_Failure:
 			fmt.Printf("failed  %s: %s\n", event.Failure.Reason, event.Failure.Message)
 		case *pb.RunRolloutsResponse_Summary:

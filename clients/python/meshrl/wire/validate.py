@@ -1,49 +1,59 @@
-"""Checks the requests that a server receives: each function raises one MeshError that names every bad field.
+"""Checks requests against the constraints of the schema: one MeshError names every bad field.
 
-Only what a message shows by itself is checked here; whether an environment or a run exists is for the service to check.
+The constraints are those of buf.validate in proto/, which `meshrl.v1.rules` has as a table. Only what a message shows
+by itself is checked here; whether an environment or a run exists is for the service to check.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from meshrl.v1 import exchange_pb2, rollout_pb2, trainer_pb2, weights_pb2
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from meshrl.v1 import weights_pb2
+from meshrl.v1.rules import RULES
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import CONTRACT_VERSION
 
-MAX_ID_CHARS = 256
-_BLAKE3_HEX_CHARS = 64
 COLLECTIVE_BACKENDS = frozenset({"nccl", "gloo"})
+_TRANSPORTS = {weights_pb2.TRANSPORT_FILESYSTEM, weights_pb2.TRANSPORT_STREAM, weights_pb2.TRANSPORT_NCCL}
+_UUID = re.compile("[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+
+_EXPRESSIONS: Mapping[str, Callable[[Any], bool]] = {
+    "register.collective_backend": lambda it: it.collective_ranks == 0 or it.collective_backend in COLLECTIVE_BACKENDS,
+    "register.transports": lambda transports: not _TRANSPORTS.isdisjoint(transports),
+    "worker.environments": lambda environments: len({each.name for each in environments}) == len(environments),
+}
+"""The rules that the schema gives in CEL, by id."""
+
+_PATTERNS: Mapping[str, str] = {
+    "^[0-9a-f]{64}$": "must be 64 lower-case hexadecimal digits",
+    "^https?://.*$": "must start with http:// or https://",
+    r"^[^/\x00-\x1f\x7f-\x9f]{1,256}$": "must hold no slash or control character and have 1 to 256 characters",
+    "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "must have 1 to 63 letters, digits, dots, hyphens or underscores",
+}
+"""What to write for a value that does not match; a pattern that is not here is shown itself."""
 
 
-class _Violations:
-    def __init__(self) -> None:
-        self.found: list[FieldViolation] = []
+def check(message: Message) -> None:
+    """Raises INVALID_REQUEST with every field that breaks a constraint, or CONTRACT_MISMATCH."""
+    if found := violations(message):
+        raise invalid(found, message.DESCRIPTOR.name)
 
-    def check(self, holds: bool, field: str, description: str) -> None:
-        if not holds:
-            self.found.append(FieldViolation(field, description))
 
-    def identifier(self, value: str, field: str) -> None:
-        self.check(0 < len(value) <= MAX_ID_CHARS, field, f"must have 1 to {MAX_ID_CHARS} characters")
-
-    def digest(self, value: str, field: str) -> None:
-        is_digest = len(value) == _BLAKE3_HEX_CHARS and all(char in "0123456789abcdef" for char in value)
-        self.check(is_digest, field, f"must be {_BLAKE3_HEX_CHARS} lower-case hexadecimal digits")
-
-    def positive_s(self, value: float, field: str) -> None:
-        self.check(math.isfinite(value) and value > 0, field, f"must be a positive number of seconds, got {value:g}")
-
-    def seconds(self, value: float, field: str) -> None:
-        holds = math.isfinite(value) and value >= 0
-        self.check(holds, field, f"must be 0 or a positive number of seconds, got {value:g}")
-
-    def backend(self, value: str, field: str) -> None:
-        self.check(value in COLLECTIVE_BACKENDS, field, f"must be nccl or gloo, got {value!r}")
-
-    def done(self, what: str) -> None:
-        if self.found:
-            raise invalid(self.found, what)
+def violations(message: Message) -> list[FieldViolation]:
+    """Every field that breaks a constraint, in the order of the schema. Raises CONTRACT_MISMATCH."""
+    found: list[FieldViolation] = []
+    plan = _plan(message.DESCRIPTOR)
+    if plan is not None:
+        plan.walk(message, "", found)
+    return found
 
 
 def validate_contract_version(peer: str) -> None:
@@ -62,186 +72,173 @@ def at_least(peer: str, version: str) -> bool:
     return all(part.isdigit() for part in stated) and [*map(int, stated)] >= [*map(int, version.split("."))]
 
 
-def _check_sampling(violations: _Violations, message: rollout_pb2.Sampling, field: str) -> None:
-    """Notes values outside the range that each field's comment gives."""
-    check = violations.check
-    if message.HasField("temperature"):
-        value = message.temperature
-        check(math.isfinite(value) and value >= 0, f"{field}.temperature", f"must be 0 or more, got {value:g}")
-    if message.HasField("top_p"):
-        check(0 < message.top_p <= 1, f"{field}.top_p", f"must be in (0, 1], got {message.top_p:g}")
-    if message.HasField("top_k"):
-        check(message.top_k >= -1, f"{field}.top_k", f"must be -1 or more, got {message.top_k}")
-    if message.HasField("min_p"):
-        check(0 <= message.min_p <= 1, f"{field}.min_p", f"must be in [0, 1], got {message.min_p:g}")
-    if message.HasField("max_tokens"):
-        check(message.max_tokens >= 1, f"{field}.max_tokens", "must be at least 1")
-    check(all(token_id >= 0 for token_id in message.stop_token_ids), f"{field}.stop_token_ids", "must be 0 or more")
+@dataclass(frozen=True, slots=True)
+class _Test:
+    holds: Callable[[Any], object]
+    text: str
+    shows_value: bool = True
+
+    def describe(self, value: Any) -> str:
+        if not self.shows_value:
+            return self.text
+        return f"{self.text}, got {value:g}" if isinstance(value, float) else f"{self.text}, got {value!r}"
 
 
-def validate_watch_request(message: trainer_pb2.WatchStepsRequest | weights_pb2.WatchVersionsRequest) -> None:
-    """Raises INVALID_REQUEST unless bookmarks come at a time."""
-    violations = _Violations()
-    violations.seconds(message.bookmark_s, "bookmark_s")
-    violations.done("the watch")
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """What is asked of a field."""
+
+    name: str
+    has_presence: bool
+    is_optional: bool
+    """Whether zero stands for absent."""
+    tests: tuple[_Test, ...]
+    inner: Callable[[Any, str, list[FieldViolation]], None] | None
+    """Checks its message, or each entry of a list."""
 
 
-def validate_drain_request(
-    message: rollout_pb2.RolloutServiceDrainRequest | trainer_pb2.DrainRequest | weights_pb2.WeightSyncDrainRequest,
-) -> None:
-    """Raises INVALID_REQUEST unless a deadline is a time."""
-    violations = _Violations()
-    violations.seconds(message.deadline_s, "deadline_s")
-    violations.done("the drain request")
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is asked of a message."""
+
+    has_version: bool
+    fields: tuple[_Field, ...]
+    oneofs: tuple[tuple[str, str], ...]
+    """Those of which a member must be set, with what to write."""
+    whole: tuple[_Test, ...]
+
+    def walk(self, message: Message, path: str, found: list[FieldViolation]) -> None:
+        if self.has_version:
+            validate_contract_version(message.contract_version)  # type: ignore[attr-defined]  # has_version
+        for field in self.fields:
+            if field.has_presence and not message.HasField(field.name):
+                continue
+            value = getattr(message, field.name)
+            if field.is_optional and not value:
+                continue
+            for test in field.tests:
+                if not test.holds(value):
+                    found.append(FieldViolation(path + field.name, test.describe(value)))
+                    break
+            else:
+                if field.inner is not None:
+                    field.inner(value, path + field.name, found)
+        for oneof, text in self.oneofs:
+            if message.WhichOneof(oneof) is None:
+                found.append(FieldViolation(path + oneof, text))
+        for test in self.whole:
+            if not test.holds(message):
+                name, _, text = test.text.partition(": ")
+                found.append(FieldViolation(path + name, text))
 
 
-def validate_rollout_request(message: rollout_pb2.RunRolloutsRequest) -> None:
-    """Raises INVALID_REQUEST unless the request names a task, a size, a deadline and itself."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.identifier(message.group_id, "group_id")
-    violations.identifier(message.environment, "environment")
-    violations.check(message.WhichOneof("task") is not None, "task", "set task_index or task_payload")
-    violations.check(message.group_size >= 1, "group_size", "must be at least 1")
-    violations.positive_s(message.deadline_s, "deadline_s")
-    violations.seconds(message.linger_s, "linger_s")
-    _check_sampling(violations, message.sampling, "sampling")
-    violations.done("the rollout request")
-
-
-def validate_batch_header(message: trainer_pb2.BatchHeader, *, dp_size: int = 1) -> None:
-    """Raises INVALID_REQUEST unless the header has a step, a digest and an even share of work for every rank."""
-    violations = _Violations()
-    count = message.num_micro_batches
-    violations.check(message.step >= 1, "header.step", "must be at least 1")
-    violations.digest(message.digest, "header.digest")
-    violations.check(
-        count >= 1 and count % dp_size == 0,
-        "header.num_micro_batches",
-        f"must be a positive multiple of dp_size ({dp_size}), got {count}",
+@cache
+def _plan(descriptor: Descriptor) -> _Plan | None:
+    """None where nothing is asked of a message of this type, nor of those in it."""
+    rules = RULES.get(descriptor.full_name, {})
+    plan = _Plan(
+        has_version="contract_version" in descriptor.fields_by_name,
+        fields=tuple(filter(None, (_field(field, rules.get(field.name, {})) for field in descriptor.fields))),
+        oneofs=tuple(
+            (oneof.name, f"set {' or '.join(field.name for field in oneof.fields)}")
+            for oneof in descriptor.oneofs
+            if rules.get(oneof.name, {}).get("required")
+        ),
+        whole=tuple(_tests(rules.get("", {}))),
     )
-    violations.check(len(message.environments) >= 1, "header.environments", "must name at least one environment")
-    violations.done("the batch header")
+    return plan if plan.has_version or plan.oneofs or plan.fields or plan.whole else None
 
 
-def validate_run_request(message: trainer_pb2.CreateRunRequest | trainer_pb2.DeleteRunRequest) -> None:
-    """Raises INVALID_REQUEST unless the run and the request are named."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.identifier(message.run_id, "run_id")
-    violations.done("the run request")
-
-
-def validate_checkpoint_request(message: trainer_pb2.SaveCheckpointRequest) -> None:
-    """Raises INVALID_REQUEST unless the request is named."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.done("the checkpoint request")
-
-
-def validate_register_request(message: weights_pb2.RegisterRequest) -> None:
-    """Raises CONTRACT_MISMATCH or INVALID_REQUEST unless the agent can be identified, reached and served."""
-    validate_contract_version(message.contract_version)
-    violations = _Violations()
-    violations.identifier(message.engine_id, "engine_id")
-    is_url = message.url.startswith(("http://", "https://"))
-    violations.check(is_url, "url", f"must start with http:// or https://, got {message.url!r}")
-    known = {weights_pb2.TRANSPORT_FILESYSTEM, weights_pb2.TRANSPORT_STREAM, weights_pb2.TRANSPORT_NCCL}
-    violations.check(bool(known.intersection(message.transports)), "transports", "must name one that this hub knows")
-    violations.check(len(message.layout_signature) > 0, "layout_signature", "must not be empty")
-    backend = message.collective_backend
-    known_backend = backend in COLLECTIVE_BACKENDS or not message.collective_ranks
-    violations.check(
-        known_backend, "collective_backend", f"must be nccl or gloo with collective_ranks, got {backend!r}"
+def _field(field: FieldDescriptor, rules: Mapping[str, Any]) -> _Field | None:
+    made = _Field(
+        name=field.name,
+        has_presence=field.has_presence,
+        is_optional=rules.get("ignore") == "IGNORE_IF_ZERO_VALUE",
+        tests=tuple(_tests(rules)),
+        inner=_inner(field, tuple(_tests(rules.get("items", {})))),
     )
-    violations.done("the registration")
+    return made if made.tests or made.inner else None
 
 
-def validate_seal_request(message: weights_pb2.SealVersionRequest) -> None:
-    """Raises INVALID_REQUEST unless run, epoch and artifact are named."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.identifier(message.run_id, "run_id")
-    violations.check(message.epoch >= 1, "epoch", "must be at least 1")
-    violations.digest(message.artifact_id, "artifact_id")
-    violations.done("the seal request")
+def _inner(field: FieldDescriptor, tests: tuple[_Test, ...]) -> Callable[[Any, str, list[FieldViolation]], None] | None:
+    plan = _plan(field.message_type) if field.message_type is not None else None
+    if plan is not None and not field.is_repeated:
+        return lambda value, path, found: plan.walk(value, f"{path}.", found)
+
+    def each(values: Any, path: str, found: list[FieldViolation]) -> None:
+        for place, value in enumerate(values):
+            if plan is not None:
+                plan.walk(value, f"{path}[{place}].", found)
+            where = f"{path}[{place}]"
+            found.extend(FieldViolation(where, test.describe(value)) for test in tests if not test.holds(value))
+
+    return each if plan is not None or tests else None
 
 
-def validate_abort_request(message: weights_pb2.AbortVersionRequest) -> None:
-    """Raises INVALID_REQUEST unless run and epoch are named."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.identifier(message.run_id, "run_id")
-    violations.check(message.epoch >= 1, "epoch", "must be at least 1")
-    violations.done("the abort request")
+def _tests(rules: Mapping[str, Any]) -> Iterator[_Test]:
+    """Raises KeyError for a rule that this module does not know."""
+    for make in dict.fromkeys(_KINDS[name] for name in rules if name not in ("ignore", "items")):
+        yield from make(rules)
 
 
-def validate_close_run_request(message: weights_pb2.CloseRunRequest) -> None:
-    """Raises INVALID_REQUEST unless run and epoch are named."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.identifier(message.run_id, "run_id")
-    violations.check(message.epoch >= 1, "epoch", "must be at least 1")
-    violations.done("the request")
+def _range(rules: Mapping[str, Any]) -> Iterator[_Test]:
+    """Bounds of a number. NaN is within none, and no bound lets infinity in."""
+    low, high = rules.get("gt", rules.get("gte", -math.inf)), rules.get("lt", rules.get("lte", math.inf))
+    parts = []
+    if -math.inf < low and high < math.inf:
+        parts.append(f"in {'(' if 'gt' in rules else '['}{low:g}, {high:g}{')' if 'lt' in rules else ']'}")
+    elif -math.inf < low:
+        parts.append(f"{'above' if 'gt' in rules else 'at least'} {low:g}")
+    elif high < math.inf:
+        parts.append(f"{'below' if 'lt' in rules else 'at most'} {high:g}")
+    if rules.get("finite"):
+        parts.append("finite")
+
+    open_low, open_high = "gt" in rules or low == -math.inf, "lt" in rules or high == math.inf
+    holds: Mapping[tuple[bool, bool], Callable[[float], bool]] = {
+        (False, False): lambda value: low <= value <= high,
+        (False, True): lambda value: low <= value < high,
+        (True, False): lambda value: low < value <= high,
+        (True, True): lambda value: low < value < high,
+    }
+    yield _Test(holds[open_low, open_high], f"must be {' and '.join(parts)}")
 
 
-def validate_activate_request(message: weights_pb2.ActivateVersionRequest) -> None:
-    """Raises INVALID_REQUEST unless the run is named and the wait has an end."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.identifier(message.run_id, "run_id")
-    violations.positive_s(message.prepare_deadline_s, "prepare_deadline_s")
-    violations.done("the activation request")
+def _length(rules: Mapping[str, Any]) -> Iterator[_Test]:
+    low, high = rules.get("min_len", 0), rules.get("max_len", math.inf)
+    text = "must not be empty" if high == math.inf else f"must have {low} to {high} characters"
+    yield _Test(lambda value: low <= len(value) <= high, text, shows_value=False)
 
 
-def validate_open_group_request(message: weights_pb2.OpenGroupRequest) -> None:
-    """Raises INVALID_REQUEST unless publisher, store, backend and senders are named and the wait has an end."""
-    violations = _Violations()
-    violations.identifier(message.request_id, "request_id")
-    violations.identifier(message.run_id, "run_id")
-    violations.identifier(message.store_address, "store_address")
-    violations.check(message.epoch >= 1, "epoch", "must be at least 1")
-    violations.check(
-        message.backend in COLLECTIVE_BACKENDS, "backend", f"must be nccl or gloo, got {message.backend!r}"
-    )
-    violations.check(message.num_senders >= 1, "num_senders", "must be at least 1")
-    violations.positive_s(message.deadline_s, "deadline_s")
-    violations.done("the group request")
+def _pattern(rules: Mapping[str, Any]) -> Iterator[_Test]:
+    pattern = rules["pattern"]
+    matches = re.compile(pattern.removeprefix("^").removesuffix("$")).fullmatch
+    yield _Test(matches, _PATTERNS.get(pattern, f"must match {pattern}"))
 
 
-def validate_sleep_request(message: weights_pb2.SleepEnginesRequest) -> None:
-    """Raises INVALID_REQUEST unless the wait has an end."""
-    violations = _Violations()
-    violations.positive_s(message.deadline_s, "deadline_s")
-    violations.done("the sleep request")
+def _items(rules: Mapping[str, Any]) -> Iterator[_Test]:
+    low, high = rules.get("min_items", 0), rules.get("max_items", math.inf)
+    text = f"at most {high} entries" if low == 0 else f"at least {low} entr{'y' if low == 1 else 'ies'}"
+    yield _Test(lambda value: low <= len(value) <= high, f"must have {text}", shows_value=False)
 
 
-def validate_manifest_request(message: weights_pb2.FetchManifestRequest) -> None:
-    """Raises INVALID_REQUEST unless an artifact is named."""
-    violations = _Violations()
-    violations.digest(message.artifact_id, "artifact_id")
-    violations.done("the manifest request")
+def _words(rules: Mapping[str, Any]) -> Iterator[_Test]:
+    *others, last = rules["in"]
+    yield _Test(frozenset(rules["in"]).__contains__, f"must be {', '.join(others)} or {last}")
 
 
-def validate_fetch_request(message: weights_pb2.FetchRequest) -> None:
-    """Raises INVALID_REQUEST unless an artifact is named and no range is empty."""
-    violations = _Violations()
-    violations.digest(message.artifact_id, "artifact_id")
-    for index, byte_range in enumerate(message.ranges):
-        violations.check(byte_range.length > 0, f"ranges[{index}].length", "must be at least 1")
-    violations.done("the fetch request")
+def _expressions(rules: Mapping[str, Any]) -> Iterator[_Test]:
+    yield from (_Test(_EXPRESSIONS[rule["id"]], rule["message"], shows_value=False) for rule in rules["cel"])
 
 
-def validate_worker_hello(message: exchange_pb2.WorkerHello) -> None:
-    """Raises CONTRACT_MISMATCH for another major version, INVALID_REQUEST unless the worker and its work are named."""
-    validate_contract_version(message.contract_version)
-    violations = _Violations()
-    violations.identifier(message.worker, "hello.worker")
-    violations.check(message.worker.isprintable() and "/" not in message.worker, "hello.worker", "must hold no slash")
-    violations.identifier(message.incarnation, "hello.incarnation")
-    violations.check(len(message.environments) >= 1, "hello.environments", "must list at least one environment")
-    names = [environment.name for environment in message.environments]
-    violations.check(len(set(names)) == len(names), "hello.environments", "must have names of their own")
-    for place, call in enumerate(message.calls):
-        violations.identifier(call.call_id, f"hello.calls[{place}].call_id")
-    violations.done("the worker's hello")
+_KINDS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[_Test]]] = {
+    "uuid": lambda rules: iter([_Test(_UUID.fullmatch, "must be a UUID")]),
+    **dict.fromkeys(("gt", "gte", "lt", "lte", "finite"), _range),
+    "min_len": _length,
+    "max_len": _length,
+    "pattern": _pattern,
+    "min_items": _items,
+    "max_items": _items,
+    "in": _words,
+    "cel": _expressions,
+}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from loguru import logger
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -23,6 +23,7 @@ from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from
 from meshrl.wire.types import CONTRACT_VERSION
+from meshrl.wire.validate import check
 
 # Spans of calls under these prefixes would say nothing: they last as long as their caller, or are made every second.
 _UNTRACED = ("Watch", "Session", "Attach", "Get", "List")
@@ -56,15 +57,21 @@ class _Method:
         return self.parse(data, caller)
 
     def parse(self, data: bytes, caller: Caller | None) -> object:
-        """Returns a message that the caller may send; raises INVALID_REQUEST for bytes that are none of this method."""
+        """Returns a message that the caller may send.
+
+        Raises INVALID_REQUEST for bytes that are none of this method or break its schema, PERMISSION_DENIED for
+        another run than the caller's.
+        """
         try:
             message = self.deserialize(data)
             if caller is not None and caller.runs:
                 check_runs(caller, caller.runs, self.name, message)
-            return message
         except DecodeError as error:
-            message = f"{self.name} was sent {len(data)} bytes that are not its message: {error}"
-            raise MeshError(Reason.INVALID_REQUEST, message) from error
+            text = f"{self.name} was sent {len(data)} bytes that are not its message: {error}"
+            raise MeshError(Reason.INVALID_REQUEST, text) from error
+        if self.is_ours and isinstance(message, Message):
+            check(message)
+        return message
 
 
 class _ParsedRequests:

@@ -19,7 +19,6 @@ from meshrl.orchestrator.exchange.worker import DialedInWorker, WorkerStream
 from meshrl.sampling.pool import RolloutPool
 from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import exchange_pb2_grpc as pb_grpc
-from meshrl.wire import validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 
 SERVICE = "meshrl.v1.RolloutExchange"
@@ -59,7 +58,6 @@ class RolloutExchange:
 
     def attach(self, hello: pb.WorkerHello, owner: str) -> tuple[DialedInWorker, WorkerStream]:
         """A worker dials in; `owner` is the identity in its credentials. Raises MeshError for one that may not."""
-        validate.validate_worker_hello(hello)
         worker = self.workers.get(hello.worker)
         if worker is None:
             worker = DialedInWorker(hello.worker, self._config, time.monotonic)

@@ -296,7 +296,7 @@ class ExchangeWorker:
         """One group, from request to end; a call that was dropped is cancelled, and says nothing more."""
         error: MeshError | None = None
         try:
-            validate.validate_rollout_request(request)
+            validate.check(request)
             async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
                 async for event in events:
                     for result in (

@@ -99,7 +99,12 @@ class BatchReader:
         if self._header is None:
             if part != "header":
                 raise invalid([FieldViolation("header", "must be the first message")], "the batch")
-            validate.validate_batch_header(message.header, dp_size=self._dp_size)
+            found, count = validate.violations(message), message.header.num_micro_batches
+            if count % self._dp_size:
+                text = f"must be a multiple of dp_size ({self._dp_size}), got {count}"
+                found.append(FieldViolation("header.num_micro_batches", text))
+            if found:
+                raise invalid(found, "the batch header")
             self._header = from_proto(BatchHeader, message.header)
             return
         index = len(self._micro_batches)
