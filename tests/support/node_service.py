@@ -20,7 +20,7 @@ def built() -> Path:
     lock, mark = (SOURCE / "package-lock.json").read_text(), HOME / "installed.txt"
     for name in ("package.json", "package-lock.json", "tsconfig.json"):
         shutil.copy(SOURCE / name, HOME)
-    for name in ("src", "examples"):
+    for name in ("src", "examples", "test"):
         shutil.rmtree(HOME / name, ignore_errors=True)
         shutil.copytree(SOURCE / name, HOME / name, ignore=shutil.ignore_patterns("gen"))
     if not mark.exists() or mark.read_text() != lock:
@@ -33,6 +33,7 @@ def built() -> Path:
         (["buf", "generate", "--output", str(HOME)], SOURCE),
         (["tsc", "--incremental"], HOME),
         (["tsc", "--incremental", "--project", "examples"], HOME),
+        (["tsc", "--incremental", "--project", "test"], HOME),
     ):
         subprocess.run(
             [tools / command[0], *command[1:]],
@@ -50,3 +51,10 @@ def command(*, port: int, hub: str) -> list[str]:
 def watch(trainer: str, *, count: int) -> list[str]:
     """What prints the steps of a run until `count` are done."""
     return ["node", str(HOME / "dist" / "bin" / "watch.js"), trainer, "--count", str(count)]
+
+
+def check_vectors() -> subprocess.CompletedProcess[str]:
+    """The package's own tests, which compute the vectors of proto/vectors."""
+    env = {**os.environ, "MESHRL_VECTORS": str(ROOT / "proto" / "vectors")}
+    command = ["node", "--test", str(built() / "dist" / "test" / "vectors.js")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, env=env, check=False)

@@ -95,3 +95,9 @@ async def test_the_typescript_service_keeps_every_rule_and_its_samples_are_what_
         np.testing.assert_allclose(sample.logprobs, logprobs_of(engine.model, rollout), atol=1e-4)
         assert rollout.reward == pytest.approx(sum(rollout.reward_parts.values()))
     assert len({rollout.completion for rollout in rollouts}) == 3  # each sampled with its own seed
+
+
+def test_typescript_computes_the_vectors_and_refuses_what_they_refuse() -> None:
+    done = node_service.check_vectors()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pass 5" in done.stdout

@@ -30,7 +30,7 @@ try {
   for await (const answer of fetchRollouts(address, group)) {
     const { event } = answer;
     if (values.json) console.log(toJsonString(RunRolloutsResponseSchema, answer, { useProtoFieldName: true }));
-    else if (event.case === "rollout") console.log(`reward ${event.value.reward.toFixed(3)}  ${event.value.completion}`);
+    else if (event.case === "rollout") console.log(`reward ${event.value.reward?.toFixed(3) ?? "none"}  ${event.value.completion}`);
     else if (event.case === "failure") console.log(`failed  ${event.value.reason}: ${event.value.message}`);
     else if (event.case === "summary") console.log(`${event.value.finished} finished, ${event.value.failed} failed`);
   }

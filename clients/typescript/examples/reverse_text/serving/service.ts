@@ -19,7 +19,7 @@ const KEPT_REQUESTS = 10_000;
 const KEPT_MS = 600_000;
 const OVERLOADED_RETRY_S = 0.5;
 
-export class Rollouts implements ServiceImpl<typeof RolloutService> {
+export class Rollouts implements Omit<ServiceImpl<typeof RolloutService>, "drain"> {
   draining = false;
   private readonly environments: Map<string, TextEnvironment>;
   private readonly seen = new Map<string, number>(); // request_id -> when it came
