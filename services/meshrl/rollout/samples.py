@@ -144,6 +144,8 @@ def _rollout(trace: Trace, session: Session, group_id: str, environment: str, ag
         },
         traceparent=session.traceparent,
         completion=trace.last_reply,
+        start_time=timing.start,
+        end_time=timing.scoring.end or None,
     )
 
 

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -448,7 +449,8 @@ class Hub:
 
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
         """The engines that hold a lease."""
-        return self.coordinator.engines(engine_pool, self._now())
+        engines, wall_s = self.coordinator.engines(engine_pool, self._now()), self._wall()
+        return tuple(replace(engine, last_seen_time=wall_s - engine.last_seen_s) for engine in engines)
 
 
 class ActionQueue:

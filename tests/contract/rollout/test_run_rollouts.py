@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from contextlib import aclosing
 
 import grpc
@@ -28,7 +29,7 @@ async def test_a_rollout_carries_tokens_mask_logprobs_versions_roles_and_rewards
     start_mesh, engine, make_group, tokens
 ):
     engine.version, engine.spans = 4, lambda n: [[0, 2, 3], [2, n, 4]]
-    mesh = await start_mesh([engine])
+    mesh, asked_s = await start_mesh([engine]), time.time()
     rollout, summary = await collect(mesh, make_group(group_id="g"))
     assert isinstance(rollout, Rollout)
     (sample,) = rollout.samples
@@ -59,6 +60,8 @@ async def test_a_rollout_carries_tokens_mask_logprobs_versions_roles_and_rewards
     assert (rollout.group_id, rollout.environment, rollout.agent) == ("g", "mesh_echo", "")
     assert set(rollout.timings_s) == {"setup", "generation", "scoring", "total"}
     assert rollout.timings_s["total"] > rollout.timings_s["generation"] > 0
+    assert asked_s <= rollout.start_time < rollout.end_time <= time.time()
+    assert rollout.end_time - rollout.start_time == pytest.approx(rollout.timings_s["total"], abs=1e-3)
     assert summary == RolloutSummary(finished=1, failed=0, cancelled=0, sampled_tokens=4)
 
 

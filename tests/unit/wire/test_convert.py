@@ -15,6 +15,8 @@ from meshrl.wire.types import (
     Manifest,
     MessageSpan,
     Sample,
+    StepEvent,
+    StepState,
     TensorEntry,
     Transport,
     VersionKind,
@@ -93,3 +95,20 @@ def test_span_keeps_which_version_computed_the_prompt(prompt_version):
     assert convert.from_proto(Sample, message).version_spans == (span,)
     tail = "" if prompt_version is None else f"20{prompt_version:02x}"
     assert message.version_spans[0].SerializeToString().hex() == f"080110031803{tail}"
+
+
+@pytest.mark.parametrize("epoch_s", [0.0, 1_795_667_881.25, 1_795_667_881.999_999])
+def test_a_time_comes_back_to_the_microsecond(epoch_s):
+    message = convert.to_proto(event_at(epoch_s))
+    assert message.time.ToNanoseconds() == pytest.approx(epoch_s * 1e9, abs=1e3)
+    assert convert.from_proto(StepEvent, message).time == pytest.approx(epoch_s, abs=1e-6)
+
+
+def test_a_time_that_is_not_known_is_unset():
+    message = convert.to_proto(event_at(None))
+    assert not message.HasField("time")
+    assert convert.from_proto(StepEvent, message).time is None
+
+
+def event_at(epoch_s):
+    return StepEvent(revision=1, step=1, state=StepState.QUEUED, time=epoch_s)

@@ -544,7 +544,7 @@ class WatchVersionsResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., version: _Optional[_Union[VersionInfo, _Mapping]] = ..., bookmark: bool = ...) -> None: ...
 
 class VersionInfo(_message.Message):
-    __slots__ = ("run_id", "epoch", "version", "artifact_id", "state", "num_bytes", "transport", "traceparent", "create_time", "seal_time", "decide_time", "commit_time")
+    __slots__ = ("run_id", "epoch", "version", "artifact_id", "state", "num_bytes", "transport", "traceparent", "seal_time")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -553,10 +553,7 @@ class VersionInfo(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     SEAL_TIME_FIELD_NUMBER: _ClassVar[int]
-    DECIDE_TIME_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_TIME_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     version: int
@@ -565,11 +562,8 @@ class VersionInfo(_message.Message):
     num_bytes: int
     transport: Transport
     traceparent: str
-    create_time: _timestamp_pb2.Timestamp
     seal_time: _timestamp_pb2.Timestamp
-    decide_time: _timestamp_pb2.Timestamp
-    commit_time: _timestamp_pb2.Timestamp
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., seal_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., decide_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., commit_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ..., seal_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
     __slots__ = ("run_id", "version", "artifact_id", "held_root", "gzip_ok", "view")

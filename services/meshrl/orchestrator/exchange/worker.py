@@ -7,9 +7,11 @@ service that is gone, and the pool plays what is missing elsewhere.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from google.protobuf.timestamp_pb2 import Timestamp
 from loguru import logger
 
 from meshrl.orchestrator.exchange.calls import CallBook, OpenCall, SkippedEventError
@@ -166,6 +168,7 @@ class DialedInWorker:
             status=None if self._status is None else convert.to_proto(self._status),
             attachments=self.attachments,
             left_out=self.left_out(),
+            last_seen_time=Timestamp(seconds=int(time.time() - self.silent_s)),
         )
 
     def _note_status(self, status: rollout_pb2.GetRolloutStatusResponse, room: int) -> None:

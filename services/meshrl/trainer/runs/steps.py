@@ -7,6 +7,7 @@ without gaps. When one fails, those queued behind it fail too, and the failed st
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -277,6 +278,13 @@ class StepBook:
     def _record(self, step: int, state: StepState, **filled: Unpack[_Filled]) -> StepEvent:
         """Appends an event; `filled` are the fields of StepEvent that belong to the state."""
         self._revision += 1
-        event = StepEvent(revision=self._revision, step=step, state=state, durable_step=self.durable_step, **filled)
+        event = StepEvent(
+            revision=self._revision,
+            step=step,
+            state=state,
+            durable_step=self.durable_step,
+            time=time.time(),
+            **filled,
+        )
         self._events.append(event)
         return event

@@ -115,7 +115,8 @@ class Coordinator:
         """
         lines = [line for line in self.lines.values() if run_id in ("", line.run_id)]
         changed = [r for line in lines for r in line.records.values() if r.revision > after_revision]
-        return [(r.revision, r.info()) for r in sorted(changed, key=lambda r: r.revision)]
+        offset_s = self._log.wall_offset_s
+        return [(r.revision, r.info(offset_s)) for r in sorted(changed, key=lambda r: r.revision)]
 
     def engines(self, engine_pool: str, now_s: float) -> tuple[EngineInfo, ...]:
         """Lists the engines of a pool (empty: all), with what each serves and whether requests may be sent to it."""

@@ -105,7 +105,8 @@ class VersionRecord:
         """Whether someone waits for this version to be decided."""
         return self.deciding or (self.attempt is not None and self.state is VersionState.SEALED)
 
-    def info(self) -> VersionInfo:
+    def info(self, wall_offset_s: float | None = None) -> VersionInfo:
+        """As the contract has it, with the time of its seal where the offset of the wall clock is known."""
         return VersionInfo(
             run_id=self.key.run_id,
             epoch=self.key.epoch,
@@ -115,6 +116,7 @@ class VersionRecord:
             num_bytes=self.num_bytes,
             transport=self.transport,
             traceparent=self.traceparent,
+            seal_time=None if wall_offset_s is None or not self.sealed_s else self.sealed_s + wall_offset_s,
         )
 
     def decision(self) -> Activation:

@@ -323,7 +323,7 @@ class StagedVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionInfo:
-    """A version as the hub sees it; times are in seconds of the epoch."""
+    """A version as the hub sees it; `seal_time` is in seconds of the epoch."""
 
     run_id: str
     epoch: int
@@ -333,10 +333,7 @@ class VersionInfo:
     num_bytes: int
     transport: Transport
     traceparent: str = ""
-    create_time: float | None = None
-    seal_time: float | None = None
-    decide_time: float | None = None
-    commit_time: float | None = None
+    seal_time: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +379,7 @@ class EngineInfo:
     can_sleep: bool = False
     layout_signature: bytes = b""
     served: tuple[ServedVersion, ...] = ()
-    last_seen_time: float | None = None  # seconds of the epoch
+    last_seen_time: float | None = field(default=None, compare=False)  # seconds of the epoch
     max_adapters: int = 0
     max_adapter_rank: int = 0
 
