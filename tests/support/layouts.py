@@ -185,6 +185,7 @@ def vocabulary_apart(parallel: RankGroup) -> float:
     assert parallel.tensor is not None
     share = TensorShare.of(parallel.tensor.get_group())
     torch.manual_seed(0)
+    torch.set_default_device(parallel.device)
     hidden, weight, bias = torch.randn(13, 8), torch.randn(32, 8), torch.randn(32)
     temperatures, worst = torch.rand(13) + 0.5, 0.0
     rows = slice(share.rank * 16, share.rank * 16 + 16)
@@ -198,6 +199,7 @@ def vocabulary_apart(parallel: RankGroup) -> float:
         for whole, own in zip(*found, strict=True):
             alike = whole if whole.shape == own.shape else whole[rows]
             worst = max(worst, float((alike - own).abs().max()))
+    torch.set_default_device(None)
     return worst
 
 

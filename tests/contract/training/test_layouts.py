@@ -86,7 +86,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(earlier: str, layout: str
 
 
 def test_a_divided_vocabulary_gives_the_logprobs_and_gradients_of_the_whole(found: Found) -> None:
-    assert found["vocabulary apart"] < 1e-5
+    assert found["vocabulary apart"] < 1e-4
 
 
 def test_the_numbers_are_those_of_trainings_that_differ(found: Found) -> None:
