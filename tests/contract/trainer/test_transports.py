@@ -17,7 +17,9 @@ import torch
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient, WeightSyncClient
+from meshrl.core.config.shared import ModelConfig
 from meshrl.core.private_folders import versions_folder
+from meshrl.models.load import load_model
 from meshrl.models.state import hf_state
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
@@ -27,6 +29,7 @@ from meshrl.training.model_config import LoraConfig
 from meshrl.wire.types import EngineInfo, StepState, VersionKind
 from ranked_trainer import Program, Transport, batch, configure, gone, two_ranks
 from served_engine import activate, serving_engine
+from tiny_families import tiny_model
 from trainer_kit import until, up
 
 
@@ -61,6 +64,27 @@ async def test_engine_serves_the_trainers_weights_to_the_bit(
         assert manifest.transport.value == transport
         assert served.differs_from(Path(folder)) == []
         assert activation.engines[0].applied.root == manifest.result_root
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "transport"),
+    [(4, {"ep": 2}, "nccl"), (2, {"tp": 2, "ep": 2}, "stream"), (2, {"tp": 2, "ep": 2}, "filesystem")],
+)
+async def test_the_engine_serves_experts_and_layers_that_ranks_divide(
+    tmp_path: Path, hub: str, ranks: int, sizes: dict[str, int], transport: Transport
+) -> None:
+    name = str(tmp_path / "mixture")
+    tiny_model("qwen3_moe").save_pretrained(name)
+    config = configure(tmp_path / "out", name, hub, ranks=ranks, transport=transport)
+    config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})
+    async with serving_engine(name, hub) as served, two_ranks(config) as program:
+        folder = await train(program.client, 2, ranks=ranks // sizes.get("tp", 1))
+        _, manifest = await activate(hub, 2)
+        if manifest.collective is not None:
+            assert len(manifest.collective.reordered_tensors) == 4  # of two layers' experts
+        trained, live = hf_state(load_model(ModelConfig(name=str(folder), device="cpu"))), hf_state(served.model)
+        assert trained.keys() == live.keys()
+        assert [name for name, tensor in live.items() if not torch.equal(tensor, trained[name])] == []
 
 
 async def kill_the_agent(program: Program) -> None:

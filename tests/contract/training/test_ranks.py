@@ -34,6 +34,9 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "lora of half precision": {"lora": {"rank": 4}, "dtype": "bfloat16"},
     "shared prompts": {"prompt": 12, "share": True},
     "shared rows": {"cp": 2, "compile": {"backend": "aot_eager"}, "ac": {"mode": "selective"}},
+    "shared products": {"tp": 2, "compile": {"backend": "aot_eager"}, "ac": {"mode": "selective"}},
+    "shared products, gathered once a step": {"tp": 2, "reshard_after_forward": False, "optim_cpu_offload": True},
+    "shared products on the host": {"tp": 2, "fsdp_cpu_offload": True},
 }
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -144,9 +144,11 @@ def settle_gradients(parameters: Iterable[nn.Parameter], partial: Collection[nn.
         if {TENSOR, EXPERTS} & set(parameter.device_mesh.mesh_dim_names or ()):
             continue
         gradient = local(parameter.grad)
+        total = gradient.to(mesh.device_type)  # which may wait on the host
         if not any(parameter is each for each in partial):
-            gradient.div_(mesh.size())
-        dist.all_reduce(gradient, group=group)
+            total.div_(mesh.size())
+        dist.all_reduce(total, group=group)
+        gradient.copy_(total)
 
 
 def _styles(model: PreTrainedModel) -> Mapping[str, str]:
