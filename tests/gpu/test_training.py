@@ -103,6 +103,7 @@ def group() -> Iterator[RankGroup]:
         {"ac": {}},
         {"ac": {"mode": "selective"}},
         {"ac": {"freq": 2}, "ac_offloading": {"min_mib": 0.001}},
+        {"ac": {}, "ac_offloading": {"min_mib": 0.001}, "compile": {"fullgraph": True}},
         {"compile": {"fullgraph": True}},
         {"compile": {"fullgraph": True}, "ac": {"mode": "selective"}},
         {"reshard_after_forward": False},

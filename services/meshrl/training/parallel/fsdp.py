@@ -69,9 +69,9 @@ def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
 def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
     """Checkpoints and compiles the blocks as configured."""
     blocks = transformer_blocks(policy.model)
-    if isinstance(config.ac, ActivationCheckpointConfig):  # auto_settings has chosen before
-        for block in blocks[:: config.ac.freq]:
-            _set_forward(block, _checkpointed(block.forward, config.ac, config.ac_offloading, policy.routers))
+    checkpointed = blocks[:: config.ac.freq] if isinstance(config.ac, ActivationCheckpointConfig) else []
+    for block in checkpointed:  # auto_settings has chosen before
+        _set_forward(block, _checkpointed(block.forward, config.ac, policy.routers))
     if isinstance(config.compile, CompileConfig):
         # The experts' products have other shapes in each pass, and routers are watched and given choices between them.
         if config.compile.fullgraph and policy.routers.holders:
@@ -85,6 +85,9 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
             _set_forward(
                 block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)
             )
+    if config.ac_offloading is not None:  # around what is compiled, which cannot have hooks inside
+        for block in checkpointed:
+            _set_forward(block, _offloaded(block.forward, config.ac_offloading))
 
 
 def shard(
@@ -196,7 +199,6 @@ def _set_forward(block: nn.Module, forward: Callable[..., object]) -> None:
 def _checkpointed(
     forward: Callable[..., object],
     config: ActivationCheckpointConfig,
-    offload: ActivationOffloadConfig | None,
     routers: Routers,
 ) -> Callable[..., object]:
     selective: dict[str, Any] = {}
@@ -207,15 +209,17 @@ def _checkpointed(
         again = routers.as_now(forward)
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
 
-    if offload is None:
-        return run
-    smallest = int(offload.min_mib * 2**20)
+    return run
 
-    def run_offloaded(*args: object, **kwargs: object) -> object:
+
+def _offloaded(forward: Callable[..., object], config: ActivationOffloadConfig) -> Callable[..., object]:
+    smallest = int(config.min_mib * 2**20)
+
+    def run(*args: object, **kwargs: object) -> object:
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(_to_host, smallest), _from_host):
-            return run(*args, **kwargs)
+            return forward(*args, **kwargs)
 
-    return run_offloaded
+    return run
 
 
 def _selective_contexts(*, products: bool) -> tuple[object, object]:
