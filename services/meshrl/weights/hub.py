@@ -104,7 +104,8 @@ class Hub:
         self._changed = Pulse()  # a version did
         self._heard = Pulse()  # of an engine, or that time has passed
         self._opening = asyncio.Lock()  # a repeated request is not answered before the first one is durable
-        self._draining = False
+        self._leaving = False  # takes nothing new
+        self._draining = False  # ends what stands
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -128,6 +129,18 @@ class Hub:
         self._tasks = [asyncio.create_task(self._actions.run()), asyncio.create_task(self._tick())]
         for task in self._tasks:
             task.add_done_callback(self._ended)
+
+    async def drain(self, deadline_s: float | None) -> None:
+        """Takes no more uploads, activations and engines; returns once no commit is under way, or at the deadline."""
+        self._leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while any(each.deciding or each.state is VersionState.COMMITTING for each in self.coordinator.live):
+                    await self._changed.next()
+
+    def _check_stays(self) -> None:
+        if self._leaving or self._draining:
+            raise MeshError(Reason.DRAINING, "the hub is draining; call again when it is back")
 
     def close_streams(self) -> None:
         """Ends sessions, watches and waits with DRAINING, so that the server can drain."""
@@ -207,6 +220,7 @@ class Hub:
 
     async def create_version(self, manifest: Manifest, chunks: AsyncIterator[Chunk]) -> StagedVersion:
         """Stages a manifest and whatever chunks follow. Raises as `Coordinator.stage` and `VersionBytes.write`."""
+        self._check_stays()
         found = manifest_checks.violations(manifest, max_chunk_bytes=self._max_chunk_bytes)
         if found:
             raise invalid([FieldViolation(f"manifest.{field}", text) for field, text in found], "the manifest")
@@ -293,8 +307,7 @@ class Hub:
 
         Raises as `Coordinator.activate`, and ENGINES_NOT_READY.
         """
-        if self._draining:
-            raise MeshError(Reason.DRAINING)
+        self._check_stays()
         record, actions = self.coordinator.activate(
             run_id=run_id,
             version=version,
@@ -362,6 +375,7 @@ class Hub:
 
     async def register(self, registration: AgentRegistration) -> Lease:
         """Gives an engine a lease."""
+        self._check_stays()
         lease, actions = self.coordinator.register(registration, uuid.uuid4().hex, self._now())
         await self._actions.put(actions)
         logger.info("engine {} registered at {}", registration.engine_id, registration.url)

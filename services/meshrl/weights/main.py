@@ -75,7 +75,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         logger.error("the hub cannot start: {}", disk_trouble(error) or error)
         return 1
     server = GrpcServer(config.server, tracer=tracer)
-    server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub))
+    server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub, on_drained=stop.set))
     enrollment, entry = _enrollment(Layout(config.output_dir).credentials, config.enrollment_port), None
     if enrollment is not None:
         server.add(ENROLLMENT, add_EnrollmentServiceServicer_to_server, enrollment)

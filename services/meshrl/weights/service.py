@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+from loguru import logger
 
 from meshrl.client.weights import EVERY_RUN
 from meshrl.core.rpc.first_answers import FirstAnswers
@@ -82,8 +83,9 @@ def _asked(
 class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     """Every RPC of WeightSync; see proto/meshrl/v1/weights.proto for what each promises."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, hub: Hub, on_drained: Callable[[], None] = lambda: None) -> None:
+        """`on_drained` is called once a client's Drain has left no commit under way."""
+        self._hub, self._on_drained = hub, on_drained
         self._requests: FirstAnswers[None] = FirstAnswers()
 
     SealVersion = _asked(
@@ -207,6 +209,14 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         parts = convert.manifest_parts(manifest)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             yield pb.FetchManifestResponse(part=part)
+
+    async def Drain(
+        self, request: pb.WeightSyncDrainRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WeightSyncDrainResponse:
+        logger.info("draining: {}", request.message or "a client asked for it")
+        await self._hub.drain(request.deadline_s if request.HasField("deadline_s") else None)
+        self._on_drained()
+        return pb.WeightSyncDrainResponse()
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         async for chunk in self._hub.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):

@@ -174,3 +174,29 @@ async def test_watch_shows_current_states_first_and_then_each_change(mesh: Any, 
         states.append(event.version.state)
     assert revisions == sorted(set(revisions))
     await watch.aclose()
+
+
+async def test_a_hub_that_drains_finishes_its_commit_and_takes_nothing_new(
+    mesh: Any, engine: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, applying, real = asyncio.Event(), asyncio.Event(), engine.apply
+
+    async def held(version: int, root: bytes) -> None:
+        applying.set()
+        await gate.wait()
+        await real(version, root)
+
+    monkeypatch.setattr(engine, "apply", held)
+    mesh.start_agent("e0", engine)
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    activating = asyncio.create_task(activate(mesh, 0))
+    await applying.wait()
+    draining = asyncio.create_task(mesh.hub.drain(None))
+    for refused in (lambda: activate(mesh, 0), lambda: mesh.publisher(Transport.STREAM).publish(1, state(2))):
+        with pytest.raises(MeshError) as error:
+            await refused()
+        assert error.value.reason is Reason.DRAINING
+    assert not draining.done()
+    gate.set()
+    assert (await activating).version.state is VersionState.COMMITTED
+    await asyncio.wait_for(draining, 30)
