@@ -107,7 +107,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             history_events=config.history_events,
             checkpoints=config.output_dir / "checkpoints",
         )
-        table = RunTable(own, held=True)
+        table = RunTable(own, held=True, complete=config.max_concurrent_runs == 1)
         learner, plan = parts.learner, parts.parallel.plan
         facts = TrainerFacts(
             world_size=plan.world_size,
@@ -189,6 +189,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                 table.own.open()
                 if servicer.host is not None:
                     await servicer.host.bring_back()
+                    table.complete = True
                     if config.discover_runs:
                         discovery = Discovery(servicer.host, maker.hooks, config.output_dir)
                         discovering = asyncio.create_task(discovery.follow())

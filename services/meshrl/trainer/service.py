@@ -200,6 +200,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: object) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
         async def create() -> RunInfo:
+            self._runs.check_complete()
             if self.host is None:
                 held = ", ".join(repr(run.book.run_id) for run in self._runs)
                 if any(run.book.run_id == request.run_id for run in self._runs):
@@ -227,6 +228,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.GetRunResponse(run=to_proto(self._info(self._runs.find(request.run_id))))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
+        self._runs.check_complete()
         page, token = page_of(request, list(self._runs), lambda run: run.book.run_id)
         return pb.ListRunsResponse(runs=[to_proto(self._info(run)) for run in page], next_page_token=token)
 

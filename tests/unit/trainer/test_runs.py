@@ -42,6 +42,17 @@ async def test_a_run_is_found_by_its_name_and_the_only_one_by_none() -> None:
     assert caught.value.reason is Reason.UNKNOWN_RUN
 
 
+async def test_a_run_that_may_still_come_is_to_be_asked_for_again() -> None:
+    table = RunTable(StepBook(run_id="main", epoch=2), complete=False)
+    with pytest.raises(MeshError, match="still makes the runs of its last start; try again") as caught:
+        table.find("second")
+    assert caught.value.retryable
+    assert table.find("main") is table.own
+    table.complete = True
+    with pytest.raises(MeshError, match="no run 'second' here"):
+        table.find("second")
+
+
 async def test_runs_train_in_turn_and_one_fails_alone(tmp_path: Path) -> None:
     learner, first = build()
     second = RunState.of(

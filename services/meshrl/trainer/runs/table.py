@@ -27,8 +27,12 @@ class Taken:
 class RunTable:
     """The queue of each run. Made on the event loop that serves them."""
 
-    def __init__(self, own: StepBook, *more: StepBook, held: bool = False) -> None:
-        """An empty run_id stands for `own`. With `held` no queue gives work out until its `open` is called."""
+    def __init__(self, own: StepBook, *more: StepBook, held: bool = False, complete: bool = True) -> None:
+        """An empty run_id stands for `own`. With `held` no queue gives work out until its `open` is called.
+
+        Until it is `complete`, runs of an earlier start may still come, and one that is not here may be one of them.
+        """
+        self.complete = complete
         self._loop = asyncio.get_running_loop()
         self._changed = Pulse()
         self._calls: list[tuple[Callable[[], None], Future[Any]]] = []
@@ -52,17 +56,27 @@ class RunTable:
         """Forgets a run whose queue is closed."""
         del self._queues[run_id]
 
+    def check_complete(self) -> None:
+        """Raises MeshError UNREACHABLE while the trainer still makes the runs of its last start."""
+        if not self.complete:
+            text = "the trainer still makes the runs of its last start; try again"
+            raise MeshError(Reason.UNREACHABLE, text, retry_after_s=1.0)
+
     def close(self) -> None:
         """Closes every queue; the training thread ends what it is at."""
         for queue in self:
             queue.close()
 
     def find(self, run_id: str) -> TrainingQueue:
-        """The run of this name; an empty one is the only run. Raises UNKNOWN_RUN, and INVALID_REQUEST with several."""
+        """The run of this name; an empty one is the only run.
+
+        Raises MeshError UNKNOWN_RUN, INVALID_REQUEST for an empty name with several, and as `check_complete`.
+        """
         if not run_id and len(self._queues) > 1:
             raise invalid([FieldViolation("run_id", f"must name one of {', '.join(self._queues)}")], "the request")
         queue = self._queues.get(run_id) if run_id else self.own
         if queue is None:
+            self.check_complete()
             held = ", ".join(map(repr, self._queues))
             raise MeshError(Reason.UNKNOWN_RUN, f"no run {run_id!r} here; this trainer holds {held}")
         return queue
