@@ -107,6 +107,7 @@ def group() -> Iterator[RankGroup]:
         {"compile": {"fullgraph": True}},
         {"compile": {"fullgraph": True}, "ac": {"mode": "selective"}},
         {"reshard_after_forward": False},
+        {"reshard_after_forward": False, "pass_tokens": 8192},
         {"optim_cpu_offload": True},
         {"fsdp_cpu_offload": True},
     ],

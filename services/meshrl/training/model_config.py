@@ -80,7 +80,7 @@ class TrainerModelConfig(ModelConfig):
     last row, which takes memory for all parameters and float32 gradients. auto: false where that fits."""
 
     pass_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Tokens up to which rows of a step go through the model together, where rows are shorter; false: each row by
+    """Tokens up to which rows of a step go through the model together, where rows are shorter; None takes each row by
     itself. auto: 16384 on a GPU, as far as that takes no more checkpointing, and that GPU has no engine."""
 
     dp_replicate: int = Field(default=1, ge=1)
