@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from meshrl.models.lora import adapted_weights, is_adapter
 from meshrl.models.sharded import gather_whole, local
 
+FLOAT32_ROUTERS = frozenset({"glm4_moe", "hy_v3", "minimax_m2"})
+"""Model types whose routers vLLM keeps in float32, and transformers in that of the model though it computes so."""
+
 ROUTER_BIASES = frozenset({"e_score_correction_bias", "expert_bias", "balancing_biases"})
 
 
@@ -52,13 +55,18 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def keep_float32(model: nn.Module) -> None:
     """Turns the tensors that are float32 in a model of any dtype to it: the biases of routers, and a family's own."""
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if tensor.is_floating_point() and _stays_float32(model, name):
+        if tensor.is_floating_point() and stays_float32(model, name):
             tensor.data = tensor.data.float()
 
 
-def _stays_float32(model: nn.Module, name: str) -> bool:
-    """Choices among experts turn on differences that bfloat16 rounds away; other patterns are those of transformers."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+def stays_float32(model: nn.Module, name: str) -> bool:
+    """Whether a tensor is float32 in a model of any dtype.
+
+    Choices among experts turn on differences that bfloat16 rounds away. Other patterns are those of transformers.
+    """
+    patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if getattr(getattr(model, "config", None), "model_type", None) in FLOAT32_ROUTERS:
+        patterns.append("mlp.gate.weight")
     return name.rpartition(".")[2] in ROUTER_BIASES or any(
         re.search(pattern.replace("*", ".*"), name) for pattern in patterns
     )
@@ -67,7 +75,7 @@ def _stays_float32(model: nn.Module, name: str) -> bool:
 def _wanted(model: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None or not tensor.is_floating_point():
         return tensor.dtype
-    return torch.float32 if _stays_float32(model, name) else dtype
+    return torch.float32 if stays_float32(model, name) else dtype
 
 
 @torch.no_grad()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from loss_curves import stream_batch
 from meshrl.algorithms.losses import dppo_kl_loss
 from meshrl.algorithms.objective import Objective
+from meshrl.models.sharded import fill_part
+from meshrl.models.state import published_tensors
 from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig
 from meshrl.training.learner import StepError
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
+from tiny_families import tiny_model
 from tiny_qwen3 import SHAPE, save_tiny_qwen3
 from trained import Trained
 
@@ -113,3 +118,31 @@ def test_a_failure_among_rows_leaves_nothing_behind(
     with pytest.raises(StepError, match="out of memory"):
         one.step(stream_batch(7, dp_size=1, vocab_size=VOCAB))
     assert curve(one) == curve(other)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "glm4_moe", "minimax_m2"])
+def test_routers_that_engines_compute_in_float32_are_float32_in_training_and_in_versions(
+    family: str, alone: RankGroup, tmp_path: Path
+) -> None:
+    """Their weights are those of the optimizer, not rounded, so that nearly equal experts are told apart alike."""
+    tiny_model(family, attn=None).save_pretrained(tmp_path)
+    one = trained(str(tmp_path), alone, dtype="bfloat16")
+    routers = {name: module for name, module in one.model.named_modules() if name.endswith("mlp.gate")}
+    assert routers
+    seen: dict[str, torch.Tensor] = {}
+
+    def look(name: str, router: nn.Module, _: object) -> None:
+        seen.setdefault(name, router.weight.detach().clone())
+
+    for name, router in routers.items():
+        router.register_forward_pre_hook(partial(look, name))
+    masters = {name: router.weight.detach().full_tensor().clone() for name, router in routers.items()}
+    with torch.no_grad():
+        for name, master in masters.items():
+            fill_part(routers[name].weight, master + 1e-4 * torch.rand_like(master))  # which bfloat16 cannot hold
+            masters[name] = routers[name].weight.detach().full_tensor().clone()
+    assert one.step(stream_batch(0, dp_size=1, vocab_size=VOCAB)).grad_norm > 0
+    for name, master in masters.items():
+        assert torch.equal(seen[name], master)
+    published = {tensor.name: tensor.dtype for tensor in published_tensors(one.model, torch.bfloat16)}
+    assert {published[f"{name}.weight"] for name in routers} == {torch.float32}

@@ -6,8 +6,9 @@ and compilation replace a block's `forward`, not the block, so that every parame
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from meshrl.models.load import DTYPES
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.routers import Routers
 from meshrl.models.shared_prefix import PREFIX_OPERATOR
+from meshrl.models.state import stays_float32
 from meshrl.training.model_config import (
     ActivationCheckpointConfig,
     ActivationOffloadConfig,
@@ -99,7 +101,8 @@ def shard(
 ) -> None:
     """Shards each block, and then what is left (embeddings, last norm, head), over the mesh of a group that has one.
 
-    Parameters are gathered in `compute_dtype`, gradients are summed over the ranks, in `reduce_dtype`. `divided` are
+    Parameters are gathered in `compute_dtype`, but for those of routers that engines compute in float32; gradients are
+    summed over the ranks, in `reduce_dtype`. `divided` are
     what `divide_experts` gave: modules that are sharded over the ranks that have the same experts.
     """
     assert parallel.mesh is not None, "a group of one on a CPU shards nothing"
@@ -114,6 +117,9 @@ def shard(
         *copies, ranks, _ = parallel.experts.mesh_dim_names or ()
         for module in divided:
             apply(module, mesh=parallel.experts[(*copies, ranks)], reshard_after_forward=reshard)
+    exact = dataclasses.replace(precision, param_dtype=torch.float32)
+    for router in _float32_routers(policy.model):
+        apply(router, mesh=parallel.mesh, reshard_after_forward=reshard, mp_policy=exact)
     for block in transformer_blocks(policy.model):
         apply(block, mesh=parallel.mesh, reshard_after_forward=reshard)
     apply(policy, mesh=parallel.mesh, reshard_after_forward=False)  # its backward begins where its forward ends
@@ -122,6 +128,13 @@ def shard(
     for unit in _units(policy):  # sums, not means: right for any number of ranks that share rows or experts
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # which not all backends can do while they scale
+
+
+def _float32_routers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    for name, module in model.named_modules():
+        own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
+        if name.endswith((".gate", ".router")) and own and all(stays_float32(model, each) for each in own):
+            yield module
 
 
 class StepPasses:
