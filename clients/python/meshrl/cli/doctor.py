@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meshrl.cli.command import folder_option, json_option, options_for, print_json, print_table, run
+from meshrl.cli.drift import measure_drift, print_floors
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.machine.fitness import Diagnosis, open_files, room_of
 from meshrl.client.machine.memory import machine_memory
@@ -190,12 +191,27 @@ def _remedy(folder: RunFolder, found: Ailment) -> str:
 @folder_option
 @click.option("--address", metavar="HOST:PORT", help="A trainer, where its run's folder is on another machine.")
 @json_option
-def doctor(folder: RunFolder, address: str | None, as_json: bool) -> None:
+@click.option("--drift", is_flag=True, help="Run the policy at learning rate 0, and print the noise of its mismatch.")
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Of --drift.")
+@click.option("--vary", "varied", multiple=True, metavar="KEY=VALUE",
+              help="With --drift, run again with this key of rl, such as trainer.model.attn=sdpa.")  # fmt: skip
+def doctor(
+    folder: RunFolder, address: str | None, as_json: bool, drift: bool, steps: int, varied: tuple[str, ...]
+) -> None:
     """Examine this machine and the run in the output folder, one that is over as well.
 
     Lists causes for a reward that is flat, a loss of 0, GPUs that idle and the like, the one that explains most first,
     with the evidence and the key to change. Exits with 1 when something fails.
+
+    --drift starts a short run of the same configuration, with the newest saved weights where there are some.
     """
+    if drift:
+        floors = measure_drift(folder, steps, varied)
+        if as_json:
+            print_json([asdict(floor) for floor in floors])
+        else:
+            print_floors(floors)
+        return
     if address:
         found = causes(folder, run(observed_at(address, options_for(folder))))
         if as_json:

@@ -1,0 +1,38 @@
+"""What `meshrl doctor --drift` refuses before it starts anything, and what it reads of a run that was made."""
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from meshrl.cli.drift import noise_floor
+from meshrl.cli.main import main
+from meshrl.cli.run_folder import RunFolder
+
+
+def refusal(folder: Path, *flags: str) -> str:
+    done = CliRunner().invoke(main, ["doctor", "--drift", "-o", str(folder), *flags])
+    assert done.exit_code == 1
+    return done.output
+
+
+def test_a_folder_that_rl_did_not_make_and_a_run_that_goes_on_are_refused(tmp_path: Path) -> None:
+    assert "has no configs/rl.toml" in refusal(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/rl.toml").touch()
+    with (tmp_path / "rl.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "goes on: it and another would share its devices; end it first" in refusal(tmp_path)
+
+
+def test_the_noise_floor_is_over_all_steps(tmp_path: Path) -> None:
+    names = ("mismatch_abs/all/mean", "mismatch_abs/all/max", "mismatch_kl/all/mean")
+    lines = [{"step": step, **dict.fromkeys(names, step * 1e-3)} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/trainer.toml").write_text('[model]\nattn = "sdpa"\n')
+    floor = noise_floor(RunFolder(tmp_path), "", before=None)
+    assert (floor.kernel, floor.steps, floor.most_abs) == ("sdpa", 3, 3e-3)
+    assert (floor.mean_abs, floor.mean_kl) == (pytest.approx(2e-3), pytest.approx(2e-3))
