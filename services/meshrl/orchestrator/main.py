@@ -60,7 +60,7 @@ def in_mesh(config: OrchestratorConfig, mesh: RunFolder) -> OrchestratorConfig:
             raise ConfigError(f"orchestrator.mesh {str(mesh.path)!r} names no address of `{name}`; name a run's folder")
         services.setdefault(name, list(found) if name == "rollout" else found[0] if found else "")
     values["services"] = services
-    values.setdefault("output_dir", mesh.path / f"run_{config.run_id or 'main'}")
+    values.setdefault("output_dir", mesh.path / f"run_{config.run_id.removeprefix('run_') or 'main'}")
     token = mesh.path / "credentials" / f"{Role.ORCHESTRATOR}.token"
     if not config.tls.model_fields_set and token.exists():
         values["tls"] = {"token": token}

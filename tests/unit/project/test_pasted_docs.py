@@ -167,7 +167,9 @@ def test_the_command_meshrl_reads_those_of_the_documents(
             context = sub.make_context(name, rest, parent=context)
 
 
-@pytest.mark.parametrize("command", [command for command in READ if re.match("meshrl (run|token create)", command)])
+@pytest.mark.parametrize(
+    "command", [command for command in READ if re.match("meshrl (run init|token create)", command)]
+)
 def test_commands_that_need_no_run_do_what_they_are_printed_for(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_runs_come_go_and_change_their_share() -> None:
     scheduler.charge("one", QUANTUM)
     assert scheduler.next_run({"one": 10, "two": 10}) == "two"
     assert scheduler.used_share("one") == 1.0
+    assert scheduler.used_share("being made") == 0.0
     scheduler.remove("two")
     assert scheduler.next_run({"one": 10}) == "one"
     with pytest.raises(ValueError, match="share of run 'three' must be above 0 and finite, got 0"):

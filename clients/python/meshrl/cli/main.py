@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "logs": ("logs", "Print the logs of all programs together, and follow them."),
     "report": ("report", "Write a run in one HTML file: curves, outcome, cost, what is wrong."),
     "rollouts": ("rollouts", "Look up rollouts, and read the best and the worst of a step."),
-    "run": ("runs", "List, create, suspend and delete the runs of a trainer; make the authority of a run."),
+    "run": ("trainer", "List, create, suspend and delete the runs of a trainer; make the authority of a run."),
     "status": ("status", "Show every service, its version, and how far behind it is."),
     "token": ("members", "Make and revoke the tokens by which hosts join a run."),
     "trace": ("traces", "Show a step, the slowest spans, or export all for Perfetto."),

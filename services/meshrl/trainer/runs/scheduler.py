@@ -85,6 +85,7 @@ class FairScheduler:
         member.tokens += tokens
 
     def used_share(self, run_id: str) -> float:
-        """Of the tokens that the runs in the ring have trained, those of this one."""
+        """Of the tokens that the runs in the ring have trained, those of this one; 0 for one that is not in it yet."""
         total = sum(member.tokens for member in self._members.values())
-        return self._members[run_id].tokens / total if total else 0.0
+        member = self._members.get(run_id)
+        return member.tokens / total if member is not None and total else 0.0
