@@ -230,9 +230,9 @@ class ManyRuns:
         )
         return made
 
-    async def create(self, name: str, changed: Mapping[str, Any] | None = None) -> None:
+    async def create(self, name: str, changed: Mapping[str, Any] | None = None, *, request_id: str = "") -> None:
         of = RunSettings.model_validate({**settings(name).model_dump(), **(changed or {})})
-        await self.host.create(name, of)
+        await self.host.create(name, of, request_id=request_id)
 
     async def submit(self, name: str, step: int, *, advantage: float | None = None) -> None:
         """Submits a batch, once there is a place for it."""

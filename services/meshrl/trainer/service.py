@@ -210,7 +210,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                     f"this trainer trains {held} and takes no more runs; start one with trainer.max_concurrent_runs",
                 )
             spec = from_proto(RunSpec, request.spec) if request.HasField("spec") else None
-            return await self.host.create(request.run_id, self.host.settings_of(spec))
+            settings = self.host.settings_of(spec)
+            return await self.host.create(request.run_id, settings, request_id=request.request_id)
 
         return pb.CreateRunResponse(run=await self._changed(request, create))
 

@@ -75,7 +75,7 @@ async def test_a_trainer_that_starts_again_brings_each_run_back_at_its_durable_s
 ) -> None:
     async with many_runs(load(model), tmp_path) as mesh:
         for name in RUNS:
-            await mesh.create(name, SAVING)
+            await mesh.create(name, SAVING, request_id=f"asked for {name}")
         await asyncio.gather(*(mesh.train(name, [1, 2, 3]) for name in RUNS))
         await mesh.host.suspend("odd", "to look at it")
     async with many_runs(load(model), tmp_path) as mesh:
@@ -86,6 +86,9 @@ async def test_a_trainer_that_starts_again_brings_each_run_back_at_its_durable_s
         assert {infos[name].epoch for name in RUNS} == {2}
         assert {name for name in RUNS if infos[name].phase is RunPhase.SUSPENDED} == {"odd"}
         assert sorted(path.name for path in (tmp_path / "runs/odd").iterdir()) == ["checkpoints", "epoch", "weights"]
+        await mesh.create("wide", SAVING, request_id="asked for wide")  # it is there: the answer was lost
+        with pytest.raises(MeshError, match="holds run 'wide' already"):
+            await mesh.create("wide", SAVING, request_id="another request")
         await mesh.host.resume("odd")
         await asyncio.gather(*(mesh.train(name, range(4, STEPS + 1)) for name in RUNS))
         for name, weights in alone.items():

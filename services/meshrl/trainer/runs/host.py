@@ -59,6 +59,7 @@ class _Added:
     rank_run: RankRun
     training: RunTraining
     publication: RunPublication
+    request_id: str = ""  # of the CreateRun that made it
     opening: asyncio.Task[None] | None = None
 
 
@@ -122,14 +123,17 @@ class RunHost:
 
     # --- what clients ask -------------------------------------------------------------------------
 
-    async def create(self, run_id: str, settings: RunSettings) -> RunInfo:
+    async def create(self, run_id: str, settings: RunSettings, *, request_id: str = "") -> RunInfo:
         """Adds a run, which goes on from its newest checkpoint where its folder has one.
 
         Returns once its adapter is there; its versions are published from then on, and its batches trained once the
-        first is. Raises MeshError RUN_EXISTS, RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
+        first is. A request that made the run before the trainer was restarted finds it. Raises MeshError RUN_EXISTS,
+        RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
         """
-        await self._make(run_id, settings, create_time=time.time(), suspension=None)
-        await self._write_index()
+        known = self._added.get(run_id)
+        if known is None or not request_id or known.request_id != request_id:
+            await self._make(run_id, settings, create_time=time.time(), suspension=None, request_id=request_id)
+            await self._write_index()
         return self.info(self._table.find(run_id))
 
     async def suspend(self, run_id: str, message: str, *, by: str = "") -> RunInfo:
@@ -195,7 +199,13 @@ class RunHost:
             suspension = None if row["suspension"] is None else Suspension(**row["suspension"])
             try:
                 settings = RunSettings.model_validate(row["settings"])
-                await self._make(row["run_id"], settings, create_time=row["create_time"], suspension=suspension)
+                await self._make(
+                    row["run_id"],
+                    settings,
+                    create_time=row["create_time"],
+                    suspension=suspension,
+                    request_id=row["request_id"],
+                )
             except (ValueError, MeshError) as error:
                 logger.error("run {!r} is not brought back: {}; its folder stays", row["run_id"], error)
 
@@ -210,7 +220,13 @@ class RunHost:
     # --- inner --------------------------------------------------------------------------------------
 
     async def _make(
-        self, run_id: str, settings: RunSettings, *, create_time: float, suspension: Suspension | None
+        self,
+        run_id: str,
+        settings: RunSettings,
+        *,
+        create_time: float,
+        suspension: Suspension | None,
+        request_id: str,
     ) -> None:
         if run_id in self._making or any(queue.book.run_id == run_id for queue in self._table):
             raise MeshError(Reason.RUN_EXISTS, f"this trainer holds run {run_id!r} already; choose another run_id")
@@ -268,7 +284,12 @@ class RunHost:
 
             publication, training = await self._table.call(open_run)
             added = self._added[run_id] = _Added(
-                settings=settings, queue=queue, rank_run=rank_run, training=training, publication=publication
+                settings=settings,
+                queue=queue,
+                rank_run=rank_run,
+                training=training,
+                publication=publication,
+                request_id=request_id,
             )
         finally:
             self._making.discard(run_id)
@@ -299,6 +320,7 @@ class RunHost:
                 {
                     "run_id": run_id,
                     "settings": added.settings.model_dump(mode="json"),
+                    "request_id": added.request_id,
                     "create_time": added.queue.book.create_time,
                     "suspension": None if added.queue.book.suspension is None else vars(added.queue.book.suspension),
                 }
