@@ -397,13 +397,14 @@ def _of_whole_vocabulary(
     logprobs_N: torch.Tensor, entropy_N: torch.Tensor, lse_N: torch.Tensor, inside_N: torch.Tensor, share: TensorShare
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `_score` gives of a whole vocabulary, of what it gave each rank of its part of it."""
-    count = len(lse_N)
-    chosen_NJ = torch.where(inside_N, logprobs_N + lse_N.view(-1, *[1] * (logprobs_N.ndim - 1)), 0.0).view(count, -1)
+    of_each = (-1, *[1] * (logprobs_N.ndim - 1))
+    chosen_NJ = torch.where(inside_N, logprobs_N + lse_N.view(of_each), 0.0).view(len(lse_N), -1)
     parts_RN3 = share.stacked(torch.cat([lse_N[:, None], (lse_N - entropy_N)[:, None], chosen_NJ], dim=1))
     lse_RN, mean_RN = parts_RN3[..., 0], parts_RN3[..., 1]
     lse_N = lse_RN.logsumexp(0)
     mean_N = ((lse_RN - lse_N).exp() * mean_RN).sum(0)
-    return (parts_RN3[..., 2:].sum(0) - lse_N[:, None]).view(logprobs_N.shape), lse_N - mean_N, lse_N
+    chosen_N = parts_RN3[..., 2:].sum(0).view(logprobs_N.shape)
+    return chosen_N - lse_N.view(of_each), lse_N - mean_N, lse_N
 
 
 def _slope(

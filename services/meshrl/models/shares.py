@@ -130,9 +130,9 @@ class TensorShare:
 
     def stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors in their order, (size, ...), on every rank; without a gradient."""
-        parts = tensor.new_empty((self.size * len(tensor), *tensor.shape[1:]))
-        dist.all_gather_into_tensor(parts, tensor.contiguous(), group=_process_group(self.group))
-        return parts.view(self.size, *tensor.shape)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor, group=_process_group(self.group))
+        return torch.stack(parts)
 
     def embedded(self, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
         """The rows that ids (...) name of a whole table of which each rank has a part, in order; (..., E)."""

@@ -71,9 +71,11 @@ def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
 def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
     """Checkpoints and compiles the blocks as configured."""
     blocks = transformer_blocks(policy.model)
-    checkpointed = blocks[:: config.ac.freq] if isinstance(config.ac, ActivationCheckpointConfig) else []
-    for block in checkpointed:  # auto_settings has chosen before
-        _set_forward(block, _checkpointed(block.forward, config.ac, policy.routers))
+    checkpointed: list[nn.Module] = []
+    if isinstance(config.ac, ActivationCheckpointConfig):  # auto_settings has chosen before
+        checkpointed = blocks[:: config.ac.freq]
+        for block in checkpointed:
+            _set_forward(block, _checkpointed(block.forward, config.ac, policy.routers))
     if isinstance(config.compile, CompileConfig):
         # The experts' products have other shapes in each pass, and routers are watched and given choices between them.
         if config.compile.fullgraph and policy.routers.holders:
