@@ -119,7 +119,7 @@ class StepFinisher:
         if version > run.plan.active_version:  # else engines have moved on: it was done before this process began
             try:
                 with run.stage("version", version, step=step):
-                    activation = await self._relay.activate_or_skip(self._uploader, version)
+                    activation = await self._relay.activate_or_skip(self._uploader, version, done.artifact_id)
             except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
                 await self._write(submitted, served, done)
                 raise

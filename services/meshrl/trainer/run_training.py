@@ -327,6 +327,7 @@ class RunTraining:
                 logprobs=logprobs,
                 entropies=entropies,
                 tokens=tokens,
+                artifact_id=done.result().artifact_id,
             )
 
         def publish() -> None:

@@ -21,7 +21,7 @@ async def test_trainer_says_what_it_is(mesh: Mesh) -> None:
 async def test_submitted_batch_becomes_a_version(mesh: Mesh) -> None:
     assert await mesh.client.submit_batch(batch(1)) == 1
     event = await mesh.until(StepState.DONE, 1)
-    assert event.version == 1
+    assert (event.version, event.artifact_id) == (1, "artifact-1")
     assert event.metrics["optim/grad_norm"] > 0
     assert event.timings_s["step"] > 0
     assert event.entropies is not None

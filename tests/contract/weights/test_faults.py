@@ -348,6 +348,23 @@ async def test_run_waits_on_where_one_engine_of_two_has_no_memory(mesh: Any, new
     assert fitting.holds(state(3))
 
 
+async def test_a_number_of_another_epoch_is_refused_by_its_content_and_what_the_trainer_made_anew_is_activated(
+    mesh: Any, engine: Any, state: Any
+) -> None:
+    mesh.start_agent("e0", engine)
+    before = await mesh.publisher(Transport.STREAM, epoch=1).publish(0, state(1))
+    anew = await mesh.publisher(Transport.STREAM, epoch=2).publish(0, state(2))
+    with pytest.raises(MeshError) as refused:
+        await mesh.client().activate_version(
+            run_id="run", version=0, prepare_deadline_s=30.0, artifact_id=before.artifact_id
+        )
+    assert refused.value.reason is Reason.VERSION_CONFLICT
+    activation = await relay(mesh).activate(0, before.artifact_id)
+    assert activation is not None
+    assert (activation.version.epoch, activation.version.artifact_id) == (2, anew.artifact_id)
+    assert engine.holds(state(2))
+
+
 async def test_create_and_seal_are_idempotent_and_conflicts_are_named(
     mesh: Any, state: Any, transport: Transport
 ) -> None:

@@ -208,9 +208,11 @@ class WeightSyncClient(ServiceClient):
         policy: ActivationPolicy = ActivationPolicy.ROLLING,
         min_ready: int = 0,
         prepare_deadline_s: float,
+        artifact_id: str = "",
     ) -> Activation:
         """Commits a sealed version; returns when `min_ready` engines (0: all) serve it.
 
+        With `artifact_id` it must have that content, else VERSION_CONFLICT: epochs share version numbers.
         Raises ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`.
         """
         request = pb.ActivateVersionRequest(
@@ -220,6 +222,7 @@ class WeightSyncClient(ServiceClient):
             policy=convert.activation_policy_to_proto(policy),
             min_ready=min_ready,
             prepare_deadline_s=prepare_deadline_s,
+            artifact_id=artifact_id,
         )
         deadline_s = prepare_deadline_s + self.options.unary_deadline_s
         response = await self._unary(self._stub.ActivateVersion, "ActivateVersion", request, deadline_s)

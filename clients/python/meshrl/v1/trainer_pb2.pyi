@@ -228,7 +228,7 @@ class WatchStepsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ..., from_now: bool = ..., bookmark_s: _Optional[float] = ...) -> None: ...
 
 class WatchStepsResponse(_message.Message):
-    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step", "logprobs", "entropies", "bookmark", "time")
+    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step", "logprobs", "entropies", "bookmark", "artifact_id", "time")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,7 @@ class WatchStepsResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENTROPIES_FIELD_NUMBER: _ClassVar[int]
     BOOKMARK_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     revision: int
     step: int
@@ -270,8 +271,9 @@ class WatchStepsResponse(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[RolloutLogprobs]
     entropies: _tensor_pb2.Tensor
     bookmark: bool
+    artifact_id: str
     time: _timestamp_pb2.Timestamp
-    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RolloutLogprobs, _Mapping]]] = ..., entropies: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bookmark: bool = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RolloutLogprobs, _Mapping]]] = ..., entropies: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., bookmark: bool = ..., artifact_id: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class RolloutLogprobs(_message.Message):
     __slots__ = ("rollout_id", "logprobs")

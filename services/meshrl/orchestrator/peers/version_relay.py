@@ -100,14 +100,19 @@ class VersionRelay:
                     raise failed(_SERVICE, self._settings.address, doing, error) from error
             raise
 
-    async def activate(self, version: int) -> Activation | None:
+    async def activate(self, version: int, artifact_id: str = "") -> Activation | None:
         """Commits a version that a step made; None when it could not be and engines keep the one before. Raises
         VersionGoneError, and RunError when the hub is gone."""
         deadlines = self._settings.deadlines
         patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
         try:
-            return await persist(lambda: self._commit(version, deadlines.activation_s), patience, clock=self._clock)
+            return await persist(
+                lambda: self._commit(version, deadlines.activation_s, artifact_id), patience, clock=self._clock
+            )
         except MeshError as error:
+            if error.reason is Reason.VERSION_CONFLICT and artifact_id:
+                logger.warning(f"the trainer has made version {version} anew, which is activated instead: {error}")
+                return await self.activate(version)
             if error.reason in AWAY:
                 doing = f"activating version {version}"
                 raise failed(_SERVICE, self._settings.address, doing, error) from error
@@ -116,7 +121,7 @@ class VersionRelay:
             logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
             return None
 
-    async def activate_or_skip(self, uploader: BatchUploader, version: int) -> Activation | None:
+    async def activate_or_skip(self, uploader: BatchUploader, version: int, artifact_id: str = "") -> Activation | None:
         """As `activate`, over restarts of the trainer; None when engines keep the version before.
 
         A trainer that comes back at an earlier step makes the version again, and it is activated then. One that comes
@@ -127,7 +132,7 @@ class VersionRelay:
         while uploader.came_back_at <= version:
             epoch = uploader.epoch
             try:
-                return await self.activate(version)
+                return await self.activate(version, artifact_id)
             except VersionGoneError as error:
                 if (
                     version == uploader.came_back_at and self._clock.now() < give_up_at_s
@@ -154,11 +159,12 @@ class VersionRelay:
                 logger.warning(f"{outcome.awake} engines stay awake while the trainer trains, {outcome.asleep} sleep")
         return self._clock.now() - began_s
 
-    async def _commit(self, version: int, prepare_deadline_s: float) -> Activation:
+    async def _commit(self, version: int, prepare_deadline_s: float, artifact_id: str = "") -> Activation:
         return await self._client.activate_version(
             run_id=self._run_id,
             version=version,
             policy=self._settings.policy,
             min_ready=self._settings.min_ready,
             prepare_deadline_s=prepare_deadline_s,
+            artifact_id=artifact_id,
         )

@@ -44,6 +44,7 @@ class _Filled(TypedDict, total=False):
     reason: str
     message: str
     traceparent: str
+    artifact_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +226,7 @@ class StepBook:
         traceparent: str = "",
         logprobs: Mapping[str, NDArray[np.float32]] | None = None,
         entropies: NDArray[np.float32] | None = None,
+        artifact_id: str = "",
     ) -> None:
         """The step is trained and its version sealed. Only the newest events keep `logprobs` and `entropies`: they are
         large.
@@ -241,6 +243,7 @@ class StepBook:
             traceparent=traceparent,
             logprobs=dict(logprobs or {}),
             entropies=entropies,
+            artifact_id=artifact_id,
         )
         large = [place for place, event in enumerate(self._events) if event.logprobs or event.entropies is not None]
         for place in large[:-LARGE_EVENTS]:

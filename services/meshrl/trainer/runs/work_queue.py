@@ -136,6 +136,7 @@ class TrainingQueue:
         logprobs: Mapping[str, NDArray[np.float32]],
         entropies: NDArray[np.float32],
         tokens: int = 0,
+        artifact_id: str = "",
     ) -> None:
         """Reports a step as DONE; `logprobs` are those of rollouts that its batch asked for, `tokens` the run's."""
 
@@ -148,6 +149,7 @@ class TrainingQueue:
                 traceparent=traceparent,
                 logprobs=logprobs,
                 entropies=entropies,
+                artifact_id=artifact_id,
             )
 
         self._report(finish)

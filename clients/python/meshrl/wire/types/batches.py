@@ -162,4 +162,5 @@ class StepEvent:
     durable_step: int = 0  # of the run, when this event was made
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by rollout id, (N,) each
     entropies: NDArray[np.float32] | None = None
+    artifact_id: str = ""  # of the version, when DONE; empty: not known
     time: float | None = field(default=None, compare=False)  # when it was made, in seconds of the epoch
