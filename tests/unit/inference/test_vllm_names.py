@@ -1,4 +1,4 @@
-"""Models whose layers vLLM knows under other names than versions carry are refused before vLLM starts."""
+"""Names of a version's tensors at vLLM, and of the parameters that it reports as loaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.build import describe
-from meshrl.inference.vllm.installed import VllmError
-from meshrl.models.load import ModelError
+from meshrl.inference.vllm.installed import without_weights
+from meshrl.models.folder import as_in_files, renamed_in_layers
+from meshrl.models.load import ModelError, empty_model
+from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout
 from tiny_families import tiny_model
 
@@ -31,10 +34,31 @@ VERSIONS = {"weight_broadcast": WeightBroadcastConfig(address="localhost:1")}
 
 
 @pytest.mark.parametrize("family", ["mixtral", "minimax_m2"])
-def test_versions_under_names_that_vllm_does_not_know_are_refused(family: str, tmp_path: Path) -> None:
-    wanted = rf"\(of type '{family}'\): they carry model\.layers\.0\.mlp\..*knows as .*block_sparse_moe.*'embedded'$"
-    with pytest.raises(VllmError, match=wanted):
-        described(config(tmp_path, family, **VERSIONS))
+def test_versions_come_under_the_names_of_files_where_those_differ_in_layers(family: str, tmp_path: Path) -> None:
+    """vLLM knows the names of files. The experts of a layer are then parts of the version's own memory."""
+    model = tiny_model(family, None)
+    model.save_pretrained(tmp_path)
+    outline = empty_model(ModelConfig(name=str(tmp_path), device="cpu"), dtype=torch.float32)
+    assert renamed_in_layers(outline)
+    assert not renamed_in_layers(tiny_model("qwen3_moe", None))
+    stored = load_file(tmp_path / "model.safetensors")
+    version = hf_state(model)
+    assert version.keys() != stored.keys()
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in version.items():  # portions may end anywhere between two tensors
+        found |= as_in_files(outline, {name: tensor})
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+
+
+def test_what_got_no_weights_is_named_whatever_a_release_reports() -> None:
+    """vLLM 0.26 leaves `routed_experts` out of the names that it reports, 0.32 does not."""
+    experts = "model.layers.0.mlp.experts.routed_experts.w13_weight"
+    parameters = [experts, "model.norm.weight", "model.layers.0.self_attn.o_proj.base_layer.weight"]
+    others = ["model.norm.weight", "model.layers.0.self_attn.o_proj.weight"]
+    assert without_weights(parameters, ["model.layers.0.mlp.experts.w13_weight", *others]) == []
+    assert without_weights(parameters, [experts, *others]) == []
+    assert without_weights(parameters, others) == [experts]
 
 
 def test_what_reads_no_whole_versions_is_served(tmp_path: Path) -> None:

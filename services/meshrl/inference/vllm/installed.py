@@ -92,7 +92,21 @@ def profiled_bytes(worker: Worker) -> int:
     return max(activations, graphs) if hasattr(worker, "total_consumed") else activations + graphs
 
 
-def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def without_weights(parameters: Iterable[str], loaded: Iterable[str]) -> list[str]:
+    """The parameters of a vLLM model that are not among the names that it has reported as loaded, in order.
+
+    Those of layers that can have adapters are reported without `base_layer`, and before 0.32 those of experts without
+    `routed_experts`.
+    """
+
+    def reported(name: str) -> str:
+        return name.replace(".base_layer.", ".").replace(".routed_experts.", ".")
+
+    there = {reported(name) for name in loaded}
+    return sorted(name for name in parameters if reported(name) not in there)
+
+
+def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Loads tensors of Hugging Face names over the live weights of a worker's model; returns parameters that got none.
 
     The runner's own `reload_weights` does the same, but only logs these.
@@ -100,7 +114,7 @@ def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Te
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = runner.get_model()
-    expected = {name for name, _ in model.named_parameters()}
+    expected = [name for name, _ in model.named_parameters()]
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if loader is not None and not hasattr(loader, "__name__"):  # a partial function, as MiniMax-M2's norms have
@@ -114,5 +128,5 @@ def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Te
     runner.reset_encoder_cache()
     runner.reset_mm_cache()
     if loaded is None or runner.model_config.quantization is not None:  # names that are not those of the checkpoint
-        return set()
-    return {name.replace(".base_layer.", ".") for name in expected} - {n.replace(".base_layer.", ".") for n in loaded}
+        return []
+    return without_weights(expected, loaded)

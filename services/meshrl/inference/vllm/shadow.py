@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.file_reader import PORTION_BYTES
-from meshrl.inference.vllm.installed import reload_weights
+from meshrl.inference.vllm.installed import reload_weights, without_weights
 from meshrl.versions.collective.digest import digest_bytes, sum128
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class ParameterShadow:
 
     def finish(self) -> None:
         if self._loaded is not None:
-            missing = sorted(set(self._live) - self._loaded)
+            missing = without_weights(self._live, self._loaded)
             if missing:
                 raise ValueError(f"{len(missing)} parameters got no weights, first {missing[0]!r}")
 
@@ -140,7 +140,7 @@ class CheckpointShadow:
         return [name for name, digest in _digests(model).items() if before.get(name) != digest]
 
     def _load(self, tensors: Weights) -> None:
-        missing = sorted(reload_weights(self._runner, tensors))
+        missing = reload_weights(self._runner, tensors)
         if self._device.type == "cpu":
             _pack_again(self._runner.get_model())
         if missing:
