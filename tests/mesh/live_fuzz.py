@@ -33,6 +33,10 @@ def without_request_id(message: Any) -> None:
     message.request_id = ""
 
 
+def of_no_uuid(message: Any) -> None:
+    message.request_id = "no UUID"
+
+
 def without_url(message: Any) -> None:
     message.url = ""
 
@@ -49,8 +53,11 @@ def of_no_group(message: Any) -> None:
 
 
 # Calls that would end or change the run if they were sound: theirs are made so that they must be refused.
-DESTRUCTIVE: Mapping[str, Callable[[Any], None] | None] = {
-    "meshrl.v1.TrainerService/Drain": None,  # ends the trainer; has no field that could be wrong, so only noise is sent
+DESTRUCTIVE: Mapping[str, Callable[[Any], None]] = {
+    "meshrl.v1.TrainerService/Drain": of_no_uuid,  # ends the trainer
+    "meshrl.v1.RolloutService/Drain": of_no_uuid,  # ends the rollout program
+    "meshrl.v1.WeightSync/Drain": of_no_uuid,  # ends the hub
+    "meshrl.v1.WeightSync/CloseRun": of_no_uuid,  # has engines let go of the run's versions
     "meshrl.v1.TrainerService/SaveCheckpoint": without_request_id,  # keeps the trainer from its steps
     "meshrl.v1.RolloutService/CancelRollouts": of_no_group,  # without a group it ends all rollouts
     "meshrl.v1.WeightSync/Register": without_url,  # a version waits for every engine that is registered

@@ -81,11 +81,11 @@ class CallGenerator:
         self._known = known
         self._known_share = 0.0
 
-    def messages(self, method: Method, destructive: Mapping[str, Callable[[Any], None] | None]) -> list[bytes]:
+    def messages(self, method: Method, destructive: Mapping[str, Callable[[Any], None]]) -> list[bytes]:
         """The bytes of each message of one call.
 
         `destructive` names methods that must not be called with success, each with what makes a sound message one that
-        is refused; where that is None, all of its messages are noise.
+        is refused.
         """
         if not method.descriptor.client_streaming:
             count = 1 if method.full_name in destructive else self._random.choices((0, 1, 2), weights=(1, 30, 1))[0]
@@ -97,8 +97,8 @@ class CallGenerator:
             return [self._harmless(kind, destructive[method.full_name]) for _ in range(count)]
         return [self._message(kind) for _ in range(count)]
 
-    def _harmless(self, kind: Descriptor, spoil: Callable[[Any], None] | None) -> bytes:
-        if spoil is None or self._random.random() < 0.4:
+    def _harmless(self, kind: Descriptor, spoil: Callable[[Any], None]) -> bytes:
+        if self._random.random() < 0.4:
             return self._undecodable(kind)
         message = self.sound(kind)
         spoil(message)
