@@ -49,7 +49,7 @@ from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.run_state import RunState
 from meshrl.versions.progress import Progress
-from meshrl.wire.errors import MeshError
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepState
 
 DEADLINE_S = 120.0
@@ -127,6 +127,7 @@ class Publishing:
         self.refuse: Callable[[str, int], MeshError | None] = lambda run_id, version: None
         self.firsts: list[str] = []
         self.retired: list[str] = []
+        self.closed = False
 
     def publish(self, run_id: str, version: int, captured: Any) -> Future[Any]:
         self.versions[run_id, version] = captured
@@ -208,6 +209,8 @@ class ManyRuns:
             self.error = error
 
     def _open(self, run: RankRun, queue: TrainingQueue, of: RunSettings, epoch: int) -> tuple[First, RunTraining]:
+        if self.publishing.closed:
+            raise MeshError(Reason.UNREACHABLE, "no hub")
         return First(self.publishing, run.state.run_id), self._training(run, queue, of, own=False)
 
     def _training(self, run: RankRun, queue: TrainingQueue, of: RunSettings, *, own: bool) -> RunTraining:

@@ -254,6 +254,10 @@ async def test_a_run_whose_adapter_cannot_be_made_leaves_no_trace(
         with pytest.raises(MeshError, match="'wo' names no linear layer") as refused:
             await mesh.create("bad", {"lora": {"rank": 4, "target_modules": ["wo"]}})
         assert refused.value.reason is Reason.INVALID_REQUEST
+        mesh.publishing.closed = True
+        with pytest.raises(MeshError, match="no hub"):
+            await mesh.create("dropped")
+        mesh.publishing.closed = False
         await mesh.create("dropped")
         await healthy(mesh, alone)
         assert [queue.book.run_id for queue in mesh.table] == ["main", "dropped"]

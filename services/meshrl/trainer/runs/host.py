@@ -173,8 +173,7 @@ class RunHost:
 
         def remove() -> None:
             self._loop.remove(run_id)
-            self._commands.send(DeleteCommand(run_id=run_id))
-            self._maker.forget(added.rank_run, self._own)
+            self._forget(added.rank_run)
 
         await self._table.call(remove)
         del self._added[run_id]
@@ -282,7 +281,12 @@ class RunHost:
                 self._loop.add(training, settings.share)
                 return publication, training
 
-            publication, training = await self._table.call(open_run)
+            try:
+                publication, training = await self._table.call(open_run)
+            except BaseException:  # whatever it is, the name is free again
+                self._table.remove(run_id)
+                await self._table.call(lambda: self._forget(rank_run))
+                raise
             added = self._added[run_id] = _Added(
                 settings=settings,
                 queue=queue,
@@ -296,6 +300,11 @@ class RunHost:
         logger.info("run {!r} is added at step {} (epoch {})", run_id, book.step, epoch)
         if suspension is None:
             self._begin(added)
+
+    def _forget(self, run: RankRun) -> None:
+        """Frees a run on every rank; on the training thread."""
+        self._commands.send(DeleteCommand(run_id=run.state.run_id))
+        self._maker.forget(run, self._own)
 
     def _begin(self, added: _Added) -> None:
         """Publishes the version that a run starts with, then lets it train."""
