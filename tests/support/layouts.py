@@ -74,14 +74,14 @@ LAYOUTS = {
     "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2")),
     "tp2": Layout(2, {"tp": 2}),
     "tp2 x ep2": Layout(2, {"tp": 2, "ep": 2}, (ALONE, "cp2")),
-    "tp2 x dp2": Layout(4, {"tp": 2}),
+    "tp2 x dp2": Layout(4, {"tp": 2}, (ALONE,)),
     "cp2 x tp2": Layout(4, {"cp": 2, "tp": 2}),
     "cp2 x tp2 x ep2": Layout(4, {"cp": 2, "tp": 2, "ep": 2}, ("tp2 x ep2", "ep2 x dp2")),
     "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",)),
 }
 WITHOUT_EXPERTS = ("tp2", "tp2 x dp2", "cp2 x tp2")  # layouts of dense models alone
 PAIRS = [(earlier, name) for name, layout in LAYOUTS.items() for earlier in layout.resumes]
-PAIRS += [(name, ALONE) for name in LAYOUTS if name not in WITHOUT_EXPERTS]
+PAIRS += [(name, ALONE) for name in LAYOUTS]
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"loss": partial(gspo_loss, clip_low=3e-2, clip_high=4e-2), "model": {}},
     "grpo of adapters": {  # and mixtures replay routes
@@ -89,14 +89,22 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "model": {"lora": {"rank": 4}, "ac": {"mode": "selective", "freq": 2}},
     },
 }
-SAVED = ("qwen3_moe", "gspo")
+SAVED = "gspo"
+
+
+def saved_family(*names: str) -> str:
+    """The family whose checkpoints go from one of the layouts to the other."""
+    return "qwen3" if set(names) & set(WITHOUT_EXPERTS) else "qwen3_moe"
 
 
 def make_models(folder: Path) -> None:
     """Writes a model of each family into FOLDER/FAMILY; windows, sinks and biases of routers are among them."""
+    changes = {
+        "qwen3": {"intermediate_size": 50},  # two ranks of tensor parallelism have 25 each, odd to FSDP
+        "qwen3_moe": {"use_sliding_window": False},  # its samples share beginnings
+    }
     for family in FAMILIES:
-        windows = {"use_sliding_window": False} if family == "qwen3_moe" else {}  # its samples share beginnings
-        tiny_model(family, **windows).save_pretrained(folder / family)
+        tiny_model(family, **changes.get(family, {})).save_pretrained(folder / family)
 
 
 class Training:
@@ -142,7 +150,8 @@ class Training:
         }
 
     def checkpointer(self, folder: Path, name: str) -> Checkpointer:
-        return Checkpointer(*self.trained, folder / "saved" / name, tokenizer=None, base=self.config)
+        saved = folder / "saved" / self.trained.model.config.model_type / name
+        return Checkpointer(*self.trained, saved, tokenizer=None, base=self.config)
 
     def published(self) -> dict[str, Any]:
         """Whether what the senders would send of each tensor is the state as Hugging Face has it, bit for bit."""
@@ -212,7 +221,7 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
     steps = []
     for step in range(STEPS):
         steps.append(training.step(step)[1])
-        if (family, case) == SAVED and step + 1 == SAVED_AFTER:
+        if family in (saved_family(), saved_family(*WITHOUT_EXPERTS)) and (case, step + 1) == (SAVED, SAVED_AFTER):
             training.checkpointer(folder, name).save()
     found = {key: [step[key] for step in steps] for key in steps[0]}
     replayed = parallel.sum(np.array(training.replayed)).tolist()
@@ -223,7 +232,7 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
 
 def resumed(folder: Path, earlier: str, name: str, parallel: RankGroup) -> dict[str, Any]:
     """The step after a checkpoint of another layout."""
-    training = Training(folder, *SAVED, name, parallel)
+    training = Training(folder, saved_family(earlier, name), SAVED, name, parallel)
     training.checkpointer(folder, earlier).restore(SAVED_AFTER)
     return training.step(SAVED_AFTER)[1]
 
@@ -246,7 +255,7 @@ def trainings(folder: Path, names: list[str]) -> dict[str, Any]:
 def back_alone(folder: Path) -> dict[str, Any]:
     """One process goes on from the checkpoint of every layout."""
     parallel = RankGroup.start(os.environ, device=torch.device(DEVICE))
-    there = [name for name in LAYOUTS if (folder / "saved" / name).is_dir()]
+    there = [name for name in LAYOUTS if (folder / "saved" / saved_family(name) / name).is_dir()]
     return {f"{name} -> {ALONE}": resumed(folder, name, ALONE, parallel) for name in there}
 
 

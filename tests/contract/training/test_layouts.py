@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from layouts import CASES, FAMILIES, LAYOUTS, PAIRS, WITHOUT_EXPERTS, make_models
+from layouts import CASES, FAMILIES, LAYOUTS, PAIRS, WITHOUT_EXPERTS, make_models, saved_family
 from layouts import __file__ as program
 
 pytestmark = pytest.mark.timeout(1000)  # all of it runs before the first test
@@ -80,7 +80,8 @@ def test_the_ranks_of_a_layout_publish_the_state_bit_for_bit(family: str, layout
 
 @pytest.mark.parametrize(("earlier", "layout"), PAIRS)
 def test_a_checkpoint_of_one_layout_goes_on_in_another(earlier: str, layout: str, found: Found) -> None:
-    straight, here = found["qwen3_moe / gspo / one process"], found[f"{earlier} -> {layout}"]
+    straight = found[f"{saved_family(earlier, layout)} / gspo / one process"]
+    here = found[f"{earlier} -> {layout}"]
     for key in ("loss", "grad_norm"):
         assert here[key] == pytest.approx(straight[key][1], rel=1e-5)
 
