@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from meshrl.cli.drift import noise_floor
+from meshrl.cli.doctor import noise_floor
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 
