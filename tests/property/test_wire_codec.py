@@ -129,6 +129,8 @@ def samples(draw):
 FLOATS = st.floats(-1e6, 1e6, width=32).map(lambda value: float(str(np.float32(value))))
 PLAIN = {bool: st.booleans(), int: st.integers(0, 2**31 - 1), float: FLOATS, str: st.text(max_size=5)}
 DTYPE = st.sampled_from(sorted(tensors.DTYPES))
+TIMES = st.none() | st.floats(1e9, 9e9)
+"""Seconds of the epoch, to the bit: a float has no more than 120 ns of them, a message has whole ns."""
 BULK = (Batch, BatchHeader, MicroBatch)
 """They have functions of their own, and tests below."""
 OWN_FUNCTIONS = {
@@ -158,7 +160,10 @@ def values_of(annotation):
         return routes(st.integers(0, 3))
     if dataclasses.is_dataclass(annotation):
         hints = typing.get_type_hints(annotation)
-        fields = {name: DTYPE if name == "dtype" else values_of(hint) for name, hint in hints.items()}
+        own = {name: DTYPE for name in hints if name == "dtype"} | {
+            name: TIMES for name in hints if name.endswith("_time")
+        }
+        fields = {name: own[name] if name in own else values_of(hint) for name, hint in hints.items()}
         return st.builds(annotation, **fields).map(with_one_of_two)
     if origin in (types.UnionType, typing.Union):
         return st.one_of(*(st.none() if option is types.NoneType else values_of(option) for option in arguments))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import EntryPoints
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from click.testing import CliRunner
 
 from local_ports import free_port
 from meshrl.cli.main import main
+from meshrl.wire.types import capabilities
 from meshrl_conformance import command, publishing
 from meshrl_conformance.exchange import WORKER_CHECKS, WORKER_RULES
 from meshrl_conformance.probe import CHECKS
 from meshrl_conformance.rules import EVERY, RULES
 
 CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"
+THREE_CELLS = re.compile(r"^\| `([a-z.-]+)` \| ([^|]*) \| (.*) \|$", flags=re.MULTILINE)
 
 
 def test_every_rule_has_one_check() -> None:
@@ -25,7 +28,7 @@ def test_every_rule_has_one_check() -> None:
 
 
 def test_the_contract_lists_every_rule_with_its_sentence() -> None:
-    listed = re.findall(r"^\| `([a-z.-]+)` \| ([^|]*) \| (.*) \|$", CONTRACT.read_text(), flags=re.MULTILINE)
+    listed = THREE_CELLS.findall(CONTRACT.read_text().partition("\n## Conformance\n")[2])
     expected = [
         (
             name,
@@ -35,6 +38,16 @@ def test_the_contract_lists_every_rule_with_its_sentence() -> None:
         for name, rule in RULES.items()
     ]
     assert listed == expected
+
+
+def test_the_contract_lists_every_capability_with_the_services_that_have_it() -> None:
+    listed = THREE_CELLS.findall(CONTRACT.read_text().partition("\n## Conformance\n")[0])
+    services = {"RolloutService": capabilities.ROLLOUT, "TrainerService": capabilities.TRAINER}
+    services |= {"WeightSync": capabilities.HUB}
+    expected = {
+        name: {service for service, names in services.items() if name in names} for name in chain(*services.values())
+    }
+    assert {name: set(by.split(", ")) - {"its clients"} for name, by, _ in listed} == expected
 
 
 def test_the_contract_lists_every_rule_of_workers_that_dial_in_with_its_sentence() -> None:

@@ -134,7 +134,8 @@ def _encoder(field: FieldDescriptor) -> Callable[[Any], Any] | None:
 
 def _timestamp(epoch_s: float) -> Timestamp:
     seconds, fraction = divmod(epoch_s, 1.0)
-    return Timestamp(seconds=int(seconds), nanos=int(fraction * 1e9))
+    carried, nanos = divmod(round(fraction * 1e9), 10**9)
+    return Timestamp(seconds=int(seconds) + carried, nanos=nanos)
 
 
 _LEAVES: Mapping[str, Callable[[Any], Any]] = {
