@@ -161,7 +161,7 @@ def values_of(annotation):
     if dataclasses.is_dataclass(annotation):
         hints = typing.get_type_hints(annotation)
         own = {name: DTYPE for name in hints if name == "dtype"} | {
-            name: TIMES for name in hints if name.endswith("_time")
+            name: TIMES for name in hints if name.split("_")[-1] == "time"
         }
         fields = {name: own[name] if name in own else values_of(hint) for name, hint in hints.items()}
         return st.builds(annotation, **fields).map(with_one_of_two)
