@@ -92,8 +92,8 @@ async def refusal(
 async def test_no_role_gets_the_hubs_name_or_a_host_that_was_not_bound_to_its_token(
     authority: Authority, entry: str, tmp_path: Path, role: Role
 ) -> None:
-    bound = [] if role in (Role.OPERATOR, Role.VIEWER) else ["e1.example.org", "10.2.0.0/24"]
-    token = authority.trust.add_token(role, hosts=bound)
+    bound = [] if role in (Role.OPERATOR, Role.VIEWER, Role.TENANT) else ["e1.example.org", "10.2.0.0/24"]
+    token = authority.trust.add_token(role, hosts=bound, runs=["team-*"] if role is Role.TENANT else [])
     request = request_for(tmp_path, "x")
     for number, host in enumerate([*SPELLINGS_OF_THE_HUB, *OTHERS_HOSTS]):
         refused = await refusal(authority, entry, token, f"{role}-try-{number}", request, [host])

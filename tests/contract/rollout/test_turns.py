@@ -12,7 +12,7 @@ from aiohttp import web
 from meshrl.rollout.engines import model_client
 from meshrl.wire.types import Rollout, RolloutFailure, Sampling
 
-FREE = {"rollout_id", "episode_id", "timings_s", "traceparent", "group_id"}
+FREE = {"rollout_id", "episode_id", "timings_s", "start_time", "end_time", "traceparent", "group_id"}
 
 
 def plain(event: Rollout | RolloutFailure) -> dict:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from opentelemetry import trace
 
+from inference_kit import ask, complete, full_forward
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.private_folders import versions_folder
@@ -31,6 +32,8 @@ from ranked_trainer import Program, Transport, batch, configure, gone, two_ranks
 from served_engine import activate, serving_engine
 from tiny_families import tiny_model
 from trainer_kit import until, up
+
+PROMPT = [1, 2, 3]
 
 
 @asynccontextmanager
@@ -189,7 +192,7 @@ async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_rem
 
 
 @pytest.mark.parametrize(("transport", "travels"), [("filesystem", "filesystem"), ("nccl", "stream")])
-async def test_adapter_alone_gives_the_engine_the_merged_weights(
+async def test_an_engine_answers_with_an_adapter_as_with_the_merged_weights(
     tmp_path: Path, model: str, hub: str, transport: Transport, travels: str
 ) -> None:
     config = configure(tmp_path / "out", model, hub, ranks=1, transport=transport)
@@ -203,7 +206,12 @@ async def test_adapter_alone_gives_the_engine_the_merged_weights(
         assert (manifest.adapter.rank, manifest.adapter.lora_alpha) == (2, 4.0)
         assert manifest.adapter.target_modules == ("down_proj", "q_proj")
         assert "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in {t.name for t in manifest.tensors}
-        assert served.differs_from(Path(folder)) == []
+        made = await complete(served.engine, ask(PROMPT))
+        assert {span.version for span in made.version_spans} == {2}
+        models = [load_model(ModelConfig(name=str(name), device="cpu")) for name in (folder, model)]
+        merged, base = (torch.from_numpy(full_forward(one, PROMPT, made.token_ids.tolist())) for one in models)
+        torch.testing.assert_close(torch.from_numpy(made.logprobs), merged, atol=1e-5, rtol=0)
+        assert (merged - base).abs().max() > 1e-3
 
 
 async def test_ranks_bring_their_rows_of_merged_weights(tmp_path: Path, model: str, hub: str) -> None:
