@@ -40,11 +40,14 @@ PROMPT = [1, 2, 3]
 async def one_rank(config: TrainerConfig) -> AsyncIterator[TrainerClient]:
     stop = asyncio.Event()
     running = asyncio.create_task(serve(config, stop, trace.NoOpTracer()))
-    async with TrainerClient(config.server.address) as client:
-        await up(client, lambda: not running.done())
-        yield client
-    stop.set()
-    assert await asyncio.wait_for(running, 60.0) == 0
+    try:
+        async with TrainerClient(config.server.address) as client:
+            await up(client, lambda: not running.done())
+            yield client
+    finally:  # a training thread that outlives its test ends the process by a signal
+        stop.set()
+        code = await asyncio.wait_for(running, 60.0)
+    assert code == 0
 
 
 async def train(client: TrainerClient, steps: int, *, ranks: int) -> Path:
