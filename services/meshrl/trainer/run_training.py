@@ -140,11 +140,7 @@ class RunTraining:
         """Notices a publication that stands still: it suspends the run. Raises MeshError where that is the own one."""
         if self.publication_left_s() > 0:
             return
-        problem = MeshError(
-            Reason.DEADLINE_PASSED,
-            f"version {self._published_step} could not be published: nothing moved for {self._versions.stall_s:g} s"
-            " (publish_deadline_s); look whether the weight hub and its disk are well",
-        )
+        problem = self._stuck(f"nothing moved for {self._versions.stall_s:g} s")
         if self.own:
             self._publishing = None
             raise problem
@@ -383,10 +379,14 @@ class RunTraining:
         except TimeoutError as error:
             if publishing.done():  # its own
                 raise
-            text = f"version {self._published_step} could not be published: {error} (publish_deadline_s)"
-            raise MeshError(
-                Reason.DEADLINE_PASSED, f"{text}; look whether the weight hub and its disk are well"
-            ) from error
+            raise self._stuck(str(error)) from error
+
+    def _stuck(self, why: str) -> MeshError:
+        return MeshError(
+            Reason.DEADLINE_PASSED,
+            f"version {self._published_step} could not be published: {why} (publish_deadline_s); look whether the"
+            " weight hub and its disk are well",
+        )
 
     def _save_by_schedule(self, config: CheckpointConfig) -> None:
         """A checkpoint as configured. One that cannot be written ends the trainer, or suspends a run that was added."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from many_runs import RUNS, ManyRuns, batch, load, many_runs, trained
+from many_runs import DEADLINE_S, RUNS, ManyRuns, batch, load, many_runs, trained
+from meshrl.core.config import ConfigError
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunPhase, RunSpec, StepState
@@ -121,11 +122,16 @@ async def test_bad_batches_fail_their_run_alone_which_is_suspended_after_three(
 
         await asyncio.gather(fail(), healthy(mesh, alone))
         info = mesh.host.info(mesh.table.find("grpo"))
+        assert info.update_time is not None  # of step 1
         assert info.phase is RunPhase.SUSPENDED
         assert info.suspension is not None
         assert info.suspension.reason == "STEP_FAILED"
         assert "3 steps in a row failed (max_failed_steps), the last with: step 2: loss nan" in info.suspension.message
         assert torch.equal(mesh.weights("grpo"), before)
+        index = tmp_path / "runs" / "index.json"
+        async with asyncio.timeout(DEADLINE_S):  # so that a restart finds it suspended
+            while "STEP_FAILED" not in index.read_text():  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0.02)
         with pytest.raises(MeshError, match="run 'grpo' is suspended: 3 steps in a row failed") as refused:
             mesh.table.find("grpo").submit(batch("grpo", 2), "again")
         assert refused.value.reason is Reason.RUN_SUSPENDED
@@ -278,3 +284,11 @@ def test_a_spec_has_the_own_runs_settings_for_what_it_leaves_out() -> None:
     assert RunSettings.from_spec(made.spec, own).spec == made.spec
     with pytest.raises(MeshError, match=r"spec\.loss.*delta belongs to loss\.type aipo"):
         RunSettings.from_spec(RunSpec(loss=LossSpec(name="grpo", constants={"delta": 2.0})), own)
+
+
+async def test_a_damaged_index_of_runs_is_named_with_what_to_do(model: str, tmp_path: Path) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        (tmp_path / "runs" / "index.json").write_text("{")
+        with pytest.raises(ConfigError, match=r"index\.json is damaged: .*; restore it, or delete it"):
+            await mesh.host.bring_back()

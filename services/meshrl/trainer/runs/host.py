@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.publisher import next_epoch
@@ -92,6 +93,7 @@ class RunHost:
         self._making: set[str] = set()
         self._index = maker.runs_folder / INDEX
         self._index_lock = asyncio.Lock()
+        self._writing: set[asyncio.Task[None]] = set()
 
     @property
     def used_bytes(self) -> int:
@@ -215,6 +217,7 @@ class RunHost:
                 added.opening.cancel()
             added.queue.close()
             await added.publication.close()
+        await asyncio.gather(*self._writing)
 
     # --- inner --------------------------------------------------------------------------------------
 
@@ -241,7 +244,6 @@ class RunHost:
         self._making.add(run_id)
         try:
             epoch = await asyncio.to_thread(next_epoch, self._maker.folder(run_id, settings) / EPOCH)
-            queue: TrainingQueue | None = None
 
             def make() -> tuple[RankRun, int]:
                 needed = self._maker.bytes_for(settings)
@@ -274,9 +276,9 @@ class RunHost:
                 suspension=suspension,
             )
             queue = self._table.add(book, held=True)
+            queue.on_suspended = self._keep_suspension
 
             def open_run() -> Opened:
-                assert queue is not None, "made above"
                 publication, training = self._open_run(rank_run, queue, settings, epoch)
                 self._loop.add(training, settings.share)
                 return publication, training
@@ -317,11 +319,23 @@ class RunHost:
                 reason = error.reason.name if isinstance(error, MeshError) else Reason.INTERNAL.name
                 message = f"version {book.step} could not be published: {error}"
                 logger.error("run {!r} is suspended: {}", book.run_id, message)
-                book.suspension = Suspension(reason=reason, message=message)
+                added.queue.suspend(Suspension(reason=reason, message=message))
             else:
                 added.queue.open()
 
         added.opening = asyncio.create_task(begin())
+
+    def _keep_suspension(self) -> None:
+        """A run that the trainer has suspended is so after a restart as well."""
+
+        async def write() -> None:
+            try:
+                await self._write_index()
+            except OSError as error:
+                logger.error("{} cannot be written, so a restart forgets a suspension: {}", self._index, error)
+
+        self._writing.add(task := asyncio.create_task(write()))
+        task.add_done_callback(self._writing.discard)
 
     async def _write_index(self) -> None:
         async with self._index_lock:
@@ -343,6 +357,10 @@ class RunHost:
             rows: list[dict[str, Any]] = json.loads(self._index.read_bytes())["runs"]
         except FileNotFoundError:
             return []
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{self._index} is damaged: {error!r}; restore it, or delete it to start without the added runs"
+            ) from error
         return rows
 
 

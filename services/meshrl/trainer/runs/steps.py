@@ -78,6 +78,7 @@ class StepBook:
     step: int = field(init=False)  # the last DONE
     draining: bool = field(init=False, default=False)
     _next_step: int = field(init=False)
+    _update_time: float | None = field(init=False, default=None)  # when `step` was DONE
     _revision: int = field(init=False, default=0)
     _waiting: deque[Batch] = field(init=False, default_factory=deque)
     _unfinished: set[int] = field(init=False, default_factory=set)  # RUNNING: training, or trained and publishing
@@ -180,6 +181,7 @@ class StepBook:
             suspension=self.suspension,
             spec=self.spec,
             create_time=self.create_time,
+            update_time=self._update_time,
             tokens=self.tokens,
             queued_batches=len(self._waiting),
             used_share=self.used_share,
@@ -233,7 +235,7 @@ class StepBook:
         """
         assert step in self._unfinished, f"step {step} is not running"
         self._unfinished.remove(step)
-        self.step = step
+        self.step, self._update_time = step, time.time()
         self._move(
             step,
             StepState.DONE,

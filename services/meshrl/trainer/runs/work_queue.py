@@ -44,6 +44,8 @@ class TrainingQueue:
         """`changed` beats after each change; the queues of a trainer share it."""
         self.book = book
         self.closed = False
+        self.on_suspended: Callable[[], None] = lambda: None
+        """Called on the event loop once the trainer has suspended the run."""
         self._held = held
         book.phase = RunPhase.CREATING if held else RunPhase.ACTIVE
         self._loop = asyncio.get_running_loop()
@@ -167,13 +169,18 @@ class TrainingQueue:
 
         def fail() -> None:
             self.book.fail(step, reason, message, traceparent=traceparent)
-            self.book.suspension = suspension or self.book.suspension
+            if suspension is not None:
+                self._suspend(suspension)
 
         self._report(fail)
 
     def suspend(self, suspension: Suspension) -> None:
         """Suspends the run: what waits stays, and no more is given out or taken in."""
-        self._report(lambda: setattr(self.book, "suspension", suspension))
+        self._report(lambda: self._suspend(suspension))
+
+    def _suspend(self, suspension: Suspension) -> None:
+        self.book.suspension = suspension
+        self.on_suspended()
 
     def saved(self, step: int) -> None:
         """Reports that a checkpoint of the step is on disk."""
