@@ -125,18 +125,7 @@ func watch(
 	if err != nil {
 		return err
 	}
-	for {
-		event, err := stream.Recv()
-		if err == io.EOF {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		if err := handle(event); err != nil {
-			return err
-		}
-	}
+	return each(stream.Recv, handle)
 }
 
 func isLost(err error) bool {
@@ -168,18 +157,7 @@ func RunRollouts(
 	if err != nil {
 		return err
 	}
-	for {
-		event, err := stream.Recv()
-		if err == io.EOF {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		if err := handle(event); err != nil {
-			return err
-		}
-	}
+	return each(stream.Recv, handle)
 }
 
 func newUUID() string {
@@ -189,4 +167,20 @@ func newUUID() string {
 	}
 	id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
 	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
+}
+
+// each hands every message of a stream on, until its end or an error of either side.
+func each[E any](receive func() (*E, error), handle func(*E) error) error {
+	for {
+		message, err := receive()
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if err := handle(message); err != nil {
+			return err
+		}
+	}
 }

@@ -22,7 +22,7 @@ F features that one rank sends another for a token, N predicted tokens of the ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -36,17 +36,21 @@ TOKENS_STEP = 8  # a rank's tokens are a multiple of it: torch.compile makes ano
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextShare:
-    """This rank among those that share its rows, in the order of their tokens."""
+class _Share:
+    """This rank among those of a process group."""
 
     group: str  # the name under which torch knows their process group
     size: int
     rank: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> ContextShare:
-        """This rank's share in the rows of a process group."""
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """This rank's share in a process group."""
         return cls(group=group.group_name, size=dist.get_world_size(group), rank=dist.get_rank(group))
+
+
+class ContextShare(_Share):
+    """This rank among those that share its rows, in the order of their tokens."""
 
     def missing(self, tokens: int) -> int:
         """How many tokens of padding make the ranks' parts of a row alike."""
@@ -95,18 +99,8 @@ class ContextShare:
         return whole_N
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorShare:
+class TensorShare(_Share):
     """This rank among those that share its products."""
-
-    group: str  # the name under which torch knows their process group
-    size: int
-    rank: int
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> TensorShare:
-        """This rank's share in the products of a process group."""
-        return cls(group=group.group_name, size=dist.get_world_size(group), rank=dist.get_rank(group))
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, which every rank has, for a use of it that differs by rank: their gradients are summed."""

@@ -275,8 +275,7 @@ class Hub:
 
     async def open_group(self, request: GroupRequest) -> OpenedGroup:
         """Has engines join a new group; answers once that is durable. Raises as `Coordinator.open_group`."""
-        if self._draining:
-            raise MeshError(Reason.DRAINING)
+        self._check_stays()
         async with self._opening:
             opened, actions = self.coordinator.open_group(request, self._now(), self._wall())
             await self._actions.put(actions)
