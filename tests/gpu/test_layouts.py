@@ -17,31 +17,49 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 ON_TWO = [name for name, layout in LAYOUTS.items() if layout.ranks == 2]
+Found = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """By dtype: float32 in one process on the CPU, bfloat16 on one and on two GPUs."""
     folder = tmp_path_factory.mktemp("layouts")
     make_models(folder)
-    done = subprocess.run(
-        [sys.executable, program, str(folder), str(folder / "found.json"), "cuda"],
-        capture_output=True, text=True, timeout=550,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    numbers: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    numbers = {}
+    for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
+        result = folder / f"{dtype}.json"
+        done = subprocess.run(
+            [sys.executable, program, str(folder), str(result), device, dtype],
+            capture_output=True, text=True, timeout=550,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        numbers[dtype] = json.loads(result.read_text())
     return numbers
 
 
 @pytest.mark.parametrize("layout", ON_TWO)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_gpus_train_as_one(family: str, case: str, layout: str, found: dict[str, dict[str, Any]]) -> None:
-    alone, here = found[f"{family} / {case} / one process"], found[f"{family} / {case} / {layout}"]
+def test_two_gpus_are_as_near_to_float32_as_one(family: str, case: str, layout: str, found: dict[str, Found]) -> None:
+    """bfloat16 alone moves these numbers: one GPU's logprobs by 0.01 to 0.03, a norm by up to a fifth after a step."""
+    here = found["bfloat16"][f"{family} / {case} / {layout}"]
     if "refused" in here:
         pytest.skip(here["refused"])  # dense models have no experts, and transformers before 5.19 cannot divide them
-    assert here["loss"] == pytest.approx(alone["loss"], abs=2e-2)  # products of other shapes round otherwise
-    assert here["grad_norm"] == pytest.approx(alone["grad_norm"], rel=5e-2)
+    exact, alone = (found[dtype][f"{family} / {case} / one process"] for dtype in ("float32", "bfloat16"))
+    apart, own = distances(here, exact), distances(alone, exact)
+    for name, slack in {"loss": 5e-3, "grad_norm": 3e-2, "logprobs": 1e-3}.items():
+        for step, (one, other) in enumerate(zip(apart[name], own[name], strict=True)):
+            assert one <= 1.5 * other + slack, f"{name} of step {step}: {one:.3g} from float32, one GPU {other:.3g}"
     assert here["published"]["equal"]
-    for own, others in zip(here["logprobs"], alone["logprobs"], strict=True):
-        apart = [abs(one - other) for one, other in zip(own, others, strict=True)]
-        assert sum(apart) / len(apart) < 2e-2
+
+
+def distances(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[float]]:
+    """How far two trainings are apart in each step: norms by their share, logprobs in the mean over all tokens."""
+    steps = [
+        list(zip(own, others, strict=True)) for own, others in zip(one["logprobs"], other["logprobs"], strict=True)
+    ]
+    return {
+        "loss": [abs(own - others) for own, others in zip(one["loss"], other["loss"], strict=True)],
+        "grad_norm": [abs(own / others - 1) for own, others in zip(one["grad_norm"], other["grad_norm"], strict=True)],
+        "logprobs": [sum(abs(own - others) for own, others in tokens) / len(tokens) for tokens in steps],
+    }

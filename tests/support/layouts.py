@@ -1,11 +1,14 @@
 """Trains small models of several families in one process and on every layout of ranks, and compares; a program.
 
-    python layouts.py FOLDER RESULT.json [cuda]
+    python layouts.py FOLDER RESULT.json [DEVICE DTYPE]
 
 FOLDER holds a model of each of FAMILIES. The ranks are forked from this process once everything is imported. The result
 has for each family, case and layout the loss, gradient norm and further numbers of every step, or the sentence with
-which the layout is refused; what senders would publish; and the step after a checkpoint of another layout. On GPUs, one
-for each rank, models compute in bfloat16.
+which the layout is refused; what senders would publish; and the step after a checkpoint of another layout.
+
+With a device and a dtype routers are given the choice of every token, since rounding would turn some: so trainings of
+two dtypes can be compared. float32 is then the reference of one process; another dtype has layouts of two ranks, each
+with a GPU of its own on cuda.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ with loading():
     from tiny_families import VOCAB, tiny_model
     from trained import Trained
 
-DEVICE = sys.argv[3] if sys.argv[3:] == ["cuda"] else "cpu"
-DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
+DEVICE, DTYPE = sys.argv[3:] or ("cpu", "float32")
+ROUNDED = bool(sys.argv[3:])
 STEPS = 2
 SAVED_AFTER = 1  # steps
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -120,7 +123,7 @@ class Training:
         learner = build_learner(self.config, parallel=parallel)
         self.shares_prefixes = learner.policy.prefix_reason is None
         routers = learner.policy.routers
-        self.routed = routers.shape if case == "grpo of adapters" else None
+        self.routed = routers.shape if ROUNDED or case == "grpo of adapters" else None
         self.replayed = [0, 0]  # choices that were given, and those of them that were made
         routers.watchers.append(self._look)
         self.trained = Trained.by(learner, Objective(loss=CASES[case]["loss"]), OptimConfig(lr=1e-3))
@@ -135,7 +138,9 @@ class Training:
         """Makes a step, and what is known of its tokens before."""
         prefixed = {"prompt": 12, "share": True} if self.shares_prefixes else {}
         dp_size = self.parallel.plan.dp_size
-        rows = stream_batch(step, dp_size=dp_size, vocab_size=VOCAB, routed=self.routed, **prefixed)
+        rows = stream_batch(
+            step, dp_size=dp_size, vocab_size=VOCAB, routed=self.routed, unknown=not ROUNDED, **prefixed
+        )
         evaluated = self.trained.evaluate(rows) if step == 0 else None
         result = self.trained.step(rows)
         logprobs = np.sort((evaluated or result.tokens).logprobs.astype(np.float64)).tolist()
@@ -305,7 +310,7 @@ def main() -> None:
     folder, result = Path(sys.argv[1]), Path(sys.argv[2])
     found: dict[str, Any] = {}
     sizes = [1, *sorted({layout.ranks for layout in LAYOUTS.values()})]
-    for ranks in sizes if DEVICE == "cpu" else sizes[:2]:
+    for ranks in (sizes[:1] if DTYPE == "float32" else sizes[:2]) if ROUNDED else sizes:
         names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks] or [ALONE]
         started = time.perf_counter()
         found |= on_ranks(ranks, folder, partial(trainings, folder, names))

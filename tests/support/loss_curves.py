@@ -45,11 +45,12 @@ def stream_batch(
     prompt: int = 0,
     share: bool = False,
     routed: RoutedShape | None = None,
+    unknown: bool = True,
 ) -> tuple[MicroBatch, ...]:
     """The batch of a step: the same samples whatever the number of ranks, packed for it.
 
     With `prompt` they begin with so many tokens of one of two prompts, which rows hold once with `share`. With `routed`
-    they come with routes, which a token and its place decide and which are unknown for one token of five.
+    they come with routes, which a token and its place decide; with `unknown` one token of five has none.
     """
     source = np.random.default_rng(step)
     prompts = source.integers(0, vocab_size, (2, prompt)) if prompt else np.zeros((2, 0), np.int64)
@@ -65,14 +66,16 @@ def stream_batch(
         for index, length in enumerate(source.integers(4, 40, 11))
     ]
     if routed is not None:
-        samples = [replace(sample, routed_experts=_routes(sample.token_ids, routed)) for sample in samples]
+        samples = [
+            replace(sample, routed_experts=_routes(sample.token_ids, routed, unknown=unknown)) for sample in samples
+        ]
     return pack_samples(samples, seq_len=96, dp_size=dp_size, min_shared_prefix=0.0 if share else None).micro_batches
 
 
-def _routes(token_ids: NDArray[np.int32], shape: RoutedShape) -> Routes:
+def _routes(token_ids: NDArray[np.int32], shape: RoutedShape, *, unknown: bool) -> Routes:
     first_TL = np.arange(len(token_ids))[:, None] + token_ids[:, None] + np.arange(shape.layers)
     chosen_TLK = (first_TL[:, :, None] + np.arange(shape.per_token)) % shape.experts
-    return narrowed(np.where(token_ids[:, None, None] % 5 == 0, -1, chosen_TLK), shape.experts)
+    return narrowed(np.where(unknown & (token_ids[:, None, None] % 5 == 0), -1, chosen_TLK), shape.experts)
 
 
 def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
