@@ -52,8 +52,8 @@ with loading():
     from tiny_families import VOCAB, tiny_model
     from trained import Trained
 
-DEVICE, DTYPE = sys.argv[3:] or ("cpu", "float32")
-ROUNDED = bool(sys.argv[3:])
+ROUNDED = __name__ == "__main__" and len(sys.argv) > 3
+DEVICE, DTYPE = sys.argv[3:] if ROUNDED else ("cpu", "float32")
 STEPS = 2
 SAVED_AFTER = 1  # steps
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
