@@ -7,14 +7,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from loguru import logger
 
 from meshrl.cli.run_folder import RunFolder
-from meshrl.core.config import ConfigError, dump_toml, load_config
+from meshrl.core.config import BaseConfig, ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
 from meshrl.core.interpreter import check_interpreter
 from meshrl.core.paths import Layout
@@ -46,38 +46,14 @@ from meshrl.wire.saved_steps import step_folder, steps_in
 _NAME = "rl"
 
 
-def resolve(
-    config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence[str] = (), spread: Spread | None = None
-) -> tuple[Part, ...]:
-    """The programs of a run. Raises ConfigError when what the configuration asks for is not there."""
-    parts = compose(
-        config,
-        free_port,
-        session=uuid.uuid4().hex,
-        gpus=gpus,
-        placement=None if spread is None else spread.placement,
-        engine_hosts=None if spread is None else [node.address for node in spread.engines],
-    )
-    for part in parts:
-        if part.python is not None:
-            check_interpreter(part.name, part.python, part.module)
-    return parts
-
-
-def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:
-    """Readies the output folder and writes each program's configuration there; under the folder's lock. Raises
-    ConfigError when the folder cannot be used."""
-    layout = Layout(config.output_dir)
-    if config.clean_output_dir and not config.dry_run:
-        empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
+def write_configs(layout: Layout, configs: Mapping[str, BaseConfig]) -> None:
+    """Writes configurations by the names of their programs. Raises ConfigError when the folder cannot be used."""
     try:
-        for part in parts:
-            dump_toml(part.config, layout.config(part.name))
-        kept = config.model_copy(update={"clean_output_dir": False, "dry_run": False})  # neither is a property of a run
-        dump_toml(kept, layout.config(_NAME))
+        for name, config in configs.items():
+            dump_toml(config, layout.config(name))
     except OSError as error:
         raise ConfigError(
-            f"output_dir {str(config.output_dir)!r} cannot be written: {error.strerror}; choose another"
+            f"output_dir {str(layout.output_dir)!r} cannot be written: {error.strerror}; choose another"
         ) from error
 
 
@@ -142,7 +118,10 @@ def launch(config: RLConfig) -> int:
             keyed = with_engine_key(config, os.environ)
             os.environ.update(config.tls.files().variables())  # the checks and the programs show the same
             parts, findings = checked(keyed, ports, spread=spread)
-            write_configs(config, parts)
+            if config.clean_output_dir and not config.dry_run:
+                empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
+            kept = config.model_copy(update={"clean_output_dir": False, "dry_run": False})  # neither is of a run
+            write_configs(layout, {**{part.name: part.config for part in parts}, _NAME: kept})
             if not config.dry_run:
                 credentials = dict(credentials_for(keyed, parts, os.environ))
                 if spread is not None and credentials:
@@ -180,14 +159,27 @@ def checked(
 ) -> tuple[tuple[Part, ...], list[Finding]]:
     """The programs of a run that can start, and what else there is to know. Raises ConfigError naming all problems."""
     gpus = visible(os.environ)
-    if not config.preflight:
-        return resolve(config, free_ports, gpus=gpus, spread=spread), []
     parts: tuple[Part, ...] = ()
     findings = []
     try:
-        parts = resolve(config, free_ports, gpus=gpus, spread=spread)
+        composed = compose(
+            config,
+            free_ports,
+            session=uuid.uuid4().hex,
+            gpus=gpus,
+            placement=None if spread is None else spread.placement,
+            engine_hosts=None if spread is None else [node.address for node in spread.engines],
+        )
+        for part in composed:
+            if part.python is not None:
+                check_interpreter(part.name, part.python, part.module)
+        parts = composed
     except ConfigError as problem:  # one problem of all that there may be
+        if not config.preflight:
+            raise
         findings.append(error(str(problem)))
+    if not config.preflight:
+        return parts, []
     findings += examine(
         Plan(
             config=config,

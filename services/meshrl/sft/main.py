@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.paths import Layout
@@ -12,10 +13,14 @@ from meshrl.core.run_folder import empty_folder
 from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.core.telemetry.log_folder import BEGUN, begin_attempt
 from meshrl.prime_rl import PrimeRLKeys
-from meshrl.sft.config import SFTConfig
+from meshrl.sft.config import SFTConfig, TextSettings
+from meshrl.sft.data.config import DataConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.deployment import is_rank
 from meshrl.training.parallel.rank_main import rank_main
+
+if TYPE_CHECKING:
+    from meshrl.sft.data.check import DataCheck
 
 
 def main() -> None:
@@ -62,42 +67,40 @@ def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
 def _prepare(config: SFTConfig) -> None:
     """Carries out --dry-run, which ends the process, and --clean-output-dir; begins the logs of this start."""
     try:
-        if config.dry_run:
-            _dry_run(config)
-            sys.exit(0)
-        if config.clean_output_dir:
-            empty_folder(config.output_dir, keep=config.begins_with)
-        if BEGUN not in os.environ:
-            begin_attempt(Layout(config.output_dir))
+        if not config.dry_run:
+            if config.clean_output_dir:
+                empty_folder(config.output_dir, keep=config.begins_with)
+            if BEGUN not in os.environ:
+                begin_attempt(Layout(config.output_dir))
+            return
+        checks = []
+        if config.bench is None:  # which makes its rows
+            checks = _first_rows(config.text, config.data, show=config.show_rows, validated=config.validated)
+        sys.stdout.writelines(f"note: {note}\n" for note in config.notes)
+        sys.stdout.writelines(f"{line}\n" for check in checks for line in check.lines())
+        doubt = config.data.doubt()
+        if doubt is not None:
+            sys.stdout.write(f"warning: {doubt}\n")
+        path = Layout(config.output_dir).config("sft")
+        dump_toml(config.model_copy(update={"clean_output_dir": False, "dry_run": False}), path)
+        sys.stdout.write(f"dry run: the configuration is valid; the resolved file is {path}\n")
+        sys.exit(0)
     except ConfigError as error:
         sys.stderr.write(f"sft: {error}\n")
-        sys.exit(2)
+    except OSError as error:
+        sys.stderr.write(f"sft: output_dir {str(config.output_dir)!r} cannot be written: {error.strerror}\n")
+    sys.exit(2)
 
 
-def _dry_run(config: SFTConfig) -> None:
+def _first_rows(text: TextSettings, data: DataConfig, *, show: int, validated: DataConfig | None) -> list[DataCheck]:
     from meshrl.models.load import ModelError  # takes seconds to import, and other runs load it in a rank
     from meshrl.sft.data.check import check_data
     from meshrl.sft.data.conversations import DataError
 
     try:
-        checks = (
-            check_data(config.text, config.data, show=config.show_rows, validated=config.validated)
-            if config.bench is None
-            else []  # it makes its rows
-        )
-    except (DataError, ModelError) as error:
+        return check_data(text, data, show=show, validated=validated)
+    except (DataError, ModelError, OSError) as error:
         raise ConfigError(str(error)) from error
-    sys.stdout.writelines(f"note: {note}\n" for note in config.notes)
-    sys.stdout.writelines(f"{line}\n" for check in checks for line in check.lines())
-    doubt = config.data.doubt()
-    if doubt is not None:
-        sys.stdout.write(f"warning: {doubt}\n")
-    path = Layout(config.output_dir).config("sft")
-    try:
-        dump_toml(config.model_copy(update={"clean_output_dir": False, "dry_run": False}), path)
-    except OSError as error:
-        raise ConfigError(f"output_dir {str(config.output_dir)!r} cannot be written: {error.strerror}") from error
-    sys.stdout.write(f"dry run: the configuration is valid; the resolved file is {path}\n")
 
 
 def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import pytest
 from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import SHM, spool_name, versions_folder
+from meshrl.launch.compose import Part
 from meshrl.launch.config import RLConfig
 from meshrl.launch.main import (
+    checked,
     main,
     newest_checkpoint,
     placed,
     programs,
-    resolve,
     temporary_folders,
     write_configs,
 )
@@ -32,10 +32,14 @@ def load(output_dir: Path, *argv: str) -> RLConfig:
     return load_config(RLConfig, arguments, prog="rl", environ={})
 
 
-@pytest.fixture
-def free_ports() -> Iterator[FreePorts]:
+def parts_of(output_dir: Path, *argv: str) -> tuple[Part, ...]:
     with FreePorts() as ports:
-        yield ports
+        return checked(load(output_dir, "--no-preflight", *argv), ports)[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int | str | None:
@@ -63,10 +67,9 @@ def test_dry_run_cleans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "logs").exists()
 
 
-def test_written_configuration_neither_cleans_nor_stays_dry(tmp_path: Path, free_ports: FreePorts) -> None:
-    config = load(tmp_path / "run", "--clean-output-dir")
-    write_configs(config, resolve(config, free_ports))
-    again = load_config(RLConfig, ["@", str(tmp_path / "run" / "configs" / "rl.toml")], prog="rl", environ={})
+def test_written_configuration_neither_cleans_nor_stays_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path), "--dry-run", "--clean-output-dir") == 0
+    again = load_config(RLConfig, ["@", str(tmp_path / "configs" / "rl.toml")], prog="rl", environ={})
     assert (again.clean_output_dir, again.dry_run) == (False, False)
 
 
@@ -86,13 +89,9 @@ def test_output_dir_that_cannot_be_written_ends_with_code_2(
     assert "cannot be written: Not a directory; choose another" in capsys.readouterr().err
 
 
-def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(
-    tmp_path: Path, free_ports: FreePorts
-) -> None:
-    config = load(tmp_path)
-    parts = resolve(config, free_ports)
-    write_configs(config, parts)
-    layout = Layout(tmp_path)
+def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(tmp_path: Path) -> None:
+    parts, layout = parts_of(tmp_path), Layout(tmp_path)
+    write_configs(layout, {part.name: part.config for part in parts})
     for program in programs(parts, layout):
         executable, dash_m, module, at, path = program.command
         assert (executable, dash_m, at) == (sys.executable, "-m", "@")
@@ -113,9 +112,9 @@ def interpreter(path: Path, *options: str) -> Path:
     return path
 
 
-def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path, free_ports: FreePorts) -> None:
+def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path) -> None:
     other = interpreter(tmp_path / "python")
-    parts = resolve(load(tmp_path / "run", "--inference.python", str(other)), free_ports)
+    parts = parts_of(tmp_path / "run", "--inference.python", str(other))
     started = {program.name: program for program in programs(parts, Layout(tmp_path / "run"))}
     assert started["inference"].command[:3] == [str(other), "-m", "meshrl.inference.main"]
     assert started["trainer"].command[0] == sys.executable
@@ -149,8 +148,8 @@ def test_gpus_that_are_not_there_end_with_code_2(
     assert run_main(monkeypatch, *arguments, "--trainer-gpu-ids", "1", "--inference-gpu-ids", "0,1") == 0
 
 
-def test_the_log_says_who_works_where(tmp_path: Path, free_ports: FreePorts) -> None:
-    parts = resolve(load(tmp_path, "--trainer-gpu-ids", "0", "--inference-gpu-ids", "0,1"), free_ports)
+def test_the_log_says_who_works_where(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path, "--trainer-gpu-ids", "0", "--inference-gpu-ids", "0,1")
     assert placed(parts) == [
         "inference works on GPU 0, which the trainer shares",
         "inference_2 works on GPU 1",
@@ -158,13 +157,13 @@ def test_the_log_says_who_works_where(tmp_path: Path, free_ports: FreePorts) -> 
     ]
 
 
-def test_what_killed_programs_leave_outside_of_the_folder_is_known(tmp_path: Path, free_ports: FreePorts) -> None:
+def test_what_killed_programs_leave_outside_of_the_folder_is_known(tmp_path: Path) -> None:
     engine = ("--inference.engine-id", "e/1", "--num-engines", "2")
-    folders = temporary_folders(resolve(load(tmp_path, *engine), free_ports))
+    folders = temporary_folders(parts_of(tmp_path, *engine))
     in_memory = {folder for folder in folders if folder.parent == SHM}
     assert in_memory == {versions_folder(tmp_path), *(SHM / spool_name(tmp_path, name) for name in ("e/1-1", "e/1-2"))}
     running = ("--orchestrator.services.trainer", "h:1", "--orchestrator.services.weights", "h:2")
-    others = temporary_folders(resolve(load(tmp_path, *running, "--inference.server.port", "8001"), free_ports))
+    others = temporary_folders(parts_of(tmp_path, *running, "--inference.server.port", "8001"))
     assert [folder.name for folder in others] == [spool_name(tmp_path, "127.0.0.1:8001")] * 2
 
 
