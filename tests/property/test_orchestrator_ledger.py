@@ -20,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ledger_audit import audit
+from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import JsonlSink
-from meshrl.orchestrator.build import make_journal, make_plan
+from meshrl.orchestrator.build import make_plan
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
@@ -125,7 +127,16 @@ class World:
         environment = EnvironmentInfo(name="e", taskset="e", num_tasks=5)
         mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
-        self.journal = make_journal(self.config, trainer, run, self.writer)
+        self.journal = open_journal(
+            Layout(self.config.output_dir),
+            trainer,
+            run,
+            session=self.config.session,
+            least_rollouts={name: algo.least_rollouts for name, algo in self.config.algos.items()},
+            checkpoints=self.config.checkpoint_interval is not None,
+            saves_last=self.config.checkpoint_at_end,
+            writer=self.writer,
+        )
         self.plan = make_plan(
             self.config, mesh, Recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
         )

@@ -5,15 +5,12 @@ from __future__ import annotations
 from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
-from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import DispatchSettings, GroupDispatcher, LostGroups
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import FinishSettings, StepFinisher
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.ledger.writer import Writer
 from meshrl.orchestrator.loop import LoopSettings, RunLoop
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
@@ -27,23 +24,7 @@ from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
-from meshrl.wire.types import ActivationPolicy, RunInfo, TrainerInfo
-
-
-def make_journal(
-    config: OrchestratorConfig, trainer: TrainerInfo, run: RunInfo, writer: Writer | None = None
-) -> Journal:
-    """The journal of the trainer's run, opened in `output_dir`. Blocks. Raises RunError when it cannot be used."""
-    return open_journal(
-        Layout(config.output_dir),
-        trainer,
-        run,
-        session=config.session,
-        least_rollouts={name: algo.least_rollouts for name, algo in config.algos.items()},
-        checkpoints=config.checkpoint_interval is not None,
-        saves_last=config.checkpoint_at_end,
-        writer=writer,
-    )
+from meshrl.wire.types import ActivationPolicy
 
 
 def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkPlan:

@@ -26,9 +26,10 @@ from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, standing_in
 from meshrl.orchestrator.bench.summary import report_bench
-from meshrl.orchestrator.build import build_loop, make_journal
+from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
+from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sampling.retry import RunError
@@ -125,7 +126,16 @@ async def _train(
 ) -> None:
     """Trains from the journal's starting point on, until the last step or until `stop` is set."""
     layout = Layout(config.output_dir)
-    journal = await asyncio.to_thread(make_journal, config, mesh.trainer, mesh.run)
+    journal = await asyncio.to_thread(
+        open_journal,
+        layout,
+        mesh.trainer,
+        mesh.run,
+        session=config.session,
+        least_rollouts={name: algo.least_rollouts for name, algo in config.algos.items()},
+        checkpoints=config.checkpoint_interval is not None,
+        saves_last=config.checkpoint_at_end,
+    )
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
     try:

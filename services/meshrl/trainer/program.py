@@ -7,10 +7,11 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 
+import torch
 from loguru import logger
 from opentelemetry import trace
 from transformers.utils.logging import disable_progress_bar
@@ -44,7 +45,7 @@ from meshrl.trainer.ranks.thread import TrainingThread
 from meshrl.trainer.ranks.worker import RankWorker
 from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.discovery import Discovery
-from meshrl.trainer.runs.hooks import RunHooks
+from meshrl.trainer.runs.hooks import RunHooks, RunHooksConfig
 from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
@@ -53,8 +54,9 @@ from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import CheckpointError
-from meshrl.training.learner import UpdateError
+from meshrl.training.learner import Learner, UpdateError
 from meshrl.training.memory_estimate import available_bytes
+from meshrl.training.model_config import TrainerModelConfig
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError
@@ -68,26 +70,22 @@ def run_rank(config: TrainerConfig, rank: int) -> None:
     disable_progress_bar()  # a log has no use for it
     if rank == 0:
         leave(run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
-    leave(follow_rank_0(config, lambda: build_parts(config, os.environ)))
-
-
-def follow_rank_0(config: TrainerConfig, build: Callable[[], TrainerParts]) -> int:
-    """Any other rank: loads its model and works until rank 0 sends StopCommand; returns the exit code."""
+    code = 0
     try:
-        parts = build()
+        parts = build_parts(config, os.environ)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 says when to stop
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        RankWorker(
+        RankWorker(  # until rank 0 sends StopCommand
             parts.learner,
             [RankRun(state=parts.run, checkpointer=parts.checkpointer)],
-            maker=run_maker(parts, config),
+            maker=run_maker(parts.learner, config.model, config.output_dir, config.run_hooks),
             publish_dtype=parts.compute_dtype,
             release=parts.release,
         ).run()
         parts.leave()
     except Exception as error:  # noqa: BLE001  # last stop of the process, and the group ends with it
-        return exit_code_of(error, told=(CheckpointError, UpdateError), defect="this rank failed")
-    return 0
+        code = exit_code_of(error, told=(CheckpointError, UpdateError), defect="this rank failed")
+    leave(code)
 
 
 async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
@@ -156,11 +154,12 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             training_loop = TrainerLoop(
                 table, [training], commands, quantum_tokens=quantum, waits=waits, on_end=parts.leave
             )
-            maker, discovering = run_maker(parts, config), None
+            maker, discovering = run_maker(learner, config.model, config.output_dir, config.run_hooks), None
             if config.max_concurrent_runs > 1:
                 open_added = functools.partial(
-                    open_added_run, config, parts, options, decided.result(), commands, hub, spans, waits
-                )
+                    open_added_run,
+                    config.max_failed_steps, parts, options, decided.result(), commands, hub, spans, waits,
+                )  # fmt: skip
                 servicer.host = RunHost(
                     table,
                     training_loop,
@@ -169,7 +168,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                     RankRun(state=parts.run, checkpointer=parts.checkpointer),
                     RunSettings.own(config),
                     max_runs=config.max_concurrent_runs,
-                    room_bytes=room_for_adapters(config, parts),
+                    room_bytes=room_for_adapters(config.max_adapters_gib, learner.device),
                     history_events=config.history_events,
                     open_run=lambda *run: open_added(loop, *run),
                 )
@@ -212,31 +211,25 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
     return 0
 
 
-def run_maker(parts: TrainerParts, config: TrainerConfig) -> RunMaker:
+def run_maker(learner: Learner, model: TrainerModelConfig, output_dir: Path, hooks: RunHooksConfig) -> RunMaker:
     """What makes the runs that are added, on this rank. Raises ConfigError for hooks that cannot be called."""
     try:
-        hooks = RunHooks(config.run_hooks)
+        loaded = RunHooks(hooks)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return RunMaker(
-        parts.learner,
-        config.output_dir,
-        base_name=config.model.name,
-        optim_cpu_offload=config.model.optim_cpu_offload,
-        hooks=hooks,
-    )
+    return RunMaker(learner, output_dir, base_name=model.name, optim_cpu_offload=model.optim_cpu_offload, hooks=loaded)
 
 
-def room_for_adapters(config: TrainerConfig, parts: TrainerParts) -> int | None:
-    """Bytes of a rank that added runs may take: as configured, or half of what is free; None where that is unknown."""
-    if config.max_adapters_gib is not None:
-        return int(config.max_adapters_gib * 2**30)
-    free = available_bytes(parts.learner.device)
+def room_for_adapters(max_gib: float | None, device: torch.device) -> int | None:
+    """Bytes of a rank that added runs may take: `max_gib`, or half of what is free; None where that is unknown."""
+    if max_gib is not None:
+        return int(max_gib * 2**30)
+    free = available_bytes(device)
     return None if free is None else free // 2
 
 
 def open_added_run(
-    config: TrainerConfig,
+    max_failed_steps: int,
     parts: TrainerParts,
     options: PublishOptions,
     decided: PublicationSettings,
@@ -252,7 +245,7 @@ def open_added_run(
 ) -> tuple[AddedPublication, RunTraining]:
     """Prepares the publication of a run that is added, and its training; on the training thread."""
     publication, initial = open_run(
-        settings_of_added(decided, epoch=epoch, folder=config.output_dir),
+        settings_of_added(decided, epoch=epoch, folder=options.output_dir),
         options,
         parts,
         run.state,
@@ -264,12 +257,12 @@ def open_added_run(
         run.state,
         queue,
         run.checkpointer,
-        versions_of(publication, loop, stall_s=config.publish_deadline_s),
+        versions_of(publication, loop, stall_s=options.publish_deadline_s),
         commands,
         spans,
         ckpt=settings.ckpt,
         own=False,
-        max_failed_steps=config.max_failed_steps,
+        max_failed_steps=max_failed_steps,
         waits=waits,
         release=parts.release,
     )

@@ -12,10 +12,9 @@ import pytest
 
 from ledger_audit import audit
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.build import make_journal
-from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path, write_state
 from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import assemble
@@ -30,18 +29,11 @@ pytestmark = pytest.mark.usefixtures("ledger_disk")
 
 def reopened(folder: Path, trainer_step: int) -> Journal:
     """What a process of the orchestrator opens beside a trainer at this step."""
-    config = OrchestratorConfig(
-        train=TrainEnvsConfig(env=[TrainEnvConfig(id="echo")]),
-        batch_size=3,
-        group_size=3,
-        output_dir=folder,
-        session="one",
-    )
     run = RunInfo(run_id="main", step=trainer_step, version=trainer_step, epoch=1, revision=0, durable_step=0)
     trainer = TrainerInfo(
         world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
     )
-    return make_journal(config, trainer, run)
+    return open_journal(Layout(folder), trainer, run, session="one", least_rollouts={"echo": 2}, checkpoints=False)
 
 
 @pytest.fixture

@@ -14,10 +14,8 @@ import pytest
 
 from meshrl.core.paths import Layout
 from meshrl.core.sqlite_files import seal
-from meshrl.orchestrator.build import make_journal
-from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.ledger.open_run import end_whole, last_logged_step
+from meshrl.orchestrator.ledger.open_run import end_whole, last_logged_step, open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.work.screening import RunTotals
 from meshrl.wire.types import RunInfo, TrainerInfo
@@ -26,14 +24,11 @@ ROLLOUTS = 64
 
 
 def opened(folder: Path, trainer_step: int) -> Journal:
-    config = OrchestratorConfig(
-        train=TrainEnvsConfig(env=[TrainEnvConfig(id="echo")]), batch_size=ROLLOUTS, output_dir=folder, session="one"
-    )
     run = RunInfo(run_id="main", step=trainer_step, version=trainer_step, epoch=1, revision=0, durable_step=0)
     trainer = TrainerInfo(
         world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
     )
-    return make_journal(config, trainer, run)
+    return open_journal(Layout(folder), trainer, run, session="one", least_rollouts={"echo": 2}, checkpoints=False)
 
 
 def run_of(folder: Path, steps: int) -> None:

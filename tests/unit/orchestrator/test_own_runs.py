@@ -27,16 +27,16 @@ async def test_a_run_that_the_trainer_lacks_is_made_and_one_that_it_has_is_taken
     with serving_runs() as (address, table):
         async with TrainerClient(address) as client:
             trainer = info_of(await client.list_runs())
-            made = await the_run(config, trainer, client)
+            made = await the_run(config.run_id, config.run, trainer, client)
             assert made.run_id == "a"
             spec = table.runs["a"].spec
             assert (spec.adapter.rank, spec.adapter.alpha, spec.share) == (4, 8.0, 2.0)
             assert (spec.optimizer.type, spec.optimizer.learning_rate) == ("adamw", 1e-3)
             table.runs["a"].step = 9
-            again = await the_run(config, info_of(await client.list_runs()), client)
+            again = await the_run(config.run_id, config.run, info_of(await client.list_runs()), client)
             assert again.step == 9
             with pytest.raises(RunError, match="'b' is not a run of the trainer; it has main, a"):
-                await the_run(config_of(run_id="b"), info_of(await client.list_runs()), client)
+                await the_run("b", None, info_of(await client.list_runs()), client)
 
 
 def test_a_new_run_needs_a_name() -> None:

@@ -13,6 +13,7 @@ from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.channel import ServiceClient
 from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import EvalConfig, OrchestratorConfig
+from meshrl.orchestrator.config.program import NewRunConfig
 from meshrl.sampling.hosts import HostTable
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError, failed, first_cause
@@ -106,7 +107,7 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
     mesh = Mesh(
         environments=services.rollouts.environments(),
         trainer=trainer,
-        run=await the_run(config, trainer, services.trainer),
+        run=await the_run(config.run_id, config.run, trainer, services.trainer),
     )
     check_hosted(wanted, services.rollouts.table)
     check_fit(mesh, config.seq_len, config.eval)
@@ -132,14 +133,14 @@ async def _wait_for(name: str, address: str, client: ServiceClient, deadline_s: 
         raise failed(name, address, "starting", error) from error
 
 
-async def the_run(config: OrchestratorConfig, trainer: TrainerInfo, client: TrainerClient) -> RunInfo:
+async def the_run(run_id: str, own: NewRunConfig | None, trainer: TrainerInfo, client: TrainerClient) -> RunInfo:
     """The run to feed, which is made where the trainer does not have it and it may be. Raises RunError."""
-    if config.run is None or any(run.run_id == config.run_id for run in trainer.runs):
-        return find_run(config.run_id, trainer)
+    if own is None or any(run.run_id == run_id for run in trainer.runs):
+        return find_run(run_id, trainer)
     try:
-        made = await client.create_run(config.run_id, config.run.spec)
+        made = await client.create_run(run_id, own.spec)
     except MeshError as error:
-        raise failed("trainer", config.services.trainer, f"making the run {config.run_id!r}", error) from error
+        raise failed("trainer", client.address, f"making the run {run_id!r}", error) from error
     logger.info(f"made the run {made.run_id} at the trainer")
     return made
 
