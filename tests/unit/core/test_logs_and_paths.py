@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from grpc._cython import cygrpc
 from loguru import logger
 from opentelemetry import context, trace
 
@@ -122,6 +123,24 @@ async def test_a_strangers_bytes_that_are_no_http_are_one_line_and_no_traceback(
     assert line.split()[1:3] == ["WARNING", "inference"]
     assert "Error handling request from 127.0.0.1: 400" in line
     assert "Content-Length: nine" in line
+
+
+@pytest.mark.parametrize(
+    ("said", "level"),
+    [
+        ('Failed "execute_batch": (<grpc._cython.cygrpc.SendMessageOperation object at 0x7fb>,)', "DEBUG"),
+        ("Failed grpc_call_start_batch: 8 with grpc_call_error value", "ERROR"),
+    ],
+)
+def test_an_answer_that_a_callers_end_overtakes_is_no_error_of_grpc(tmp_path, said, level):
+    setup_logging("weights", "debug", tmp_path / "log")
+    try:
+        raise cygrpc.ExecuteBatchError(said)
+    except cygrpc.ExecuteBatchError:  # as gRPC does with what a servicer's call raises
+        logging.getLogger(cygrpc.__name__).exception("ExecuteBatchError raised in core by servicer method [/s/Fetch]")
+    first, *more = (tmp_path / "log").read_text().splitlines()
+    assert first.split()[1:3] == [level, "weights"]
+    assert ("Traceback (most recent call last):" in more) == (level == "ERROR")
 
 
 def test_everything_lies_under_the_output_dir():

@@ -30,6 +30,8 @@ FORMAT = (
 _CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "mcp", "openai", "urllib3")
 # Errors of this module are a stranger's bytes that are no HTTP: answered with 400, but logged with a traceback each.
 _BAD_HTTP = "aiohttp.http_exceptions"
+# What gRPC logs as an error with a traceback where a caller's end, such as its deadline, overtakes an answer to it.
+_CALL_IS_OVER = 'Failed "execute_batch"'
 
 LAUNCHER_LOGS = "MESHRL_LAUNCHER_LOGS"
 """Set for a program whose output a launcher writes to its log on another node, where no look at stdout would tell."""
@@ -49,6 +51,9 @@ class _IntoLoguru(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if type(error).__module__ == _BAD_HTTP:
             logger.opt(depth=depth).warning("{}: {}", record.getMessage(), " ".join(str(error).split()))
+            return
+        if type(error).__name__ == "ExecuteBatchError" and str(error).startswith(_CALL_IS_OVER):
+            logger.opt(depth=depth).debug("{}: the call was over before its answer", record.getMessage())
             return
         logger.opt(depth=depth, exception=record.exc_info).log(level, "{}", record.getMessage())
 
