@@ -15,31 +15,24 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from meshrl.core import durable
 from meshrl.core.sqlite_files import prepare, seal
-from meshrl.weights.coordinator.rows import hub, key_of
 from meshrl.weights.coordinator.states import Key, Save
 from meshrl.wire.values import JsonObject
 
 LAYOUT = 4
-"""The `user_version` of the file. Layout 1 was `decisions.log`, a file of entries; layout 2 had other answers."""
-LAYOUT_OF_ONE_RUN = 3
-"""Its versions have no run in their keys; it is rewritten when it is opened."""
-_VERSIONS = """
-CREATE TABLE versions (
-  run_id TEXT NOT NULL, epoch INTEGER NOT NULL, version INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL,
-  state TEXT AS (json_extract(row, '$.state')), PRIMARY KEY (run_id, epoch, version)
-) WITHOUT ROWID
-"""
+"""The `user_version` of the file. Layout 1 was `decisions.log`, a file of entries."""
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE run (one INTEGER PRIMARY KEY, writes INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL);
-{_VERSIONS};
+CREATE TABLE versions (
+  run_id TEXT NOT NULL, epoch INTEGER NOT NULL, version INTEGER NOT NULL, row TEXT NOT NULL, seal BLOB NOT NULL,
+  state TEXT AS (json_extract(row, '$.state')), PRIMARY KEY (run_id, epoch, version)
+) WITHOUT ROWID;
 CREATE TABLE groups (generation INTEGER PRIMARY KEY, row TEXT NOT NULL, seal BLOB NOT NULL);
 PRAGMA user_version = {LAYOUT};
 COMMIT;
@@ -49,7 +42,6 @@ _ERRNO = {
     sqlite3.SQLITE_CANTOPEN: errno.EACCES, sqlite3.SQLITE_PERM: errno.EACCES,
 }  # fmt: skip
 _KEYS = {"versions": "run_id, epoch, version", "groups": "generation"}
-_KEYS_OF_ONE_RUN = {**_KEYS, "versions": "epoch, version"}
 
 
 class LogError(Exception):
@@ -92,16 +84,11 @@ class DecisionLog:
             last_write = self._take_lock()
             self._file = file = sqlite3.connect(self.path, isolation_level=None)
             file.execute("PRAGMA locking_mode = EXCLUSIVE")
-            layout = self._check_layout(file, last_write)
+            self._check_layout(file, last_write)
             prepare(file, self.path, outlives_power_cuts=True)
-            of_one_run = layout == LAYOUT_OF_ONE_RUN
-            saved = self._read(file, _KEYS_OF_ONE_RUN if of_one_run else _KEYS)
+            saved = self._read(file)
             if self._writes < last_write:
                 raise self._damaged(f"its last write is number {self._writes} of {last_write}")
-            if of_one_run:
-                self._seals = {key: sealed for key, sealed in self._seals.items() if key[0] != "versions"}
-                anew = ("DROP TABLE versions", _VERSIONS, f"PRAGMA user_version = {LAYOUT}")
-                self._write(file, saved or Save(run=hub({}, (), 0)), first=anew)
             file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._note_write()
             os.fsync(self._lock)
@@ -130,11 +117,11 @@ class DecisionLog:
         number = b"%020d" % self._writes
         os.pwrite(self._lock, number + b" " + seal(number).hex().encode() + b"\n", 0)
 
-    def _check_layout(self, file: sqlite3.Connection, last_write: int) -> int:
-        """Returns the layout, after creating the tables of a new file. Raises LogError for one that is not read."""
+    def _check_layout(self, file: sqlite3.Connection, last_write: int) -> None:
+        """Creates the tables of a new file. Raises LogError for another layout."""
         layout: int = file.execute("PRAGMA user_version").fetchone()[0]
-        if layout in (LAYOUT, LAYOUT_OF_ONE_RUN):
-            return layout
+        if layout == LAYOUT:
+            return
         path, tables = self.path, file.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         if not layout and (tables or last_write):
             raise self._damaged("it has no layout")
@@ -142,16 +129,15 @@ class DecisionLog:
             path, layout = path.with_name("decisions.log"), 1
             if not path.exists():
                 file.executescript(_SCHEMA)
-                return LAYOUT
+                return
         raise LogError(
-            f"{path} has layout {layout}, but this version of meshrl reads layouts {LAYOUT_OF_ONE_RUN} and"
-            f" {LAYOUT}; choose another output_dir, or move it and the files {path.name}-* away and start a new run:"
-            " engines are seeded again"
+            f"{path} has layout {layout}, but this version of meshrl reads layout {LAYOUT} alone; choose another"
+            f" output_dir, or move it and the files {path.name}-* away and start a new run: engines are seeded again"
         )
 
-    def _read(self, file: sqlite3.Connection, keys: Mapping[str, str]) -> Save | None:
+    def _read(self, file: sqlite3.Connection) -> Save | None:
         rows: dict[str, dict[tuple[Any, ...], JsonObject]] = {}
-        for table, columns in keys.items():
+        for table, columns in _KEYS.items():
             found = file.execute(f"SELECT {columns}, row, seal FROM {table}").fetchall()
             rows[table] = {tuple(key): self._unsealed(row, sealed, table, *key) for *key, row, sealed in found}
             self._seals.update({(table, *key): sealed for *key, _, sealed in found})
@@ -162,7 +148,7 @@ class DecisionLog:
             raise self._damaged(f"it has {len(runs)} rows of the run")
         [(writes, row, sealed)] = runs
         run, self._writes = self._unsealed(row, sealed, "run", writes), writes
-        versions = {Key(*key) if keys is _KEYS else key_of(row): row for key, row in rows["versions"].items()}
+        versions = {Key(*key): row for key, row in rows["versions"].items()}
         return Save(run=run, versions=versions, groups={number: row for (number,), row in rows["groups"].items()})
 
     def _seal(self, row: str, table: str, *key: object) -> bytes:
@@ -179,26 +165,20 @@ class DecisionLog:
 
     def _save(self, rows: Save) -> None:
         assert self._file is not None
+        file, groups = self._file, {(generation,): row for generation, row in rows.groups.items()}
         try:
-            self._write(self._file, rows)
+            file.execute("BEGIN IMMEDIATE")
+            for table, changes in (("versions", rows.versions), ("groups", groups)):
+                for key, row in changes.items():
+                    self._put(file, table, key, row)
+            self._writes += 1
+            run = json.dumps(rows.run)
+            sealed = self._seal(run, "run", self._writes)
+            file.execute("INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", (self._writes, run, sealed))
+            file.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._trouble(error) from error
         self._note_write()
-
-    def _write(self, file: sqlite3.Connection, rows: Save, *, first: Sequence[str] = ()) -> None:
-        """Writes the rows, all or none, in one transaction, `first` what else is to be executed in it."""
-        groups = {(generation,): row for generation, row in rows.groups.items()}
-        file.execute("BEGIN IMMEDIATE")
-        for statement in first:
-            file.execute(statement)
-        for table, changes in (("versions", rows.versions), ("groups", groups)):
-            for key, row in changes.items():
-                self._put(file, table, key, row)
-        self._writes += 1
-        run = json.dumps(rows.run)
-        sealed = self._seal(run, "run", self._writes)
-        file.execute("INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", (self._writes, run, sealed))
-        file.execute("COMMIT")
 
     def _put(self, file: sqlite3.Connection, table: str, key: tuple[Any, ...], row: JsonObject | None) -> None:
         marks = ", ".join("?" * len(key))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import shutil
 import signal
@@ -17,7 +16,6 @@ import pytest
 
 from hub_rules import saved_over
 from meshrl.core import sqlite_files
-from meshrl.weights.coordinator.rows import hub_of
 from meshrl.weights.coordinator.states import Key, Save
 from meshrl.weights.decision_log import DecisionLog, LogError
 
@@ -193,45 +191,17 @@ async def test_log_has_one_owner_at_a_time(tmp_path: Path) -> None:
 
 async def test_folder_of_an_older_version_is_refused_with_its_layout(tmp_path: Path) -> None:
     (tmp_path / "decisions.log").write_bytes(b"MESHLOG1")
-    with pytest.raises(LogError, match=r"decisions.log has layout 1, but this version of meshrl reads layouts 3 and 4"):
+    with pytest.raises(LogError, match=r"decisions.log has layout 1, but this version of meshrl reads layout 4 alone"):
         await read(tmp_path / "decisions.sqlite")
 
 
-async def test_file_of_a_newer_version_is_refused_with_its_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [3, 5], ids=["older", "newer"])
+async def test_file_of_another_version_is_refused_with_its_layout(tmp_path: Path, layout: int) -> None:
     path = await write(tmp_path / "log")
     with closing(sqlite3.connect(path)) as file:
-        file.execute("pragma user_version = 5")
-    with pytest.raises(LogError, match="has layout 5, but this version of meshrl reads layouts 3 and 4"):
+        file.execute(f"pragma user_version = {layout}")
+    with pytest.raises(LogError, match=f"has layout {layout}, but this version of meshrl reads layout 4 alone"):
         await read(path)
-
-
-async def test_a_file_of_one_run_is_read_and_rewritten_with_the_run_in_its_keys(tmp_path: Path) -> None:
-    """As layout 3 had it: the run beside the key in a version's row, and the one epoch in the hub's."""
-    path = tmp_path / "log"
-    row = json.dumps({"run_id": "main", "key": [2, 7], "state": "committed"})
-    hub = json.dumps({"run_id": "main", "epoch": 2, "revision": 9})
-    sealed = sqlite_files.seal(row.encode(), "versions", 2, 7)
-    with closing(sqlite3.connect(path)) as file:
-        file.executescript("""
-            CREATE TABLE run (one INTEGER PRIMARY KEY, writes INTEGER, row TEXT, seal BLOB);
-            CREATE TABLE versions (epoch INTEGER, version INTEGER, row TEXT, seal BLOB,
-                state TEXT AS (json_extract(row, '$.state')), PRIMARY KEY (epoch, version)) WITHOUT ROWID;
-            CREATE TABLE groups (generation INTEGER PRIMARY KEY, row TEXT, seal BLOB);
-            PRAGMA user_version = 3;
-        """)
-        file.execute("INSERT INTO versions VALUES (2, 7, ?, ?)", (row, sealed))
-        whole = sqlite_files.seal(hub.encode() + sealed, "run", 5)
-        file.execute("INSERT INTO run VALUES (1, 5, ?, ?)", (hub, whole))
-        file.commit()
-    first = await read(path)
-    assert first is not None
-    assert first.versions == {Key("main", 2, 7): json.loads(row)}
-    assert hub_of(first.run) == ({"main": 2}, (), 9)
-    assert await read(path) == first
-    with closing(sqlite3.connect(path)) as file:
-        assert file.execute("select run_id, epoch, version, state from versions").fetchall() == [
-            ("main", 2, 7, "committed")
-        ]
 
 
 async def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -28,10 +28,8 @@ def hub(epochs: Mapping[str, int], closed: Sequence[str], revision: int) -> Json
 
 
 def hub_of(row: JsonObject) -> tuple[Mapping[str, int], Sequence[str], int]:
-    """Reads epochs, closed runs and the revision back; a hub of one run wrote the epoch of that one."""
-    if "epochs" in row:
-        return row["epochs"], row["closed"], row["revision"]
-    return ({row["run_id"]: row["epoch"]} if row["epoch"] else {}), (), row["revision"]
+    """Reads epochs, closed runs and the revision back."""
+    return row["epochs"], row["closed"], row["revision"]
 
 
 def version(record: VersionRecord, revision: int, wall_minus_monotonic_s: float) -> JsonObject:
@@ -42,16 +40,10 @@ def version(record: VersionRecord, revision: int, wall_minus_monotonic_s: float)
     return {name: to_plain(as_of.get(name, getattr(record, name))) for name in KEPT}
 
 
-def key_of(row: JsonObject) -> Key:
-    """The key of a version's row; a hub of one run wrote the run beside it."""
-    *run, epoch, version = row["key"]
-    return Key(run[0] if run else row["run_id"], epoch, version)
-
-
 def version_of(row: JsonObject, monotonic_minus_wall_s: float) -> VersionRecord:
     """Reads a version back."""
     kept = {name: from_plain(_TYPES[name], row[name]) for name in KEPT if name in row}
-    record = VersionRecord(**{**kept, "key": key_of(row)})
+    record = VersionRecord(**{**kept, "key": Key(*row["key"])})
     record.sealed_s += monotonic_minus_wall_s
     return record
 
