@@ -279,9 +279,8 @@ class SimulatedHub(RuleBasedStateMachine):
         run_id = self.run(which)
         policy = ActivationPolicy.GANG if gang else ActivationPolicy.ROLLING
         try:
-            record, actions = self.coordinator.activate(
-                run_id=run_id,
-                version=max(0, self.next_version[run_id] - 1 - back),
+            record, actions = self.coordinator.line(run_id).activate(
+                max(0, self.next_version[run_id] - 1 - back),
                 policy=policy,
                 min_ready=min_ready,
                 wait_s=30.0,
@@ -314,9 +313,7 @@ class SimulatedHub(RuleBasedStateMachine):
         version = max(0, self.next_version[run_id] - 1 - back)
         record = line.records.get(hub.Key(run_id, line.epoch, version))
         try:
-            _, actions = self.coordinator.abort(
-                run_id=run_id, epoch=line.epoch, version=version, message="", now_s=self.now_s
-            )
+            _, actions = line.abort(epoch=line.epoch, version=version, artifact_id="", message="", now_s=self.now_s)
             self.take(actions)
         except MeshError as error:
             if error.reason is Reason.VERSION_DECIDED:

@@ -126,9 +126,8 @@ class Hub:
         return record.artifact_id
 
     def activate(self, version: int, *, min_ready: int = 0) -> None:
-        _, actions = self.rules.activate(
-            run_id="run",
-            version=version,
+        _, actions = self.rules.line("run").activate(
+            version,
             policy=ActivationPolicy.ROLLING,
             min_ready=min_ready,
             wait_s=20.0,

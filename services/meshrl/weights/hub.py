@@ -241,7 +241,7 @@ class Hub:
         self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str
     ) -> VersionInfo:
         """Checks the bytes of a staged version, then lets engines prepare it."""
-        record = self.coordinator.sealing(run_id=run_id, epoch=epoch, version=version, artifact=artifact_id)
+        record = self.coordinator.line(run_id).sealing(epoch=epoch, version=version, artifact=artifact_id)
         # A repeated call joins the first: bytes are hashed once, and all are answered once the seal is durable.
         sealing = self._sealing.get(artifact_id)
         if sealing is None and record.state is VersionState.STAGING:
@@ -262,13 +262,8 @@ class Hub:
         self, *, run_id: str, epoch: int, version: int, message: str, artifact_id: str = ""
     ) -> VersionInfo:
         """Drops an undecided version and its bytes."""
-        record, actions = self.coordinator.abort(
-            run_id=run_id,
-            epoch=epoch,
-            version=version,
-            artifact_id=artifact_id,
-            message=message,
-            now_s=self._now(),
+        record, actions = self.coordinator.line(run_id).abort(
+            epoch=epoch, version=version, artifact_id=artifact_id, message=message, now_s=self._now()
         )
         await self._actions.put(actions)
         return record.info()
@@ -304,12 +299,11 @@ class Hub:
     ) -> Activation:
         """Commits a version; waits for the outcome, or for the decision alone.
 
-        Raises as `Coordinator.activate`, and ENGINES_NOT_READY.
+        Raises as `RunLine.activate`, and ENGINES_NOT_READY.
         """
         self._check_stays()
-        record, actions = self.coordinator.activate(
-            run_id=run_id,
-            version=version,
+        record, actions = self.coordinator.line(run_id).activate(
+            version,
             epoch=epoch,
             artifact_id=artifact_id,
             policy=policy,

@@ -23,7 +23,6 @@ from meshrl.weights.coordinator.states import (
 )
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import (
-    ActivationPolicy,
     AgentRegistration,
     AgentReport,
     EngineInfo,
@@ -162,21 +161,10 @@ class Coordinator:
         line = self.lines.get(record.key.run_id)
         return [] if line is None else line.arrives(record, now_s)
 
-    def sealing(self, *, run_id: str, epoch: int, version: int, artifact: str) -> VersionRecord:
-        """As `RunLine.sealing`, of a run."""
-        return self.line(run_id).sealing(epoch=epoch, version=version, artifact=artifact)
-
     def seal(self, key: Key, traceparent: str, now_s: float, wall_s: float) -> list[Action]:
         """The bytes of a staged version are complete and right: engines start to prepare it."""
         self._log.wall_offset_s = wall_s - now_s
         return self.line(key.run_id).seal(key, traceparent, now_s)
-
-    def abort(
-        self, *, run_id: str, epoch: int, version: int, message: str, now_s: float, artifact_id: str = ""
-    ) -> tuple[VersionRecord, list[Action]]:
-        """As `RunLine.abort`, of a run."""
-        line = self.line(run_id)
-        return line.abort(epoch=epoch, version=version, artifact_id=artifact_id, message=message, now_s=now_s)
 
     def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
         """Forms a group and has its engines join it. The same request again gets the first answer.
@@ -233,29 +221,6 @@ class Coordinator:
         ]
 
     # --- the orchestrator ---------------------------------------------------------------------
-
-    def activate(
-        self,
-        *,
-        run_id: str,
-        version: int,
-        policy: ActivationPolicy,
-        min_ready: int,
-        wait_s: float,
-        now_s: float,
-        epoch: int = 0,
-        artifact_id: str = "",
-    ) -> tuple[VersionRecord, list[Action]]:
-        """As `RunLine.activate`, of a run."""
-        line = self.line(run_id)
-        record = line.find(version)
-        if epoch not in (0, record.key.epoch) or artifact_id not in ("", record.artifact_id):
-            raise MeshError(
-                Reason.VERSION_CONFLICT,
-                f"version {version} is artifact {record.artifact_id} of epoch {record.key.epoch}, got "
-                f"{artifact_id or 'any'} of epoch {epoch or 'any'}; activate the version that was sealed last",
-            )
-        return record, line.activate(record, policy=policy, min_ready=min_ready, wait_s=wait_s, now_s=now_s)
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
         """The decision for `key` is durable: from now on it only goes forward."""

@@ -242,16 +242,31 @@ class RunLine:
     # --- the orchestrator ---------------------------------------------------------------------
 
     def activate(
-        self, record: VersionRecord, *, policy: ActivationPolicy, min_ready: int, wait_s: float, now_s: float
-    ) -> list[Action]:
+        self,
+        version: int,
+        *,
+        policy: ActivationPolicy,
+        min_ready: int,
+        wait_s: float,
+        now_s: float,
+        epoch: int = 0,
+        artifact_id: str = "",
+    ) -> tuple[VersionRecord, list[Action]]:
         """Starts, or joins, the commit of a sealed version; the outcome comes as `Answer` for the record's key.
 
         With `min_ready` 0 every engine that is live now must have prepared it, and at least one in any case; engines
-        that join later catch up. Raises: VERSION_NOT_SEALED, VERSION_SUPERSEDED.
+        that join later catch up. Raises: UNKNOWN_VERSION, VERSION_CONFLICT for another epoch or artifact,
+        VERSION_NOT_SEALED, VERSION_SUPERSEDED.
         """
-        version = record.version
+        record = self.find(version)
+        if epoch not in (0, record.key.epoch) or artifact_id not in ("", record.artifact_id):
+            raise MeshError(
+                Reason.VERSION_CONFLICT,
+                f"version {version} is artifact {record.artifact_id} of epoch {record.key.epoch}, got "
+                f"{artifact_id or 'any'} of epoch {epoch or 'any'}; activate the version that was sealed last",
+            )
         if record.answer is not None:
-            return [Answer(key=record.key, result=record.answer)]
+            return record, [Answer(key=record.key, result=record.answer)]
         if record.state is VersionState.STAGING:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {version} is still being staged; seal it first")
         if record.state not in LIVE:
@@ -261,7 +276,7 @@ class RunLine:
         deadline_s = now_s + wait_s
         if record.attempt is not None:
             record.attempt.deadline_s = max(record.attempt.deadline_s, deadline_s)
-            return self.next_actions(now_s)
+            return record, self.next_actions(now_s)
         required = frozenset(engine.engine_id for engine in self.engines if not engine.ejected)
         record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
         if record.state is VersionState.SEALED:
@@ -270,7 +285,7 @@ class RunLine:
                     engine.try_again(record.key)
                 elif engine.last_fault is not None:  # its bytes come again only in a newer group
                     record.attempt.faults[engine.engine_id] = engine.last_fault
-        return self.next_actions(now_s)
+        return record, self.next_actions(now_s)
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
         """The decision for `key` is durable: from now on it only goes forward."""
