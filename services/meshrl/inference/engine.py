@@ -1,4 +1,4 @@
-"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, and its data types.
+"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, its data types and base.
 
 A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
 two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+from loguru import logger
 from numpy.typing import NDArray
 
-from meshrl.inference.adapters import AdapterTable
+from meshrl.core.waiting import InFlight
+from meshrl.inference.adapters import AdapterTable, ServedAdapter
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest, VersionSpan
 from meshrl.wire.types.routes import Routes
@@ -304,69 +307,118 @@ class Engine(Protocol):
         """Root hash of the live weights, computed from their bytes; empty where the engine cannot read them back."""
 
 
-def check_fit(engine: Engine) -> None:
-    """Raises MeshError ENGINE_FAILED for one that may hold torn weights."""
-    if engine.unfit is not None:
-        raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {engine.unfit}")
+class EngineBase:
+    """What the engines of this package share: the requests in flight, draining, and the names of the live weights.
 
-
-def check_request(
-    engine: Engine,
-    request: GenerateRequest,
-    *,
-    capacity: int,
-    vocab_size: int,
-    reports_routes: bool = False,
-    of_adapter: bool = False,
-) -> None:
-    """Refuses what the engine cannot serve; `capacity` is how many requests may be in flight.
-
-    A request `of_adapter` needs no version of the base model.
-
-    Raises: MeshError ENGINE_FAILED, DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state,
-    INVALID_REQUEST and NOT_SUPPORTED for what the request asks.
+    An engine adds `unfit`, `version` and `adapters`, and completes in `_complete` the requests that it may serve.
     """
-    check_fit(engine)
-    if engine.draining:
-        raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
-    if engine.version is None and not of_adapter:
-        message = "this engine has no weight version yet; it serves once its agent has applied one"
-        raise MeshError(Reason.VERSION_NOT_AVAILABLE, message, retry_after_s=RETRY_AFTER_S)
-    if engine.in_flight >= capacity:
-        raise MeshError(
-            Reason.OVERLOADED,
-            f"{capacity} requests are running or waiting here, which is all that may; retry, or raise max_queue",
-            retry_after_s=RETRY_AFTER_S,
-        )
-    length, limit = len(request.prompt_ids), engine.max_model_len
-    if not 0 < length < limit:
-        raise MeshError(
-            Reason.INVALID_REQUEST,
-            f"the prompt has {length} tokens; it needs at least 1 and at most {limit - 1}, one less than the maximum "
-            f"context length of {limit} tokens",
-        )
-    if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < vocab_size):
-        raise MeshError(Reason.INVALID_REQUEST, f"prompt token ids must be in [0, {vocab_size})")
-    if not all(0 <= token < vocab_size for token in request.sampling.stop_token_ids):
-        raise MeshError(Reason.INVALID_REQUEST, f"stop_token_ids must be in [0, {vocab_size})")
-    if not all(0 <= token < vocab_size for token in request.sampling.logit_bias):
-        raise MeshError(Reason.INVALID_REQUEST, f"token ids of logit_bias must be in [0, {vocab_size})")
-    if request.sampling.min_tokens > 0 and len(set(request.sampling.stop_token_ids)) > MAX_HELD_BACK:
-        raise MeshError(
-            Reason.INVALID_REQUEST,
-            f"{len(set(request.sampling.stop_token_ids))} different stop_token_ids with min_tokens, which holds back at"
-            f" most {MAX_HELD_BACK}; name fewer, or leave min_tokens out",
-        )
-    if (start := request.sampling.routed_experts_prompt_start) is not None:
-        if not reports_routes:
-            raise MeshError(
-                Reason.NOT_SUPPORTED,
+
+    if TYPE_CHECKING:
+
+        @property
+        def version(self) -> int | None: ...
+
+        @property
+        def unfit(self) -> str | None: ...
+
+        @property
+        def adapters(self) -> AdapterTable[Any] | None: ...
+
+        def _complete(
+            self, request: GenerateRequest, adapter: ServedAdapter[Any] | None
+        ) -> AsyncGenerator[TokenChunk, None]: ...
+
+    def __init__(self, *, max_model_len: int, vocab_size: int, capacity: int, reports_routes: bool) -> None:
+        """`capacity` is how many requests may be in flight."""
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self._capacity, self._reports_routes = capacity, reports_routes
+        self._in_flight, self._draining = InFlight(), False
+        self._root: bytes | None = None
+        self._paused_at = self._last_pause_s = 0.0
+
+    @property
+    def root(self) -> bytes | None:
+        return self._root
+
+    @property
+    def logprobs_mode(self) -> Literal["processed_logprobs"]:
+        return "processed_logprobs"
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight.count
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def begin_drain(self) -> None:
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Returns once no request is in flight."""
+        await self._in_flight.idle()
+
+    async def _drain(self, deadline_s: float) -> None:
+        self.begin_drain()
+        if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
+            logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        with nullcontext() if self.adapters is None else self.adapters.using(request.policy) as adapter:
+            self.check_request(request, of_adapter=adapter is not None)
+            async with aclosing(self._complete(request, adapter)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    def check_fit(self) -> None:
+        """Raises MeshError ENGINE_FAILED for an engine that may hold torn weights."""
+        if self.unfit is not None:
+            raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
+
+    def check_request(self, request: GenerateRequest, *, of_adapter: bool = False) -> None:
+        """Refuses what the engine cannot serve. A request `of_adapter` needs no version of the base model.
+
+        Raises: MeshError ENGINE_FAILED, DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state,
+        INVALID_REQUEST and NOT_SUPPORTED for what the request asks.
+        """
+        self.check_fit()
+        if self._draining:
+            raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
+        if self.version is None and not of_adapter:
+            message = "this engine has no weight version yet; it serves once its agent has applied one"
+            raise MeshError(Reason.VERSION_NOT_AVAILABLE, message, retry_after_s=RETRY_AFTER_S)
+        if self.in_flight >= self._capacity:
+            full = f"{self._capacity} requests are running or waiting here, which is all that may"
+            raise MeshError(Reason.OVERLOADED, f"{full}; retry, or raise max_queue", retry_after_s=RETRY_AFTER_S)
+        sampling, length, limit = request.sampling, len(request.prompt_ids), self.max_model_len
+        stops, start = sampling.stop_token_ids, sampling.routed_experts_prompt_start
+        if start is not None and not self._reports_routes:
+            text = (
                 "this engine reports no routed experts; start it with inference.enable_return_routed_experts, or leave"
-                " routed_experts_prompt_start out",
+                " routed_experts_prompt_start out"
             )
-        if start > length:
-            raise MeshError(
-                Reason.INVALID_REQUEST, f"routed_experts_prompt_start {start} is beyond the prompt's {length} tokens"
+            raise MeshError(Reason.NOT_SUPPORTED, text)
+        wrong = None
+        if not 0 < length < limit:
+            wrong = (
+                f"the prompt has {length} tokens; it needs at least 1 and at most {limit - 1}, one less than the"
+                f" maximum context length of {limit} tokens"
             )
-    if request.sampling.max_tokens < 1:
-        raise MeshError(Reason.INVALID_REQUEST, f"max_tokens must be at least 1, got {request.sampling.max_tokens}")
+        elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.vocab_size:
+            wrong = f"prompt token ids must be in [0, {self.vocab_size})"
+        elif any(not 0 <= token < self.vocab_size for token in stops):
+            wrong = f"stop_token_ids must be in [0, {self.vocab_size})"
+        elif any(not 0 <= token < self.vocab_size for token in sampling.logit_bias):
+            wrong = f"token ids of logit_bias must be in [0, {self.vocab_size})"
+        elif sampling.min_tokens > 0 and len(set(stops)) > MAX_HELD_BACK:
+            wrong = (
+                f"{len(set(stops))} different stop_token_ids with min_tokens, which holds back at most {MAX_HELD_BACK};"
+                " name fewer, or leave min_tokens out"
+            )
+        elif start is not None and start > length:
+            wrong = f"routed_experts_prompt_start {start} is beyond the prompt's {length} tokens"
+        elif sampling.max_tokens < 1:
+            wrong = f"max_tokens must be at least 1, got {sampling.max_tokens}"
+        if wrong is not None:
+            raise MeshError(Reason.INVALID_REQUEST, wrong)

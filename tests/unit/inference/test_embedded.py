@@ -17,7 +17,7 @@ from meshrl.inference.build import build_engine
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.slots import MIN_SHARED_TOKENS
-from meshrl.inference.engine import FinishReason, GenerateRequest, HostVersion, check_request
+from meshrl.inference.engine import FinishReason, GenerateRequest, HostVersion
 from meshrl.wire.errors import MeshError, Reason
 
 TOLERANCE = 1e-4
@@ -216,14 +216,15 @@ async def test_the_drain_deadline_aborts_what_is_left(start_engine: EngineFactor
 
 async def test_no_more_stop_tokens_are_held_back_than_every_engine_takes(start_engine: EngineFactory) -> None:
     engine = await start_engine()
+    engine.vocab_size = 1000
 
     def asked(count: int, min_tokens: int) -> GenerateRequest:
         return ask([1], stop_token_ids=tuple(range(count)), min_tokens=min_tokens)
 
     for count, min_tokens in ((120, 1), (1000, 0)):
-        check_request(engine, asked(count, min_tokens), capacity=8, vocab_size=1000)
+        engine.check_request(asked(count, min_tokens))
     with pytest.raises(MeshError, match=r"121 different stop_token_ids with min_tokens.*name fewer"):
-        check_request(engine, asked(121, 1), capacity=8, vocab_size=1000)
+        engine.check_request(asked(121, 1))
 
 
 @pytest.fixture

@@ -9,15 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
-from loguru import logger
 from transformers import PreTrainedModel
 
-from meshrl.core.waiting import InFlight
 from meshrl.inference.adapters import AdapterTable, ServedAdapter
 from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.embedded.low_rank import BASE, LoadedAdapter
@@ -28,12 +24,11 @@ from meshrl.inference.embedded.staging import Staging
 from meshrl.inference.embedded.step_thread import StepThread
 from meshrl.inference.engine import (
     CollectiveSupport,
+    EngineBase,
     EngineStats,
     GenerateRequest,
     HostVersion,
     TokenChunk,
-    check_fit,
-    check_request,
 )
 from meshrl.inference.sleep import NeverSleeps
 from meshrl.versions.layout import Layout
@@ -43,7 +38,7 @@ from meshrl.wire.types import JoinGroup, Manifest
 MAX_ADAPTERS = 16
 
 
-class EmbeddedEngine(NeverSleeps):
+class EmbeddedEngine(NeverSleeps, EngineBase):
     """An `Engine` (see `engine.py`) over one in-process model. `start` it on the loop that will consume its tokens."""
 
     def __init__(
@@ -52,14 +47,16 @@ class EmbeddedEngine(NeverSleeps):
         seed: int | None = None, version: int | None = 0, keep_routes: bool = False, max_adapters: int = MAX_ADAPTERS,
     ) -> None:  # fmt: skip
         """Takes over `model`. `version` names the weights it comes with; None refuses requests until one is applied."""
-        self.max_model_len = max_model_len
-        self.max_queue = max_queue
         self.eos_token_ids = eos_token_ids
-        self.vocab_size: int = model.config.get_text_config().vocab_size
         runner = make_runner(
             model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes, keep_routes=keep_routes
         )
-        self._keeps_routes = keep_routes
+        super().__init__(
+            max_model_len=max_model_len,
+            vocab_size=model.config.get_text_config().vocab_size,
+            capacity=runner.num_slots + max_queue,
+            reports_routes=keep_routes,
+        )
         self._steps = StepThread(runner, budget=max_num_batched_tokens, version=version)
         self._weights = LiveWeights(model)
         self._device = model.device
@@ -70,23 +67,12 @@ class EmbeddedEngine(NeverSleeps):
             unload=lambda adapter: self._steps.soon(lambda: runner.adapters.drop(adapter.number)),
         )
         self._seeds = np.random.default_rng(seed)
-        self._in_flight, self._draining = InFlight(), False
-        self._root: bytes | None = None
-        self._paused_at = self._last_pause_s = 0.0
 
     # --- state ------------------------------------------------------------------------------
 
     @property
     def version(self) -> int | None:
         return self._steps.version
-
-    @property
-    def root(self) -> bytes | None:
-        return self._root
-
-    @property
-    def logprobs_mode(self) -> Literal["processed_logprobs"]:
-        return "processed_logprobs"  # `sampling.sample`
 
     @property
     def paused(self) -> bool:
@@ -101,16 +87,8 @@ class EmbeddedEngine(NeverSleeps):
         return None if self._steps.alive or self._draining else f"its thread ended: {self._steps.unfit}"
 
     @property
-    def in_flight(self) -> int:
-        return self._in_flight.count
-
-    @property
     def num_slots(self) -> int:
         return self._steps.table.num_slots
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
 
     @property
     def stages_from_files(self) -> bool:
@@ -150,37 +128,13 @@ class EmbeddedEngine(NeverSleeps):
         """Starts the thread; tokens go to the running loop."""
         self._steps.start()
 
-    def begin_drain(self) -> None:
-        """Refuses new requests from now on; those in flight go on."""
-        self._draining = True
-
-    async def idle(self) -> None:
-        """Returns once no request is in flight."""
-        await self._in_flight.idle()
-
     async def close(self, deadline_s: float = 0.0) -> None:
         """Drains for at most `deadline_s`, aborts what is left and stops the thread."""
-        self.begin_drain()
-        if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
-            logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
+        await self._drain(deadline_s)
         await self._staging.receiver.leave()
         await self._steps.stop()
 
     # --- requests ---------------------------------------------------------------------------
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        with self._adapters.using(request.policy) as adapter:
-            check_request(
-                self,
-                request,
-                capacity=self.num_slots + self.max_queue,
-                vocab_size=self.vocab_size,
-                reports_routes=self._keeps_routes,
-                of_adapter=adapter is not None,
-            )
-            async with aclosing(self._complete(request, adapter)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
 
     async def _complete(
         self, request: GenerateRequest, adapter: ServedAdapter[LoadedAdapter] | None
@@ -298,7 +252,7 @@ class EmbeddedEngine(NeverSleeps):
         self._staging.drop()
 
     async def adopt(self, version: int, root: bytes) -> None:
-        check_fit(self)
+        self.check_fit()
         await self._steps.call(lambda: self._name_weights(version, root, same=True))
 
     async def weights_root(self) -> bytes:

@@ -15,8 +15,6 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import Literal
 
 from loguru import logger
 from vllm.inputs import tokens_input
@@ -28,12 +26,11 @@ from meshrl.core.waiting import InFlight
 from meshrl.inference.adapters import AdapterTable, ServedAdapter
 from meshrl.inference.engine import (
     CollectiveSupport,
+    EngineBase,
     EngineStats,
     GenerateRequest,
     HostVersion,
     TokenChunk,
-    check_fit,
-    check_request,
 )
 from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore
@@ -52,7 +49,7 @@ RECEIVE_STALL_S = 30.0
 SLEEP_DEADLINE_S = 180.0
 
 
-class VllmEngine:
+class VllmEngine(EngineBase):
     """An `Engine` (see `engine.py`) over one AsyncLLM. `start` it on the loop that will consume its tokens."""
 
     def __init__(
@@ -64,8 +61,14 @@ class VllmEngine:
         `routed`: what it reports routes of experts for.
         """
         config = llm.vllm_config
-        self.max_model_len: int = config.model_config.max_model_len
-        self.vocab_size = vocab_size
+        parallel = config.parallel_config
+        self.num_slots: int = config.scheduler_config.max_num_seqs * parallel.data_parallel_size
+        super().__init__(
+            max_model_len=config.model_config.max_model_len,
+            vocab_size=vocab_size,
+            capacity=self.num_slots + max_queue,
+            reports_routes=routed is not None,
+        )
         self._llm, self._layout, self._store = llm, layout, store
         self._calls = EngineCalls(llm)
         self._adapters: AdapterTable[LoRARequest] | None = None
@@ -73,22 +76,16 @@ class VllmEngine:
             places = max(lora.max_loras, lora.max_cpu_loras or 0)
             self._adapters = AdapterTable(places, lora.max_lora_rank, unload=self._unload)
         self._unloading: set[asyncio.Task[None]] = set()
-        parallel = config.parallel_config
         self._ranks = parallel.world_size * parallel.data_parallel_size
         self._device = "cuda" if config.device_config.device_type == "cuda" else "cpu"
-        self.num_slots: int = config.scheduler_config.max_num_seqs * parallel.data_parallel_size
         self._kv_tokens = kv_tokens_of(config)
-        self._max_queue = max_queue
         self._clock = VersionClock(version)
         self._requests = RequestCodec(
             self._clock, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids, routed=routed
         )
-        self._root: bytes | None = None
         self._staged: int | None = None
-        self._paused = self._draining = False
-        self._paused_at = self._last_pause_s = 0.0
+        self._paused = False
         self._unfit: str | None = None
-        self._in_flight = InFlight()
         self._versions_under_way = InFlight()  # staged, received or groups joined, at this moment
         self.can_sleep = bool(config.model_config.enable_sleep_mode) and self._device == "cuda"
         self._sleeper = Sleeper(self._fall_asleep, self._wake_up, busy=self._has_work, deadline_s=SLEEP_DEADLINE_S)
@@ -102,14 +99,6 @@ class VllmEngine:
         return self._clock.version
 
     @property
-    def root(self) -> bytes | None:
-        return self._root
-
-    @property
-    def logprobs_mode(self) -> Literal["processed_logprobs"]:
-        return "processed_logprobs"  # `arguments` sees to it
-
-    @property
     def paused(self) -> bool:
         return self._paused
 
@@ -121,14 +110,6 @@ class VllmEngine:
     def lost(self) -> str | None:
         gone = "vLLM's engine process is gone; its last log lines say why"
         return gone if self._llm.errored else self._sleeper.failed
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight.count
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
 
     @property
     def sleeping(self) -> bool:
@@ -178,40 +159,14 @@ class VllmEngine:
             "weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks
         )
 
-    def begin_drain(self) -> None:
-        self._draining = True
-
-    async def idle(self) -> None:
-        """Returns once no request is in flight."""
-        await self._in_flight.idle()
-
     async def close(self, deadline_s: float = 0.0) -> None:
-        self.begin_drain()
-        if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
-            logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
+        await self._drain(deadline_s)
         self._llm.shutdown()
         self._calls.ends.close()
         if self._store is not None:
             self._store.close()
 
     # --- requests ---------------------------------------------------------------------------
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        with self._using(request.policy) as adapter:
-            check_request(
-                self,
-                request,
-                capacity=self.num_slots + self._max_queue,
-                vocab_size=self.vocab_size,
-                reports_routes=self._requests.routed is not None,
-                of_adapter=adapter is not None,
-            )
-            async with aclosing(self._complete(request, adapter)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-
-    def _using(self, policy: str) -> AbstractContextManager[ServedAdapter[LoRARequest] | None]:
-        return nullcontext() if self._adapters is None else self._adapters.using(policy)
 
     async def _complete(
         self, request: GenerateRequest, adapter: ServedAdapter[LoRARequest] | None
@@ -354,7 +309,7 @@ class VllmEngine:
         self._clock.serve(version)
 
     async def adopt(self, version: int, root: bytes) -> None:
-        check_fit(self)
+        self.check_fit()
         self._root = root
         self._clock.serve(version, same=True)
 
