@@ -129,12 +129,10 @@ class _Download:
         return f"the fetch of version {self._held.manifest.version}, with {self._queue.chunks_left} chunks to go,"
 
     async def _renew(self, source: ByteSource, number: int) -> None:
-        """Replaces a connection by a new one."""
         with suppress(MeshError):  # the old one goes on
             await self._downloader.connections.renew(source, number, CONNECT_S)
 
     async def _work(self, number: int) -> None:
-        """Fetches range after range over one connection."""
         rate, backoff = 0.0, Backoff(*AWAY_S)
         while not self._over.is_set() and number < self._downloader.count.count:
             claim = self._queue.claim(self._claim_bytes(rate), self._now(), rate)

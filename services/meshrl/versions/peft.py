@@ -180,6 +180,5 @@ def _adapted_weight(
 
 
 def _sides(weight: AdaptedWeight, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Inputs and outputs of a weight."""
     *_, first, second = shapes[weight.name]
     return (first, second) if weight.transposed else (second, first)

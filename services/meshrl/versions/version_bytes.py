@@ -227,7 +227,6 @@ class VersionBytes:
 
 
 def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
-    """Whether the bytes of a chunk are those of the manifest."""
     return digest(reader.read(chunk.offset, chunk.length)) == chunk.digest
 
 

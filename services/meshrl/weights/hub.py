@@ -180,7 +180,6 @@ class Hub:
             self._heard.beat()
 
     def _refuse_waiters(self, error: MeshError) -> None:
-        """Answers every call that waits for actions or for a commit."""
         waiting, self._waiters = self._waiters, {}
         for outcome in (outcome for outcomes in waiting.values() for outcome in outcomes):
             refuse(outcome, error)

@@ -32,7 +32,6 @@ from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, 
 
 
 def _ranges(request: pb.FetchRequest) -> list[tuple[int, int]]:
-    """The (offset, length) that a request asks for."""
     return [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
 
 

@@ -274,7 +274,6 @@ class WeightSyncClient(ServiceClient):
         )
 
     async def _manifest_in_parts(self, artifact_id: str) -> Manifest:
-        """A manifest that is too large for one message."""
         request, limit_s = pb.FetchManifestRequest(artifact_id=artifact_id), self.options.transfer_stall_s
         header, parts = pb.Manifest(), []
         async with aclosing(self._stream(self._stub.FetchManifest, "FetchManifest", request, None)) as stream:

@@ -124,7 +124,6 @@ class HubFollower:
         self._changed.beat()
 
     async def _leave(self, deadline_s: float) -> None:
-        """Ends the agent there is."""
         following, self._following = self._following, None
         if following is not None:
             following.leave.set()

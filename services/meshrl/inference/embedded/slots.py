@@ -346,7 +346,6 @@ class SlotTable:
 
 
 def _spans(row: RequestRow, start: int, end: int) -> tuple[VersionSpan, ...]:
-    """Version spans of tokens [start, end), counted from the start of the completion."""
     ends = [first for first, _ in row.spans[1:]] + [end]
     return tuple(
         VersionSpan(

@@ -174,7 +174,6 @@ class AdminRoutes:
         return self._given_loader
 
     def _version(self, asked: int | None) -> int:
-        """The version asked for, else the next one."""
         current = self._engine.version
         return asked if asked is not None else 0 if current is None else current + 1
 

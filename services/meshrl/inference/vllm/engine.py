@@ -265,7 +265,6 @@ class VllmEngine(EngineBase):
             self._staged = host.version
 
     async def _load(self, host: HostVersion, adapters: AdapterTable[LoRARequest], store: AdapterStore) -> None:
-        """Loads an adapter beside the others, while generation goes on."""
         if host.adapter is None:
             raise MeshError(Reason.NOT_SUPPORTED, "an engine with LoRA takes adapters; publish them without merging")
         number = await adapters.room(host.run_id)

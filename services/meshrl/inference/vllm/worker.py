@@ -201,6 +201,5 @@ class WeightsExtension:
 
     @property
     def _meshrl_worker(self) -> WorkerBase:
-        """This object as the worker that it is mixed into."""
         worker: WorkerBase = self
         return worker

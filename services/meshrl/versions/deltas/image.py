@@ -130,7 +130,6 @@ class WeightImage:
             raise _refused(manifest, text)
 
     def _changed(self) -> str | None:
-        """Name of a tensor that changed at rest."""
         hashes = zip(self.manifest.tensors, self._hashes(), self._at_rest, strict=True)
         return next((entry.name for entry, found, expected in hashes if found != expected), None)
 

@@ -257,7 +257,6 @@ class BroadcastTransport:
             logger.warning("no group of engines yet: {}", error)
 
     def _is_group_of(self, engines: Mapping[str, EngineInfo]) -> bool:
-        """Whether the group is one of just these engines, and all of them are still in it."""
         group = self._group
         if group is None or {member.engine_id for member in group.members} != engines.keys():
             return False

@@ -206,7 +206,6 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _parts(folder: Path, epoch: int, plans: Sequence[TensorEntry], most: int) -> list[_Part]:
-    """Cuts the stream between tensors into files of about equal size."""
     total = sum(plan.num_bytes for plan in plans)
     count = max(1, min(most, total // FILE_BYTES))
     runs: list[list[TensorEntry]] = [[]]
@@ -369,5 +368,4 @@ class FilesystemTransport:
 
 
 def _joined(table: str, answers: Sequence[Answer]) -> dict[int, bytes]:
-    """The digests by index that the ranks answered under a name."""
     return {int(index): bytes.fromhex(digest) for answer in answers for index, digest in answer[table].items()}

@@ -199,7 +199,6 @@ class StreamShare:
         return lanes.numpy().view(np.uint64)
 
     def _write(self, snapshot: Snapshot) -> None:
-        """Writes this rank's rows where they belong in the file of the version in full."""
         pieces = self._host_copies.pieces_of(snapshot)
         fd = os.open(self.full_path, os.O_WRONLY | os.O_CLOEXEC)
 
@@ -214,7 +213,6 @@ class StreamShare:
             os.close(fd)
 
     def _set_base(self, snapshot: Snapshot, version: int) -> None:
-        """The version was published: the next delta is from it."""
         self.pieces = []
         self._base_version, self._base_lanes = version, self._lanes
         former, flat = self._base, snapshot.flat
@@ -328,7 +326,6 @@ class StreamTransport:
         )
 
     def _delta(self, version: int, base: Manifest) -> tuple[Manifest, NDArray[np.uint8]]:
-        """Joins the ranks' pieces in the order of the stream."""
         assert self._rule is not None, "deltas are on"
         pieces: list[Packed] = list(self._share.pieces)
         if self._num_shares > 1:
@@ -377,5 +374,4 @@ class StreamTransport:
 
 
 def _total(answers: Sequence[Answer], name: str) -> int:
-    """The sum over ranks of a number of bytes that each has answered."""
     return sum(int(answer["bytes"][name]) for answer in answers)

@@ -204,7 +204,6 @@ class Coordinator:
         return actions
 
     def _retire_closed(self, engine: EngineRecord) -> list[Action]:
-        """Has an engine let go of what it holds of closed runs."""
         if not engine.connected:
             return []
         closed = {held for held in engine.served if held.run_id in self._log.closed} - engine.retired
@@ -290,7 +289,6 @@ class Coordinator:
         return [*self.pool.expire(now_s), *self._next_actions(now_s)]
 
     def _next_actions(self, now_s: float) -> list[Action]:
-        """Does everything that has become possible, on every line."""
         actions = [action for engine in self.pool.engines.values() for action in self._join_command(engine, now_s)]
         return actions + [action for line in self.lines.values() for action in line.next_actions(now_s)]
 

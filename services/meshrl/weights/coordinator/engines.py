@@ -91,5 +91,4 @@ class SleepRound:
         return len(self.asked) + self.others - self.asleep
 
     def _answered(self, engine: EngineRecord) -> bool:
-        """Whether an engine has answered this round, or a later one."""
         return engine.sleep_answered is not None and engine.sleep_answered >= self.number

@@ -426,7 +426,6 @@ class RunLine:
         return actions
 
     def _send_command(self, engine: EngineLine, now_s: float) -> list[Action]:
-        """Sends an engine its next command, unless that is the one it was sent last."""
         if not engine.engine.connected:
             return []
         command, key = wanted_command(engine, self.records.live, self.newest_decided(), self._groups, now_s)
@@ -678,7 +677,6 @@ def wanted_command(
 
 
 def _named(record: VersionRecord) -> dict[str, Any]:
-    """How commands name a version."""
     key = record.key
     return {"run_id": key.run_id, "epoch": key.epoch, "version": key.version, "artifact_id": record.artifact_id}
 
