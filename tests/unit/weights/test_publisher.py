@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +18,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.client.weights import while_moving
 from meshrl.core.config import ConfigError
 from meshrl.trainer.publishing.publisher import next_epoch
+from meshrl.versions.files import HostBytes
 from meshrl.versions.progress import Progress
 from meshrl.versions.uploads import Attempts, Uploader
 from meshrl.wire import manifest as manifests
@@ -74,11 +77,11 @@ async def test_both_transports_give_the_same_root(tmp_path: Path) -> None:
     files = await publisher(hub, Transport.FILESYSTEM, tmp_path).publish(0, STATE)
     stream = await publisher(hub, Transport.STREAM, tmp_path).publish(0, STATE)
     assert files.root == stream.root
-    whole = b"".join(hub.received[offset] for offset in sorted(hub.received))
-    assert manifests.wrong_tensor(hub.manifest, memoryview(whole)) is None
-    damaged = bytearray(whole)
-    damaged[-1] ^= 1
-    assert manifests.wrong_tensor(hub.manifest, memoryview(damaged)) == "a"
+    whole = np.frombuffer(bytearray(b"".join(hub.received[offset] for offset in sorted(hub.received))), dtype=np.uint8)
+    held = HostBytes(parts=((0, whole),))
+    assert held.wrong_tensor(hub.manifest, threading.Event()) is None
+    whole[-1] ^= 1
+    assert held.wrong_tensor(hub.manifest, threading.Event()) == "a"
 
 
 async def test_sealing_has_time_for_all_the_bytes_that_the_hub_must_hash() -> None:

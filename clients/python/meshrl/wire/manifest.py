@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from blake3 import blake3
 
@@ -38,6 +39,8 @@ DIGEST_BYTES_OF: Mapping[str, int] = {"": DIGEST_BYTES, "blake3": DIGEST_BYTES, 
 CODEC_RAW, CODEC_DELTA = "raw", "gap-ulp.zstd"
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape) of each tensor
+
+Each = Callable[..., Iterable[Any]]  # `map` over (offset, length), or the same on threads
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -162,7 +165,7 @@ def entries_of(
     plans: Sequence[TensorEntry],
     chunk_bytes: int,
     *,
-    each: Callable[[Callable[[tuple[int, int]], bytes], Iterable[tuple[int, int]]], Iterable[bytes]] = map,
+    each: Each = map,
 ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
     """Returns a manifest's tensors and chunks for a byte stream in memory. `each` is `map`, or the same on threads.
 
@@ -171,18 +174,10 @@ def entries_of(
     num_bytes = sum(plan.num_bytes for plan in plans)
     if len(stream) != num_bytes:
         raise ValueError(f"the byte stream has {len(stream)} bytes, its plan {num_bytes}")
-    chunks = plan_chunks(num_bytes, chunk_bytes)
-    digests = list(
-        each(
-            lambda span: digest(stream[span[0] : sum(span)]),
-            [*((plan.offset, plan.num_bytes) for plan in plans), *chunks],
-        )
-    )
-    tensors = tuple(replace(plan, digest=found) for plan, found in zip(plans, digests, strict=False))
-    return tensors, tuple(
-        ChunkEntry(offset=offset, length=length, digest=found)
-        for (offset, length), found in zip(chunks, digests[len(plans) :], strict=True)
-    )
+    spans = ((plan.offset, plan.num_bytes) for plan in plans)
+    digests = each(lambda span: digest(stream[span[0] : sum(span)]), spans)
+    tensors = tuple(replace(plan, digest=found) for plan, found in zip(plans, digests, strict=True))
+    return tensors, chunks_of(stream, chunk_bytes, each=each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,12 +238,7 @@ def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, .
     )
 
 
-def chunks_of(
-    stream: memoryview,
-    chunk_bytes: int,
-    *,
-    each: Callable[[Callable[[tuple[int, int]], ChunkEntry], Iterable[tuple[int, int]]], Iterable[ChunkEntry]] = map,
-) -> tuple[ChunkEntry, ...]:
+def chunks_of(stream: memoryview, chunk_bytes: int, *, each: Each = map) -> tuple[ChunkEntry, ...]:
     """Returns a manifest's chunks for a byte stream in memory. `each` is `map`, or the same on threads."""
 
     def entry(span: tuple[int, int]) -> ChunkEntry:
@@ -256,14 +246,3 @@ def chunks_of(
         return ChunkEntry(offset=offset, length=length, digest=digest(stream[offset : offset + length]))
 
     return tuple(each(entry, plan_chunks(len(stream), chunk_bytes)))
-
-
-def wrong_tensor(manifest: Manifest, payload: memoryview) -> str | None:
-    """Returns the name of the first tensor of `payload` (the whole byte stream) whose digest is wrong, or None.
-
-    None means the payload has the manifest's result root, given that the manifest agrees with itself.
-    """
-    for tensor in manifest.tensors:
-        if digest(payload[tensor.offset : tensor.offset + tensor.num_bytes]) != tensor.digest:
-            return tensor.name
-    return None

@@ -214,48 +214,36 @@ class AgentReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
+class VersionCommand:
+    """A command about one version of a run. Hubs of 1.0 name neither run nor epoch, nor what they abort and resume."""
+
     version: int
-    artifact_id: str
+    artifact_id: str = ""
     run_id: str = ""
     epoch: int = 0
 
 
+class Prepare(VersionCommand):
+    """Fetch a version and stage it."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Commit:
+class Commit(VersionCommand):
     """Serve a version; with `hold`, stay paused until Resume."""
 
-    version: int
-    artifact_id: str
     hold: bool = False
-    run_id: str = ""
-    epoch: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Abort:
-    version: int
-    artifact_id: str = ""
-    run_id: str = ""
-    epoch: int = 0
+class Abort(VersionCommand):
+    """Drop what was fetched of a version."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resume:
-    version: int
-    artifact_id: str = ""
-    run_id: str = ""
-    epoch: int = 0
+class Resume(VersionCommand):
+    """End the pause that a Commit has held."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retire:
+class Retire(VersionCommand):
     """Let go of a version of a run once its last request ends."""
-
-    version: int
-    artifact_id: str
-    run_id: str
-    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)
