@@ -87,9 +87,9 @@ PAIRS = [(earlier, name) for name, layout in LAYOUTS.items() for earlier in layo
 PAIRS += [(name, ALONE) for name in LAYOUTS]
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"loss": partial(gspo_loss, clip_low=3e-2, clip_high=4e-2), "model": {}},
-    "grpo of adapters": {  # and mixtures replay routes
+    "grpo of adapters": {  # and mixtures replay routes, and have adapters of their experts
         "loss": partial(grpo_loss, clip_low=0.2, clip_high=0.2),
-        "model": {"lora": {"rank": 4}, "ac": {"mode": "selective", "freq": 2}},
+        "model": {"lora": {"rank": 8}, "ac": {"mode": "selective", "freq": 2}},
     },
 }
 SAVED = "gspo"
@@ -115,9 +115,14 @@ class Training:
 
     def __init__(self, folder: Path, family: str, case: str, name: str, parallel: RankGroup) -> None:
         self.parallel = parallel
+        settings = dict(CASES[case]["model"])
+        if "lora" in settings and family != "qwen3":
+            settings["lora"] = settings["lora"] | {
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            }
         self.config = TrainerModelConfig.model_validate(
             {"name": str(folder / family), "device": DEVICE, "dtype": DTYPE, "ac": None, "compile": None}
-            | CASES[case]["model"]
+            | settings
             | (LAYOUTS[name].sizes if name in LAYOUTS else {})
         )
         learner = build_learner(self.config, parallel=parallel)

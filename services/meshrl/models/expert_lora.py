@@ -34,6 +34,7 @@ class ExpertAdapter(AdapterHolder):
         self._of = (experts, parameter)  # in a tuple, so that the experts do not become a module of their adapter
         self.transposed = bool(experts.is_transposed)
         self.count, *sides = weight.shape
+        self.own = slice(None)  # the experts of this rank, where ranks divide them; each rank has all adapters
         self.in_features, self.out_features = sides if self.transposed else reversed(sides)
         self.hold_none()
 
@@ -49,8 +50,8 @@ class ExpertAdapter(AdapterHolder):
     def product(self, grouped: Callable[..., torch.Tensor], inputs: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """What the adapter adds for inputs (S, in), sorted by expert; (S, out)."""
         kept = F.dropout(inputs, self.dropout) if self.training and self.dropout else inputs
-        low = grouped(kept, self.lora_A.to(inputs.dtype).transpose(1, 2), offs=offs)
-        return grouped(low, self.lora_B.to(inputs.dtype).transpose(1, 2), offs=offs) * self.scale
+        low = grouped(kept, self.lora_A[self.own].to(inputs.dtype).transpose(1, 2), offs=offs)
+        return grouped(low, self.lora_B[self.own].to(inputs.dtype).transpose(1, 2), offs=offs) * self.scale
 
     def merged(self) -> torch.Tensor:
         """W + (alpha / rank) B A in float32, sharded as W is: by experts, so that each rank merges its own."""

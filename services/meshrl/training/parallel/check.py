@@ -20,11 +20,6 @@ def check_layout(model: PreTrainedModel, config: TrainerModelConfig, plan: Paral
         raise ValueError(f"model.tp is {plan.tp}, but ranks cannot share products of {config.name!r}: {reason}")
     if plan.cp > 1 and (reason := context_reason(model, plan.cp, plan.tp)) is not None:
         raise ValueError(f"model.cp is {plan.cp}, but ranks cannot share rows of {config.name!r}: {reason}")
-    if plan.ep > 1 and config.lora is not None and config.lora.target_parameters:
-        raise ValueError(
-            f"model.ep is {plan.ep}, but adapters of experts (model.lora.target_parameters) stay on every rank; set"
-            " model.ep = 1"
-        )
     if plan.ep > 1 and (reason := experts_reason(model, plan.ep)) is not None:
         raise ValueError(f"model.ep is {plan.ep}, but ranks cannot divide the experts of {config.name!r}: {reason}")
 

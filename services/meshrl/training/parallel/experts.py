@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from meshrl.models.expert_lora import ExpertAdapter
 from meshrl.models.experts import expert_layers
 from meshrl.training.parallel.plan import EXPERTS
 
@@ -45,4 +46,8 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh, tensor: DeviceMesh 
     exchange tokens in the order of the program.
     """
     apply_expert_parallelism(model, mesh[EXPERTS], tensor, dict(model.ep_plan))
+    for adapter in model.modules():
+        if isinstance(adapter, ExpertAdapter):
+            each = adapter.count // mesh[EXPERTS].size()
+            adapter.own = slice(each * mesh[EXPERTS].get_local_rank(), each * (mesh[EXPERTS].get_local_rank() + 1))
     return [layer.module for layer in expert_layers(model, model.config)]
