@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from meshrl.core.config.shared import ALL_EXPERTS, EXPERT_RANK_STEP
 from meshrl.models.adapters import AdapterHolder
 from meshrl.models.sharded import by_parts
 
 UP_NAMES = ("gate_up_proj", "up_proj")
 DOWN_NAME = "down_proj"
-RANK_STEP = 8  # grouped products on a GPU want rows of a multiple of 16 bytes
 
 
 class ExpertAdapter(AdapterHolder):
@@ -40,10 +40,10 @@ class ExpertAdapter(AdapterHolder):
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(E, rank, in) and (E, out, rank). Raises ValueError for a rank that grouped products refuse."""
-        if rank % RANK_STEP:
+        if rank % EXPERT_RANK_STEP:
             raise ValueError(
-                f"model.lora.rank is {rank}, and adapters of experts need a multiple of {RANK_STEP}; take "
-                f"{rank + -rank % RANK_STEP}"
+                f"model.lora.rank is {rank}, and adapters of experts need a multiple of {EXPERT_RANK_STEP}; take "
+                f"{rank + -rank % EXPERT_RANK_STEP}, or leave experts out by model.lora.target_parameters = []"
             )
         return (self.count, rank, self.in_features), (self.count, self.out_features, rank)
 
@@ -87,6 +87,9 @@ def expert_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tup
     }
     chosen: dict[str, tuple[Any, str]] = {}
     for target in targets:
+        if target == ALL_EXPERTS:
+            chosen |= {name: one for name, one in holders.items() if _grouped(one[0])}
+            continue
         found = {name: one for name, one in holders.items() if name == target or name.endswith("." + target)}
         if not found:
             raise ValueError(
@@ -101,12 +104,16 @@ def expert_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tup
                 f"model.lora.target_parameters: {name} is named and {missing[0]} is not; name both, since engines load "
                 "the adapters of a layer's experts together"
             )
-        if not hasattr(module, "has_gate") or module.config._experts_implementation != "grouped_mm":
+        if not _grouped(module):
             raise ValueError(
                 f"model.lora.target_parameters: the experts of {type(module).__name__} are not computed by grouped "
                 "products, so they cannot be adapted; leave it out"
             )
     return chosen
+
+
+def _grouped(experts: Any) -> bool:
+    return hasattr(experts, "has_gate") and experts.config._experts_implementation == "grouped_mm"
 
 
 def expert_adapters(model: nn.Module, targets: Sequence[str]) -> dict[str, ExpertAdapter]:

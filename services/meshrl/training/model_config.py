@@ -57,7 +57,8 @@ class LoraConfig(BaseConfig):
 
     target_parameters: list[str] = Field(default_factory=list)
     """Parameters of a mixture's experts to adapt as well, as PEFT names them: mlp.experts.gate_up_proj and
-    mlp.experts.down_proj. Engines of vLLM take them merged: set trainer.weight_broadcast.lora_adapter_only to false."""
+    mlp.experts.down_proj, or all. `rl` sets all where its engines serve that: embedded ones, and vLLM by merged
+    versions (trainer.weight_broadcast.lora_adapter_only false)."""
 
 
 class TrainerModelConfig(ModelConfig):

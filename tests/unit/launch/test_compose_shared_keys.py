@@ -43,6 +43,19 @@ from run_config import COMPONENTS, load, parts_of, refusal
         (["--orchestrator.log.vf-level", "debug"], {"rollout.vf_level": "debug"}),
         (["--orchestrator.client.api-key-var", "KEY"], {"rollout.client.api_key_var": "KEY"}),
         (["--trainer.model.name", "m"], {"inference.model.name": "m", "rollout.model.name": "m"}),
+        (["--trainer.model.lora.rank", "16"], {"trainer.model.lora.target_parameters": []}),  # vLLM would refuse them
+        (
+            ["--trainer.model.lora.rank", "16", "--inference.engine", "embedded"],
+            {"trainer.model.lora.target_parameters": ["all"]},
+        ),
+        (
+            ["--trainer.model.lora", "--trainer.weight-broadcast.lora-adapter-only", "false"],
+            {"trainer.model.lora.target_parameters": ["all"]},
+        ),
+        (
+            ["--trainer.model.lora.rank", "4", "--inference.engine", "embedded"],
+            {"trainer.model.lora.target_parameters": []},
+        ),
     ],
 )
 def test_shared_key_reaches_the_programs_that_use_it(argv: list[str], expected: dict[str, object]) -> None:

@@ -109,6 +109,16 @@ def test_a_folder_in_pefts_form_brings_the_same_adapters_back(family: str, tmp_p
     assert any(name.endswith("experts.base_layer.lora_A.weight") for name in tensors)
 
 
+def test_all_names_the_experts_of_a_mixture_and_nothing_of_a_dense_model() -> None:
+    found = {}
+    for family in ("qwen3_moe", "qwen3"):
+        model = tiny_model(family, attn=None)
+        layers = apply_lora(model, rank=8, alpha=1.0, dropout=0.0, target_modules=[], target_parameters=["all"])
+        found[family] = [name for name, layer in layers.items() if isinstance(layer, ExpertAdapter)]
+    joined = [name for name, each in tiny_model("qwen3_moe", attn=None).named_parameters() if each.ndim == 3]
+    assert found == {"qwen3_moe": joined, "qwen3": []}
+
+
 def host_version(model: PreTrainedModel, run: str = "run") -> HostVersion:
     config = peft.config_of(adapter_config(model, "base"))
     return HostVersion(run_id=run, version=1, tensors=peft_state(adapter_state(model)), adapter=config)

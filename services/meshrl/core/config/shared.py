@@ -68,6 +68,13 @@ class TlsConfig(BaseConfig):
         return replace(found, **{name: path for name, path in given.items() if path is not None})
 
 
+ALL_EXPERTS = "all"
+"""In model.lora.target_parameters: the experts of every layer where they can be adapted, and none in a dense model."""
+
+EXPERT_RANK_STEP = 8
+"""Adapters of experts have ranks of a multiple of it: grouped products on a GPU want rows of a multiple of 16 bytes."""
+
+
 class ModelConfig(BaseConfig):
     """Which model, in which numbers, on which device."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshrl.core.config.schema import ReadTable, Table
-from meshrl.core.config.shared import ModelConfig
+from meshrl.core.config.shared import ALL_EXPERTS, EXPERT_RANK_STEP, ModelConfig
 from meshrl.launch.config.presets import fit_preset, section_of
 from meshrl.orchestrator.config import OrchestratorConfig
 
@@ -32,6 +32,7 @@ def complete(values: ReadTable) -> Table:
     gpus, deployment = completed.get("trainer_gpu_ids"), section_of(completed["trainer"], "deployment")
     if isinstance(gpus, list) and gpus and deployment is not None:
         deployment.setdefault("num_train_gpus", len(gpus))  # one process for each GPU
+    _adapt_experts(completed)
     _follow(completed, "rollout", "seq_len", "orchestrator")
     if _is_longer(completed.get("trainer")):
         _follow(completed, "orchestrator", "seq_len", "trainer")
@@ -41,6 +42,22 @@ def complete(values: ReadTable) -> Table:
     if isinstance(rollout, dict) and "env" not in rollout:
         rollout["env"] = _hosted_environments(completed.get("orchestrator"))
     return completed
+
+
+def _adapt_experts(values: Table) -> None:
+    """Has the experts of a mixture adapted as well where engines serve that and grouped products take the rank."""
+    lora, rank = _at(values, "trainer", "model", "lora"), str(_at(values, "trainer", "model", "lora", "rank") or 16)
+    merged = str(_at(values, "trainer", "weight_broadcast", "lora_adapter_only")).lower() == "false"
+    served = merged or _at(values, "inference", "engine") == "embedded"
+    if isinstance(lora, dict) and served and rank.isdecimal() and int(rank) % EXPERT_RANK_STEP == 0:
+        lora.setdefault("target_parameters", [ALL_EXPERTS])
+
+
+def _at(values: object, *names: str) -> object:
+    """What stands at a path; None where nothing does. Text where a flag gave it."""
+    for name in names:
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
 
 
 def _follow(values: Table, name: str, key: str, other: str) -> None:
