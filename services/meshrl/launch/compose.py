@@ -32,14 +32,13 @@ CLIENTS, ENGINES, HUB = 1, 2, 3
 
 MOST_LORAS = 16  # that vLLM reserves memory for, unless more are asked for
 RESTART_DEADLINE_S = 180.0
-"""How long the others wait for a program that is started again: it imports torch and loads a model first. A trainer
-may then look for its hub, and with `weight_broadcast.type` auto for a first engine, for its own `hub_deadline_s`."""
+"""How long the others wait for a program that is started again, which imports torch and loads a model first."""
 
 START_MARGIN_S = 60.0
-"""What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`, where its default is less."""
+"""What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`."""
 
 ENGINE_START_S = 300.0
-"""How much longer it waits for a trainer that is started only after the engine on its GPU: vLLM compiles there."""
+"""How much longer it waits for a trainer that starts only after the engine on its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +46,16 @@ class Part:
     """One program of a run."""
 
     name: str
-    """Name of its log and configuration file."""
-
     module: str
     config: BaseConfig
     end_stage: int
     """Programs end stage by stage, clients before what they use."""
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables beyond those of rl; they may hold a secret."""
+    """Variables beyond those of rl; they may hold a secret."""
 
     python: Path | None = None
-    """Interpreter to run it with; None means that of rl."""
+    """None means the interpreter of rl."""
 
     restarts: int = 0
 
@@ -77,11 +74,10 @@ def compose(
 ) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
-    Addresses of programs that are started here replace those of the configuration; for a service that runs already, in
-    orchestrator.services, there is no part, and the others get its address. `session` names this launch, so that a
-    program that is started again knows that it goes on. `gpus` are those that may be used; over several nodes
-    `placement` lists instead which program has which, and `engine_hosts` where each engine listens. Raises ConfigError
-    when there are too few GPUs.
+    Addresses of programs that are started here replace those of the configuration. For a service in
+    orchestrator.services there is no part, and the others get its address. `session` names this launch, by which a
+    restarted program goes on. `gpus` may be used; over several nodes `placement` lists which program has which, and
+    `engine_hosts` where each engine listens. Raises ConfigError when there are too few GPUs.
     """
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
@@ -163,8 +159,6 @@ def compose(
 
 @dataclass(frozen=True, kw_only=True)
 class _Composition:
-    """Makes each program's own configuration out of that of the run."""
-
     config: RLConfig
     free_port: Callable[[str], int]
     placement: Placement
@@ -172,7 +166,7 @@ class _Composition:
     """Address of the weight hub."""
 
     def engines_of_the_hub(self, started: int, client: ClientConfig) -> dict[str, object]:
-        """The hub's keys of the engines that run already, of their key, and of how many are `started` here."""
+        """The hub's keys of engines that run already, of their key, and of how many are `started` here."""
         values: dict[str, object] = {
             "engines": [*self.config.weights.engines, *self.config.running_engines],
             "engine_api_key_var": client.api_key_var,
@@ -183,7 +177,6 @@ class _Composition:
         return values
 
     def trainer(self) -> TrainerConfig:
-        """The trainer, which publishes to the hub in a way that its GPUs allow."""
         config, inference = self.config, self.config.inference
         engines_apart = [number for number in range(len(self.placement.engines)) if not self.placement.shared(number)]
         values: dict[str, object] = {"weight_broadcast.address": self.hub}
@@ -206,7 +199,6 @@ class _Composition:
         return with_values(_with_port(config.trainer, self.free_port), values)
 
     def orchestrator(self, values: dict[str, object]) -> OrchestratorConfig:
-        """The orchestrator, with `values` of this launch and what follows from the other programs' keys."""
         config, ckpt = self.config, self.config.trainer.ckpt
         if config.inference is not None and config.inference.sleep_while_training:
             values["sleep_engines"] = True
@@ -238,7 +230,7 @@ class _Composition:
         return with_values(rollout, values)
 
     def rollout(self) -> RolloutConfig:
-        """The rollout program, with the engines that the hub names: they come and go, and have the run's versions."""
+        """With the engines that the hub names: they come and go, and have the run's versions."""
         config = self.config
         client = {**config.rollout.client.model_dump(), "base_url": []}
         if (
@@ -252,8 +244,8 @@ class _Composition:
         )
 
     def deadlines(self, trainer_held_s: float) -> dict[str, object]:
-        """The orchestrator's waits, where it names none itself. The trainer may be held until an engine serves, and
-        look for its hub before it answers; where programs are restarted, that may happen in the midst of the run."""
+        """The orchestrator's waits, where it names none itself: a trainer may be held until an engine serves, and look
+        for its hub before it answers, also after a restart."""
         config = self.config
         given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
         values: dict[str, object] = {}
@@ -264,7 +256,7 @@ class _Composition:
         return values
 
     def engines(self, hosts: Sequence[str] | None) -> list[Part]:
-        """The engines that are started: one on each of `hosts`, by default all on the configured one."""
+        """One engine on each of `hosts`, by default all on the configured one."""
         config, given = self.config, self.config.inference
         if given is None:
             return []
@@ -317,7 +309,7 @@ def reach(server: ServerConfig) -> str:
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
-    """The configuration with some keys, named by their dotted path, set anew and everything validated again."""
+    """The configuration with some keys, by dotted path, set anew and everything validated again."""
     if not values:
         return config
     changed = config.model_dump()
@@ -331,12 +323,11 @@ def with_values(config: Config, values: Mapping[str, object]) -> Config:
 
 
 def key_environ(key: SecretStr | None, variable: str) -> dict[str, str]:
-    """The engines' key, where the configuration holds it, in the variable that a program reads it from."""
+    """The engines' key, where the configuration holds it, in a program's variable."""
     return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
 
 
 def gpu_variables(gpus: Sequence[str] | None) -> dict[str, str]:
-    """The variable that shows a program only these GPUs."""
     return {} if gpus is None else {VARIABLE: ",".join(gpus)}
 
 
@@ -346,5 +337,5 @@ def _with_port(config: Server, free_port: Callable[[str], int]) -> Server:
 
 
 def _own_keys(program: type[Config], section: BaseConfig, others: Mapping[str, bool | set[str]]) -> Config:
-    """A program's own configuration: the section of rl without the keys that only rl takes there."""
+    """The section of rl without the keys that only rl takes there."""
     return program.model_validate(section.model_dump(exclude=dict(others)))

@@ -1,9 +1,9 @@
-"""Makes the credentials of a run, so that its programs accept calls from each other only, not from other users.
+"""Makes the credentials of a run, so that its programs accept calls from each other only.
 
-On one host each role has a token in output_dir/credentials, readable by the run's own user alone; each `rl` makes new
-ones, and the servers hold their hashes (trust.sqlite). Engines get an API key in the same way. A run over several nodes
-gets a certificate authority instead, with which `meshrl.launch.nodes.certificates` signs a certificate for each node.
-Where the configuration or the environment names credentials, none are made.
+On one host each role has a token in output_dir/credentials, made by each `rl`; servers hold their hashes
+(trust.sqlite). Engines get an API key in the same way. A run over several nodes gets a certificate authority, with
+which `meshrl.launch.nodes.certificates` signs a certificate for each node. Where the configuration or the environment
+names credentials, none are made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENGINE_KEY = "engine.key"
 
 def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
     """The configuration with an API key for its engines, where neither it nor the environment has one. Rollout services
-    that run already could not know it; their engines then want a key for their admin routes alone."""
+    that run already could not know it; their engines want a key for their admin routes alone."""
     inference, client = config.inference, config.rollout.client
     if inference is None or not config.makes_credentials(environ) or "rollout" in config.orchestrator.services.given():
         return config
@@ -53,8 +53,8 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
 def credentials_for(
     config: RLConfig, parts: Sequence[Part], environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, str]]:
-    """Writes the run's tokens and its engines' key; returns the variables of each part by its name. `config` is what
-    `with_engine_key` made. Raises ConfigError."""
+    """Writes the run's tokens and its engines' key (`config` is from `with_engine_key`); returns each part's variables
+    by its name. Raises ConfigError."""
     folder = Layout(config.output_dir).credentials
     if not config.makes_credentials(environ):
         return {}

@@ -51,8 +51,6 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of the command line."""
-
     engine: str
     seed: int
     max_async_level: int
@@ -63,14 +61,12 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One part of the demo: commands that run one after the other."""
-
     name: str
     title: str
     commands: tuple[tuple[str, ...], ...]
     deadline_s: float
     shown_steps: int = 1
-    """Of the lines of training steps, every so many are shown; the logs have all."""
+    """Every so many lines of training steps are shown; the logs have all."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -95,7 +91,6 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def stages(options: Options) -> tuple[Stage, ...]:
-    """The commands of the demo, in order."""
     out, seed = options.output_dir, str(options.seed)
     python, package = (sys.executable, "-m"), "meshrl.environments.reverse_text"
     model_flags = ("--head-dim", "32") if options.engine == "vllm" else ()  # its attention on CPUs has no 40
@@ -144,7 +139,7 @@ def stages(options: Options) -> tuple[Stage, ...]:
 
 
 def _vllm(configs: Path) -> tuple[str, ...]:
-    """What makes rl start vLLM, from this environment or the one that `make vllm` makes. Raises DemoError without."""
+    """Has rl start vLLM, from this environment or that of `make vllm`. Raises DemoError without one."""
     file = ("@", str(configs / "vllm.toml"))
     if find_spec("vllm") is not None:
         return file
@@ -154,7 +149,7 @@ def _vllm(configs: Path) -> tuple[str, ...]:
 
 
 def empty(folder: Path) -> None:
-    """Deletes what an earlier demo left. Raises DemoError for a folder with anything else in it."""
+    """Raises DemoError for a folder with anything else than an earlier demo in it."""
     if not folder.exists():
         return
     strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in MADE_HERE)
@@ -172,7 +167,7 @@ def empty(folder: Path) -> None:
 
 
 def run(stage: Stage, show: Callable[[str], None]) -> float:
-    """Runs a stage's commands and returns the seconds they took. Raises DemoError when one fails or takes too long."""
+    """Runs a stage's commands and returns the seconds they took. Raises DemoError."""
     started = time.monotonic()
     for command in stage.commands:
         left_s = stage.deadline_s - (time.monotonic() - started)
@@ -201,7 +196,7 @@ def run(stage: Stage, show: Callable[[str], None]) -> float:
 
 
 def is_shown(line: str, shown_steps: int) -> bool:
-    """True for everything but the training steps between those shown; the first and every evaluation are shown."""
+    """True for everything but training steps between those shown; the first and every evaluation are shown."""
     step = STEP_LINE.search(line)
     if step is None or "eval/" in line or "val loss" in line:
         return True
@@ -241,7 +236,7 @@ def demo(options: Options) -> str:
 
 
 def looks(run: Path, *, last_step: int) -> str:
-    """The commands that look into the demo's run, as they can be pasted."""
+    """Commands that look into the demo's run, as they can be pasted."""
     script = Path(_script("meshrl"))
     meshrl = str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
     worst = [meshrl, "rollouts", "worst", str(min(30, last_step)), "-o", str(run)]

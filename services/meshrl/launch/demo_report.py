@@ -16,7 +16,7 @@ from meshrl.wire.values import JsonObject
 
 EVAL_SCORE = re.compile(r"eval/(?P<environment>.+)/avg@\d+")
 EDGE_STEPS = 5
-"""How many steps at either end of a run are averaged to see whether the training reward rose."""
+"""Steps at either end of a run over which the training reward is averaged."""
 
 PACKAGES = (
     "meshrl", "torch", "transformers", "tokenizers", "verifiers", "renderers", "grpcio", "protobuf", "aiohttp", "numpy",
@@ -30,8 +30,6 @@ class ReportError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRates:
-    """Tokens a second."""
-
     engine: float
     """Sampled tokens over the wall time of the run."""
 
@@ -44,22 +42,14 @@ class Summary:
     """The figures of a demo; the keys of summary.json."""
 
     reward_before: float
-    """Mean held-out reward of the warmed-up model."""
+    """Mean held-out reward of the warmed-up model; `reward_after` is that of the last version."""
 
     reward_after: float
-    """Mean held-out reward of the last version."""
-
     reward_gain: float
     train_reward_first: float
-    """Mean training reward of the first steps."""
-
     train_reward_last: float
-    """Mean training reward of the last steps."""
-
     steps: int
     seconds: float
-    """Wall time of everything: model, warm-up and run."""
-
     seconds_by_stage: dict[str, float]
     rollouts_per_s: float
     tokens_per_s: TokenRates
@@ -72,7 +62,7 @@ class Summary:
 
     sync_lag_max_s: float
     staleness_max: int
-    """Most versions between a trained policy and the oldest token it was trained on."""
+    """Most versions between a trained policy and the oldest token that it was trained on."""
 
     engine: str
     max_async_level: int
@@ -89,7 +79,7 @@ class Curves:
 
 
 def read_records(path: Path) -> list[JsonObject]:
-    """The records of a metrics.jsonl. Raises ReportError when there is no such file."""
+    """Raises ReportError when there is no such file."""
     if not path.exists():
         raise ReportError(f"{path} is missing: the run ended before its first step; see the logs beside it")
     return list(json_records(GrowingFile(path).read_on()))
@@ -164,7 +154,6 @@ def summarise(
 
 
 def table(summary: Summary) -> str:
-    """The summary for a reader, one figure a line."""
     stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary.seconds_by_stage.items())
     rows = [
         ("held-out reward before RL", f"{summary.reward_before:.3f}"),
@@ -189,12 +178,10 @@ def table(summary: Summary) -> str:
 
 
 def write_summary(summary: Summary, path: Path) -> None:
-    """Writes summary.json."""
     path.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
 
 
 def draw(points: Curves, path: Path) -> None:
-    """Writes the reward curve as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of import that only the picture needs
     from matplotlib.figure import Figure
 
@@ -209,7 +196,6 @@ def draw(points: Curves, path: Path) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python, the machine and the packages that a run's figures depend on."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:

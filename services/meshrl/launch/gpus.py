@@ -13,7 +13,7 @@ from meshrl.core.config import ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""What CUDA's driver is reached through, on Linux and under Windows."""
+"""CUDA's driver, on Linux and under Windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,9 @@ class Placement:
     """GPUs as CUDA_VISIBLE_DEVICES names them; None leaves a program all that are visible, or none where none are."""
 
     engines: tuple[tuple[str, ...] | None, ...] = ()
-    """One entry for each engine."""
-
     trainer: tuple[str, ...] | None = None
 
     def shared(self, engine: int) -> bool:
-        """True when the trainer works on a GPU of this engine."""
         return bool(set(self.engines[engine] or ()) & set(self.trainer or ()))
 
 
@@ -36,12 +33,8 @@ class GpuDemand:
 
     engines: int
     for_engines: int
-    """Of all engines together."""
-
     for_trainer: int
     num_infer_gpus: int | None = None
-    """As deployment.num_infer_gpus gives it."""
-
     inference_gpu_ids: Sequence[int] | None = None
     trainer_gpu_ids: Sequence[int] | None = None
 
@@ -59,8 +52,8 @@ def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
-    """Gives every program its GPUs. Raises ConfigError, with the remedy, if they are too few. On a machine without GPUs
-    nothing is placed, and lists, which preflight refuses there, are taken as they are."""
+    """Raises ConfigError if the GPUs are too few. On a machine without GPUs nothing is placed, and lists, which
+    preflight refuses there, are taken as they are."""
     count = demand.engines
     if not gpus:
         if demand.num_infer_gpus is not None:
@@ -80,7 +73,7 @@ def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
 
 
 def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Places among the visible GPUs: those of all engines, and those of the trainer."""
+    """Places of all engines, and of the trainer, among the visible GPUs."""
     for key in ("inference_gpu_ids", "trainer_gpu_ids"):
         beyond = [gpu for gpu in getattr(demand, key) or () if not 0 <= gpu < num_visible]
         if beyond:
@@ -106,7 +99,7 @@ def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequenc
 
 
 def _divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
-    """The GPUs of each of `count` engines; engines share GPUs when there are fewer of them."""
+    """Engines share GPUs when there are fewer GPUs than engines."""
     if gpus is None:
         return (None,) * count
     if len(gpus) < count:

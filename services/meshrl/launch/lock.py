@@ -22,19 +22,16 @@ POLL_S = 0.1
 
 
 class FolderInUseError(ConfigError):
-    """Another rl has the folder."""
-
     def __init__(self, what: str) -> None:
         super().__init__(f"output_dir: {what}; wait for its end, stop it, or choose another output_dir")
         self.what = what
 
 
 class FolderLock:
-    """Holds an output folder for as long as a `with` block lasts; makes one that is missing, and leaves none empty.
+    """Holds an output folder for a `with` block; makes one that is missing, and leaves none empty.
 
-    A file in the folder names the holder: process id, host and since when. The lock itself is the kernel's (flock), so
-    it ends with the last process that has the file open: rl, and the guardian that ends its programs when rl is killed.
-    Programs that are started by hand on the folder of a run take no part in it.
+    A file there names the holder. The lock is the kernel's (flock), so it ends with the last process that has the file
+    open: rl, or the guardian that ends its programs when rl is killed. Programs started by hand take no part in it.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -44,8 +41,8 @@ class FolderLock:
         """The locked file, for another process that is to hold the lock as well."""
 
     def __enter__(self) -> Self:
-        """Raises FolderInUseError, or ConfigError when the folder cannot be written or locked. Where the holder was
-        killed and its programs are being ended, it waits for that, for up to ENDING_S."""
+        """Waits up to ENDING_S where the holder was killed and its programs are being ended. Raises FolderInUseError,
+        or ConfigError when the folder cannot be written or locked."""
         deadline_s = time.monotonic() + ENDING_S
         try:
             while not self._try():
@@ -70,8 +67,8 @@ class FolderLock:
         self.fd = -1
 
     def _try(self) -> bool:
-        """Locks the file and writes this process into it; False when another process has the lock. Its last holder
-        removes the file, and the folder when it made it, and may do so between any two of these lines."""
+        """False when another process has the lock. Its last holder removes the file, and a folder that it made, perhaps
+        between any two of these lines."""
         while True:
             self._made = not self._folder.exists()
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +93,6 @@ class FolderLock:
         return True
 
     def _holder(self) -> Mapping[str, object]:
-        """What the file says of the process that holds the lock; empty when it says nothing."""
         try:
             holder = json.loads(self._path.read_text())
         except (FileNotFoundError, ValueError):  # removed, or not written yet
@@ -105,7 +101,6 @@ class FolderLock:
 
 
 def _was_killed(holder: Mapping[str, object]) -> bool:
-    """True when the holder was a process of this host that is no more."""
     pid = holder.get("pid")
     if holder.get("host") != platform.node() or not isinstance(pid, int):
         return False

@@ -11,30 +11,28 @@ from meshrl.wire.growing_file import GrowingFile
 LAST_LINES = 20
 _LAST_BYTES = 64 * 1024
 _LEAK_REPORT = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind.")
-"""How the lines begin that a library of vLLM writes when Python ends; they follow the error that explains the end."""
+"""First words of lines that a library of vLLM writes when Python ends, after the error that explains the end."""
 
 
 class LogTail:
-    """Hands what is appended to a file to `show`, whole lines at a time, from the file's present end on."""
+    """Hands whole lines that are appended to a file from now on to `show`."""
 
     def __init__(self, path: Path, show: Callable[[str], object]) -> None:
         self._file = GrowingFile(path, path.stat().st_size if path.exists() else 0)
         self._show = show
 
     async def follow(self, poll_s: float) -> None:
-        """Reads every `poll_s` until it is cancelled."""
         while True:
             self.read()
             await asyncio.sleep(poll_s)
 
     def read(self) -> None:
-        """Shows what has been appended since the last time."""
         for line in self._file.read_on():
             self._show(line.decode(errors="replace") + "\n")
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:
-    """The last lines of a file, none from before byte `start`, and none of a report of leaks at Python's end."""
+    """The last lines of a file, none from before byte `start`, and none of a report of leaks."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

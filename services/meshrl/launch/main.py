@@ -60,8 +60,8 @@ def write_configs(layout: Layout, configs: Mapping[str, BaseConfig]) -> None:
 def programs(
     parts: Sequence[Part], layout: Layout, credentials: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[Program]:
-    """What to start: each part as a process that reads its own configuration file, with its credentials' variables. A
-    trainer that is started again goes on from the newest checkpoint that this run has written."""
+    """Each part as a process that reads its own configuration file, with its credentials' variables. A restarted
+    trainer goes on from the newest checkpoint that this run has written."""
     commands = {
         part.name: [str(part.python or sys.executable), "-m", part.module, "@", str(layout.config(part.name))]
         for part in parts
@@ -93,7 +93,7 @@ def programs(
 
 
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
-    """Step of the newest trainer checkpoint that was written after a point in time (seconds of the epoch)."""
+    """Step of the newest trainer checkpoint written since `since_s` (seconds of the epoch)."""
     folder = Layout(output_dir).checkpoints
     for step in reversed(steps_in(folder, "trainer")):
         with suppress(FileNotFoundError):  # it is cleaned away at this moment
@@ -104,7 +104,7 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
 
 def launch(config: RLConfig) -> int:
     """Starts a run and watches over it; returns the exit code. Raises ConfigError before anything is started, and
-    NodeLostError when a node of its job does not answer."""
+    NodeLostError."""
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
@@ -147,7 +147,6 @@ def launch(config: RLConfig) -> int:
 
 
 def _engine_certificates(parts: Sequence[Part], spread: Spread, layout: Layout) -> dict[str, Mapping[str, str]]:
-    """The variables of the engines on other nodes, which have certificates by the run's authority on this one."""
     engines = [part for part in parts if part.name.partition("_")[0] == "inference"]
     hub = next(part.config.server.address for part in parts if isinstance(part.config, WeightsConfig))
     variables = certify_engines(spread, layout, hub)
@@ -157,7 +156,7 @@ def _engine_certificates(parts: Sequence[Part], spread: Spread, layout: Layout) 
 def checked(
     config: RLConfig, free_ports: FreePorts | NodePorts, *, spread: Spread | None = None, folder_in_use: bool = False
 ) -> tuple[tuple[Part, ...], list[Finding]]:
-    """The programs of a run that can start, and what else there is to know. Raises ConfigError naming all problems."""
+    """The parts of a run that can start, and the findings. Raises ConfigError naming all problems."""
     gpus = visible(os.environ)
     parts: tuple[Part, ...] = ()
     findings = []
@@ -244,7 +243,7 @@ def _supervise(
 
 
 def temporary_folders(parts: Sequence[Part]) -> list[Path]:
-    """Folders outside of output_dir in which the programs of a run leave files when they are killed."""
+    """Folders outside of output_dir in which killed programs leave files."""
     folders = []
     for part in parts:
         if isinstance(part.config, TrainerConfig):
@@ -256,7 +255,6 @@ def temporary_folders(parts: Sequence[Part]) -> list[Path]:
 
 
 def placed(parts: Sequence[Part]) -> list[str]:
-    """Logs which programs work on which GPUs."""
     lines = []
     for part in parts:
         if part.environ.get(VARIABLE):

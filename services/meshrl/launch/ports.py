@@ -17,8 +17,8 @@ HOLDS = sys.platform == "linux"
 class FreePorts:
     """Free ports of this machine, each given once and held until `close`, or the end of a `with` block.
 
-    A held port is bound and does not listen. The kernel gives it to nobody who asks for any port, while a server that
-    asks for it by number gets it, again and again when it is restarted.
+    A held port is bound and does not listen: the kernel gives it to nobody who asks for any port, while a server that
+    asks for it by number gets it, also after a restart.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,9 @@ class FreePorts:
 
     @property
     def given(self) -> frozenset[int]:
-        """The ports that were given so far."""
         return frozenset(self._given)
 
     def close(self) -> None:
-        """Gives the ports back."""
         while self._held:
             self._held.pop().close()
 

@@ -21,8 +21,8 @@ FIRST_PORT = 50051
 
 
 def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
-    """Checks the configuration, writes it and the batch script, and submits them unless `dry_run` is set. Returns a
-    message for the user. Raises ConfigError when something is wrong, or sbatch refuses."""
+    """Writes the configuration and the batch script, and submits them unless `dry_run` is set. Returns a message for
+    the user. Raises ConfigError when something is wrong, or sbatch refuses."""
     layout = Layout(config.output_dir)
     in_job = config.model_copy(update={"slurm": None, "dry_run": False, "clean_output_dir": False})
     # As it would be on nodes called node-0 and so on: raises ConfigError for what does not fit.

@@ -26,40 +26,38 @@ from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
 MAX_FAILED_STARTS = 3
-"""A program that ended as often in a row before it served is taken to be one that cannot start."""
+"""Ends in a row before it served, after which a program is taken to be unable to start."""
 BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the same way
 KILL_WAIT_S = 2.0
 REMOVAL_WAIT_S = 30.0
 TAIL_POLL_S = 0.2
 READY_POLL_S = 0.1
 LOST_POLL_S = 5.0
-"""How often it looks for the files of the run's folder; the folder is lost when two looks in a row find none."""
+"""Seconds between looks at the files of the run's folder; it is lost when two looks in a row find none."""
 WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
-"""Becomes the command that follows once there is a line on its stdin, and ends when there will be none."""
+"""Becomes the command that follows once its stdin has a line, and ends when it will have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program to start and watch; the run is over when the `leader` ends with exit code 0."""
+    """A program to start; the run is over when the `leader` ends with exit code 0."""
 
     name: str
     command: Sequence[str]
     log: Path
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     end_stage: int = 0
-    """Programs are asked to end stage by stage, the lowest first."""
-
     leader: bool = False
-    """Decides when the run is over; its log is shown as well."""
+    """Its log is shown as well."""
 
     restarts: int = 0
-    """How many times it is started again when it dies, unless MAX_FAILED_STARTS in a row ended before it served."""
+    """Restarts when it dies, unless MAX_FAILED_STARTS in a row ended before it served."""
 
     again: Callable[[], Sequence[str]] | None = None
-    """The command of a restart, made when it is needed; None means the same command."""
+    """Makes the command of a restart; None means the same command."""
 
     after: Sequence[str] = ()
-    """Names of programs that must serve before it runs; the order of starts is that of the list."""
+    """Programs that must serve before it runs; the order of starts is that of the list."""
 
     ends_on_usr1: bool = False
     """It is asked to end with USR1 instead of TERM: a step of a SLURM job, which srun kills on TERM."""
@@ -67,12 +65,12 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
-    """How long programs may take to end before they are killed, in seconds."""
+    """Seconds that programs may take to end before they are killed."""
 
     shutdown_s: float = 60.0
     failure_s: float = 4.0
     cause_s: float = 1.0
-    """After the leader failed, for another program to end: it may be why, and is then the one that is named."""
+    """After the leader failed, for another program to end, which may be the cause and is then named."""
 
 
 @dataclass(kw_only=True)
@@ -85,8 +83,6 @@ class _Child:
     """A file that it makes once it serves."""
 
     failed_starts: int
-    """Starts in a row before this one that ended before it served."""
-
     exited: asyncio.Task[int] | None = None
 
 
@@ -94,8 +90,8 @@ class Supervisor:
     """Runs programs until the leader is done, one dies, or a stop is requested. Nothing is left running after `run`.
 
     Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
-    process is killed, holds `lock_fd` until then, and in any case ends what left its program's session and removes the
-    `temporary` folders.
+    process is killed, holds `lock_fd` until then, ends what left its program's session and removes the `temporary`
+    folders.
     """
 
     def __init__(
@@ -176,7 +172,7 @@ class Supervisor:
     async def _start(
         self, program: Program, command: Sequence[str], restarts_left: int, failed_starts: int = 0
     ) -> None:
-        """Starts a program. It runs only once the guardian knows of it, so that it never outlives a killed rl."""
+        """It runs only once the guardian knows of it, so that it never outlives a killed rl."""
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         program.log.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +217,7 @@ class Supervisor:
         return all(name in self._children and self._children[name].ready.exists() for name in names)
 
     async def _run_after(self, child: _Child) -> None:
-        """Lets a program run once those that it comes after serve; the leader's own waits have the deadline."""
+        """The leader's own waits have the deadline."""
         while not self._serve(child.program.after):  # noqa: ASYNC110  # another process makes the file
             await asyncio.sleep(READY_POLL_S)
         if child.process.returncode is None:
@@ -277,7 +273,7 @@ class Supervisor:
                 await self._restart(child, failed)
 
     def _ended(self) -> list[_Child]:
-        """Programs that have ended: a leader that is done first, a leader that failed (perhaps by others) last."""
+        """A leader that is done comes first, a leader that failed (perhaps by others) last."""
 
         def order(child: _Child) -> int:
             return (2 if child.process.returncode else 0) if child.program.leader else 1
@@ -312,7 +308,7 @@ class Supervisor:
         )  # fmt: skip
 
     async def _end_in_order(self) -> int:
-        """Ends what runs, clients before servers; returns 1 when a program had to be killed or failed on its way."""
+        """Clients before servers; returns 1 when a program had to be killed or failed on its way."""
         ending = dict(self._children)
         killed = await self._end(self._grace.shutdown_s, in_stages=True)
         failed = False
@@ -328,7 +324,7 @@ class Supervisor:
         return 1 if failed else 0
 
     async def _end(self, grace_s: float, *, in_stages: bool) -> set[str]:
-        """Asks every program left to end and kills what does not; returns the names of those killed."""
+        """Asks every program to end and kills what does not; returns the names of those killed."""
         deadline = asyncio.get_running_loop().time() + grace_s
         stages = sorted({child.program.end_stage for child in self._children.values()}) if in_stages else [None]
         killed: set[str] = set()

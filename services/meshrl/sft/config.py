@@ -36,7 +36,6 @@ class LossMaskConfig(BaseConfig):
     """Learn tool messages."""
 
     def roles(self) -> frozenset[str]:
-        """The roles that are learned."""
         return frozenset(role for role in ("system", "user", "assistant", "tool") if getattr(self, role))
 
 
@@ -86,7 +85,6 @@ class SFTDeploymentConfig(DeploymentConfig):
 
     @property
     def nodes(self) -> int:
-        """Nodes that train."""
         return self.num_train_nodes if self.type == "multi_node" else 1
 
     @model_validator(mode="after")
@@ -106,8 +104,6 @@ class SFTDeploymentConfig(DeploymentConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings:
-    """How conversations become tokens."""
-
     model: ModelConfig
     tokenizer: TokenizerConfig
     renderer: Mapping[str, Any]
@@ -192,12 +188,10 @@ class SFTConfig(BaseConfig):
 
     @property
     def validated(self) -> DataConfig | None:
-        """The validation data."""
         return None if self.val is None else self.val.data
 
     @property
     def text(self) -> TextSettings:
-        """How conversations of all data become tokens."""
         return TextSettings(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -207,7 +201,7 @@ class SFTConfig(BaseConfig):
 
     @property
     def begins_with(self) -> list[Path]:
-        """What a run reads, where that is files: clean_output_dir must not delete it."""
+        """Files that a run reads: clean_output_dir must not delete them."""
         validation = [self.val.data.name] if self.val is not None else []
         return [Path(name) for name in (self.model.name, self.tokenizer.name, self.data.name, *validation) if name]
 

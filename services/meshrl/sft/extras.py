@@ -16,8 +16,6 @@ MOST_TOKENS = 1024
 
 
 class Extras:
-    """What `config` asks for of steps that train the data called `data_name`."""
-
     def __init__(self, config: LogExtrasConfig, tokenizer: PreTrainedTokenizerBase, data_name: str) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -40,7 +38,6 @@ class Extras:
             )
 
     def _row(self, row: MicroBatch, place: int) -> SampleRow:
-        """The prompt is what stands before the first token that is trained; the completion is all of those."""
         part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
         token_ids, trained = row.token_ids[part], row.loss_mask[part]
         prompt, completion = token_ids[: trained.argmax()], token_ids[trained]

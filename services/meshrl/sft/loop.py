@@ -28,9 +28,6 @@ from meshrl.training.run_state import RunState
 
 
 class SFTLoop:
-    """Trains until `max_steps` or until any rank is asked to stop, whichever is first; every rank runs the same
-    loop."""
-
     def __init__(
         self,
         learner: Learner,
@@ -56,10 +53,11 @@ class SFTLoop:
         self._peak_flops = peak_flops(learner.device)
 
     def run(self, signals: Sequence[str]) -> Path:
-        """Returns the folder of the final weights. `signals` names those that came to this rank, each asks for the end.
+        """Returns the folder of the final weights. Every rank runs the same loop, which ends early once any rank has a
+        signal in `signals`.
 
-        Raises StepError when a step cannot be made, and DataError for data that cannot be used. Where that shows only
-        after some steps, the weights of the last one are saved first, as at a stop.
+        Raises StepError, and DataError for data that cannot be used; where that shows only after some steps, the
+        weights of the last one are saved first.
         """
         begun = self._run.step_done
         unusable: DataError | None = None

@@ -104,7 +104,7 @@ def _first_rows(text: TextSettings, data: DataConfig, *, show: int, validated: D
 
 
 def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:
-    """Made-up samples of the shape of `data`, so many that the ranks share batch_size; [bench] has the last word."""
+    """Made-up samples of the shape of `data`, of which ranks share batch_size; keys of [bench] win."""
     from meshrl.algorithms.losses import cross_entropy_loss  # the same
     from meshrl.algorithms.objective import Objective
     from meshrl.training.bench.run import bench_program

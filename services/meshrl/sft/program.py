@@ -40,7 +40,6 @@ from meshrl.training.run_state import RunState
 
 
 def run_rank(config: SFTConfig, rank: int) -> None:
-    """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
     code = 0
     try:
@@ -71,9 +70,8 @@ def run_rank(config: SFTConfig, rank: int) -> None:
 
 
 def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> None:
-    """The whole program between joining the group and leaving it; every rank runs the same.
-
-    It ends early, with its weights saved, after the step in which the name of a signal comes into `signals`.
+    """The program between joining the group and leaving it, on every rank. It ends early, with its weights saved, after
+    the step in which a signal's name comes into `signals`.
 
     Raises ModelError, DataError, CheckpointError, StepError or UpdateError.
     """

@@ -12,12 +12,12 @@ from meshrl.orchestrator.config import OrchestratorConfig
 HOSTED_KEYS = (
     "id", "name", "args", "sampling", "seq_len", "workers", "isolated", "max_memory_mib", "deadlines", "part",
 )  # fmt: skip
-"""What the rollout program is told of an environment that the orchestrator lists."""
+"""Keys of an orchestrator's environment that the rollout program takes over."""
 
 
 def complete(values: ReadTable) -> Table:
-    """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose. Without an engine of
-    its own the hub keeps its usual port, so that a running engine can know it."""
+    """Fills in hosted environments, and port 0 where rl is to choose. Without an engine of its own the hub keeps its
+    usual port, which a running engine can know."""
     completed = dict(values)
     fit_preset(completed)
     starts_engine = completed.get("inference") is not None
@@ -61,7 +61,7 @@ def _at(values: object, *names: str) -> object:
 
 
 def _follow(values: Table, name: str, key: str, other: str) -> None:
-    """Gives a component the value that another component has for a key that it does not set itself."""
+    """Gives a component the value that another has for a key that it does not set itself."""
     section, source = values.setdefault(name, {}), values.get(other)
     if isinstance(section, dict) and isinstance(source, Mapping) and source.get(key) is not None:
         value = source[key]
@@ -71,15 +71,15 @@ def _follow(values: Table, name: str, key: str, other: str) -> None:
 
 
 def _is_longer(trainer: object) -> bool:
-    """Whether the trainer takes longer rows than orchestrators pack by themselves: a GPU computes short ones slowly."""
+    """Whether the trainer takes longer rows than orchestrators pack by default: a GPU computes short ones slowly."""
     seq_len = str(trainer.get("seq_len")) if isinstance(trainer, Mapping) else ""  # text where a flag gave it
     usual: int = OrchestratorConfig.model_fields["seq_len"].default
     return seq_len.isdecimal() and int(seq_len) > usual
 
 
 def _hosted_environments(orchestrator: object) -> list[Table]:
-    """The environments that the rollout program must host for the train and eval entries, each name once. None at all
-    where there is none to train on, and the first of two that differ: validation reports both."""
+    """Those of the train and eval entries, each name once. None where there is none to train on, and the first of two
+    that differ: validation reports both."""
     hosted: dict[str, Table] = {}
     for part in ("train", "eval"):
         section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None

@@ -34,7 +34,7 @@ AlgorithmName = Literal["default", "grpo", "dr_grpo", "dapo", "gspo", "opo", "rl
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """An advantage and a loss; `constants` are keys of the loss that differ from its own values."""
+    """`constants` are keys of the loss that differ from its own values."""
 
     advantage: Literal["default", "grpo", "rloo", "opo"]
     loss: LossName
@@ -78,11 +78,8 @@ def apply_preset(layer: Layer) -> None:
 
 
 def fit_preset(values: Table) -> None:
-    """Fits the preset, in merged values, to what the layers above it chose.
-
-    Where those chose another loss, the preset's keys go; and a loss that is divided by a fixed length gets that length:
-    the most tokens that are sampled, or that a rollout may have.
-    """
+    """Fits the preset to the layers above it: where those chose another loss, its keys go, and a loss that is divided
+    by a fixed length gets the longest reply's."""
     preset = _preset(values.get("algorithm"))
     loss = None if preset is None else section_of(section_of(values, "trainer"), "loss")
     if preset is None or loss is None:
@@ -96,7 +93,7 @@ def fit_preset(values: Table) -> None:
 
 
 def _preset(name: object) -> Preset | None:
-    """The preset of that name; an unknown name is for validation to report."""
+    """An unknown name is for validation to report."""
     return PRESETS.get(name) if isinstance(name, str) else None
 
 

@@ -198,7 +198,6 @@ class RLConfig(BaseConfig):
         return [entry for entry in self.rollout.env if entry.resolved_name not in elsewhere]
 
     def place_of(self, environment: str) -> tuple[str, ...]:
-        """The path of an environment's entry, for error messages."""
         trained, evaluated = self.orchestrator.train.env, self.orchestrator.eval
         lists: dict[tuple[str, ...], Sequence[EnvConfig]] = {
             ("orchestrator", "train", "env"): trained,
@@ -214,7 +213,6 @@ class RLConfig(BaseConfig):
 
     @property
     def engine_count(self) -> int:
-        """Inference programs that are started."""
         if self.inference is None:
             return 0
         given = self._given_gpus()
@@ -242,8 +240,8 @@ class RLConfig(BaseConfig):
         )
 
     def makes_credentials(self, environ: Mapping[str, str]) -> bool:
-        """Whether the run is to have credentials of its own: neither keys nor variables name others, or want none
-        between its nodes."""
+        """Whether the run has credentials of its own: neither keys nor variables name others, or want none between its
+        nodes."""
         parts = [getattr(self, name) for name in COMPONENTS]
         named = any(part is not None and part.tls != TlsConfig() for part in (self, *parts))
         named = named or any(variable.startswith(PREFIX) and value for variable, value in environ.items())
@@ -256,11 +254,9 @@ class RLConfig(BaseConfig):
         return "weights" not in given and bool({"rollout", "trainer"} & set(given))
 
     def _given_gpus(self) -> int | None:
-        """How many GPUs the configuration gives to inference; None where it does not say."""
         return self.deployment.num_infer_gpus if self.inference_gpu_ids is None else len(self.inference_gpu_ids)
 
     def restarts_of(self, program: str) -> int:
-        """How many times a program is started again."""
         own = {"trainer": self.trainer_restarts, "orchestrator": self.orchestrator_restarts}.get(program)
         if program == "inference":
             own = max(self.engine_restarts, self.restarts)
@@ -268,14 +264,12 @@ class RLConfig(BaseConfig):
 
     @classmethod
     def hand_down(cls, layers: Sequence[Layer]) -> None:
-        """Hands the shared keys of each layer down to the components."""
         for layer in layers:
             apply_preset(layer)
         hand_down(cls, layers)
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:
-        """Fills in what follows from the merged layers."""
         return complete(values)
 
     @model_validator(mode="after")

@@ -37,13 +37,12 @@ class RunningServicesConfig(BaseConfig):
     """host:port of a weight hub that runs already; None starts the hub."""
 
     def given(self) -> dict[str, list[str]]:
-        """Addresses by the names of the programs that they stand for."""
+        """Addresses by the names of the programs that they replace."""
         rollout = [address for address in self.rollout or () if address != LOCAL]
         given = {"rollout": rollout, "trainer": self.trainer, "weights": self.weights}
         return {name: [one] if isinstance(one, str) else one for name, one in given.items() if one}
 
     def replaced(self) -> set[str]:
-        """Names of the programs that rl does not start, since a service stands in for them."""
         none = {"rollout"} if self.rollout == [] else set()
         return (set(self.given()) | none) - ({"rollout"} if LOCAL in (self.rollout or ()) else set())
 
@@ -147,7 +146,6 @@ class RunDeploymentConfig(DeploymentConfig):
 
     @property
     def nodes(self) -> int:
-        """Nodes of the whole run."""
         return self.num_train_nodes + self.num_infer_nodes if self.type == "multi_node" else 1
 
     @model_validator(mode="after")

@@ -22,23 +22,19 @@ class HandedTo:
 
     targets: tuple[str, ...]
     key: str = ""
-    """For a section of which only one key is shared: that key's dotted path below it."""
+    """The dotted path below it, for a section of which only one key is shared."""
 
     even_none: bool = False
-    """None is handed down as well, since it switches something off."""
+    """None, which switches something off, is handed down as well."""
 
 
 def every_component(key: str) -> tuple[str, ...]:
-    """The paths of a key that all components have."""
     return tuple(f"{name}.{key}" for name in COMPONENTS)
 
 
 def hand_down(section: type[BaseModel], layers: Sequence[Layer]) -> None:
-    """Copies the shared keys of each layer to the components; a component's own key in the same layer wins.
-
-    Layers are merged afterwards, so a shared key on the command line beats a component's key in a file, and a
-    component's key on the command line beats both. A shared key alone does not switch `inference` on.
-    """
+    """Copies the shared keys of each layer to the components; a component's own key in the same layer wins. Layers are
+    merged afterwards. A shared key alone does not switch `inference` on."""
     own = next((part for layer in reversed(layers) if (part := layer.below(("inference",)))), {(): Given(None, "")})
     is_on = () not in own or own[()].value is not None
     for name, field in section.model_fields.items():

@@ -22,8 +22,8 @@ _MODULE = "meshrl.launch.nodes.member"
 
 
 def certify_engines(spread: Spread, layout: Layout, hub: str) -> list[Mapping[str, str]]:
-    """Gives every node with engines a certificate; returns each engine's variables, in the order of `spread.engines`.
-    hub: host:port of the weight hub, which renews them. Raises ConfigError and NodeLostError."""
+    """Gives every node with engines a certificate; returns the variables of each of `spread.engines`. hub: host:port of
+    the hub that renews them. Raises ConfigError and NodeLostError."""
     folder = layout.credentials.absolute()
     nodes = {node.name: node for node in spread.engines}
     answer = on_each(list(nodes), _MODULE, str(folder), "request")

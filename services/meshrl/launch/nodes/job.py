@@ -21,17 +21,15 @@ ASK_DEADLINE_S = 60.0
 PROBE_DEADLINE_S = 300.0  # a first import of Python from a cold network disk takes its time
 PORTS_PER_NODE = 48
 STEP = ("srun", "--overlap", "--nodes=1", "--kill-on-bad-exit=1", "--cpu-bind=quiet,none", "--export=ALL")
-"""Begins a step on one node that shares the job's cores, memory and GPUs with its other steps."""
+"""A step on one node that shares the job's cores, memory and GPUs with its other steps."""
 
 
 class NodeLostError(Exception):
-    """SLURM could not do what it was asked for: the run fails, and a job of several nodes may be requeued."""
+    """SLURM could not do what it was asked for; a job of several nodes may be requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobNode:
-    """One node of the job."""
-
     name: str
     address: str
     """At which the other nodes reach it."""
@@ -41,8 +39,6 @@ class JobNode:
 
 
 class _ProbeAnswer(TypedDict):
-    """What the probe prints on a node."""
-
     node: str
     ports: list[int]
     token: str | None
@@ -56,7 +52,6 @@ class NodePorts:
     given: set[int] = field(default_factory=set)
 
     def __call__(self, address: str) -> int:
-        """A port that was free at this address when its node was asked."""
         if not self.free.get(address):
             raise ConfigError(f"no port is left at {address} of the {PORTS_PER_NODE} that were asked for")
         self.given.add(port := self.free[address].pop())
@@ -64,7 +59,7 @@ class NodePorts:
 
 
 def nodes_of_job(environ: Mapping[str, str], count: int) -> list[str]:
-    """Names of the job's nodes, this one first. Raises ConfigError outside of a job or in one that is too small, and
+    """Names of the job's nodes, this one first. Raises ConfigError outside of a job or in a small one, and
     NodeLostError."""
     listed = environ.get("SLURM_JOB_NODELIST")
     if listed is None or "SLURM_JOB_ID" not in environ:
@@ -106,7 +101,7 @@ def probe_nodes(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], No
 
 
 def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
-    """Copies files to the nodes that do not see this one's output folder. Raises NodeLostError when one cannot."""
+    """Copies files to the nodes that do not see this one's output folder. Raises NodeLostError."""
     for node in nodes:
         for path in paths if not node.shares_output else ():
             write = 'umask 077 && mkdir -p "$(dirname "$1")" && cat >"$1"'
@@ -115,8 +110,7 @@ def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
 
 
 def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | None = None) -> str:
-    """Runs a module of ours once on each node, with `stdin` as its input; returns what they all print. Raises
-    ConfigError and NodeLostError."""
+    """Runs a module once on each node with `stdin`; returns all their output. Raises ConfigError and NodeLostError."""
     count = str(len(names))
     return _ask(
         "srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--export=ALL",
@@ -126,7 +120,7 @@ def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | Non
 
 
 def _addresses(names: Sequence[str]) -> dict[str, str]:
-    """IP addresses by the names of nodes, as SLURM reaches them."""
+    """IP addresses by node name, as SLURM reaches them."""
     answer = _ask("scontrol", "show", "node", ",".join(names))
     given = dict(re.findall(r"NodeName=(\S+)[\s\S]*?NodeAddr=(\S+)", answer))
     found = {}
@@ -145,8 +139,7 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
 
 
 def _ask(*command: str, stdin: str | None = None, deadline_s: float = ASK_DEADLINE_S) -> str:
-    """Runs a command of SLURM; returns what it prints. Raises NodeLostError with what it says when it fails, and
-    ConfigError where there is no such command."""
+    """A SLURM command's output. Raises NodeLostError when it fails, ConfigError where there is no such command."""
     try:
         done = subprocess.run(
             command, input=stdin or "", capture_output=True, text=True, timeout=deadline_s, check=False

@@ -19,12 +19,10 @@ from meshrl.client.trust import TrustFile
 
 
 def member_folder(credentials: Path, node: str) -> Path:
-    """Where a node has its key and certificate."""
     return credentials / f"node-{node}"
 
 
 def main() -> None:
-    """Runs the command in argv."""
     node = os.environ["SLURMD_NODENAME"]
     own = member_folder(Path(sys.argv[1]), node)
     os.umask(0o077)

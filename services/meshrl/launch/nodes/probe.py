@@ -14,7 +14,6 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Prints the node's name, free ports of it, and what is in the token file, None where it is not seen."""
     token_file, num_ports = Path(sys.argv[1]), int(sys.argv[2])
     probes = [socket.socket() for _ in range(num_ports)]
     for probe in probes:  # all at once, so that they differ

@@ -36,12 +36,8 @@ AS_RANK = 'export RANK=$((FIRST_RANK + SLURM_PROCID)) LOCAL_RANK=$SLURM_LOCALID;
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Which node does what."""
-
     trainers: Sequence[JobNode]
     engines: Sequence[JobNode]
-    """The node of each engine."""
-
     ranks_per_node: int
     placement: Placement
 
@@ -52,8 +48,7 @@ class Spread:
 
 
 def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, Spread]:
-    """The configuration with addresses of these nodes, and who works where. Raises ConfigError for sizes that do not
-    fit the nodes."""
+    """The configuration with addresses of these nodes. Raises ConfigError for sizes that do not fit them."""
     given = config.deployment
     trainers, hosts = nodes[: given.num_train_nodes], nodes[given.num_train_nodes :]
     for key in ("trainer_gpu_ids", "inference_gpu_ids", "num_engines"):
@@ -106,7 +101,7 @@ def _at(node: JobNode, server: ServerConfig, given: RunDeploymentConfig) -> Serv
 def on_nodes(
     programs: Sequence[Program], spread: Spread, layout: Layout, free_port: Callable[[str], int]
 ) -> list[Program]:
-    """The same programs as steps of the job, each on its node; a trainer on several nodes becomes one for each."""
+    """The programs as steps of the job, each on its node; a trainer on several nodes becomes one for each."""
     started: list[Program] = []
     engines = iter(spread.engines)
     numbers: dict[str, int] = {}

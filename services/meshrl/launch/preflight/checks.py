@@ -37,7 +37,7 @@ def examine(plan: Plan) -> list[Finding]:
 
 
 def refusal(findings: Sequence[Finding]) -> str | None:
-    """One message with all findings, when there is an error among them."""
+    """One message with all findings; None without an error among them."""
     errors = [finding.text for finding in findings if finding.severity == "error"]
     if not errors:
         return None

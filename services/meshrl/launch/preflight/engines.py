@@ -17,7 +17,6 @@ ANSWER_DEADLINE_S = 3.0
 
 
 def check_vllm(plan: Plan) -> Iterator[Finding]:
-    """vLLM in the interpreters of the engines on this machine that are to run it."""
     engines = [(part.python, part.config) for part in plan.parts if isinstance(part.config, InferenceConfig)]
     for python in {
         Path(python or sys.executable)
@@ -32,7 +31,7 @@ def check_vllm(plan: Plan) -> Iterator[Finding]:
 
 
 def check_engines(plan: Plan) -> Iterator[Finding]:
-    """Asks each engine that is listed for its version, and whether it follows a hub."""
+    """Asks each listed engine for its version, and whether it follows a hub."""
     urls = plan.config.running_engines
     if plan.config.inference is None and not urls:
         yield note("no engine is started or named: the run waits for those that are started for its weight hub")
@@ -66,7 +65,7 @@ def check_engines(plan: Plan) -> Iterator[Finding]:
 
 
 def _version(url: str) -> Mapping[str, object] | str:
-    """What an engine answers to GET /version; empty for a server without it. Text is why there is no answer."""
+    """The answer to GET /version, empty for a server without it; text is why there is no answer."""
     try:
         status, answer = ask_blocking(f"{url}/version", deadline_s=ANSWER_DEADLINE_S)
     except OSError as problem:

@@ -15,7 +15,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was found; `text` names the key, what came, and what to change."""
+    """`text` names the key, what came, and what to change."""
 
     severity: Severity
     text: str
@@ -30,19 +30,14 @@ class Plan:
     """Its programs; none when they could not be made out, which is a finding of its own."""
 
     gpus: Sequence[str] = ()
-    """The GPUs that may be used."""
-
     chosen_ports: Collection[int] = field(default_factory=frozenset)
-    """Ports that rl has found free itself."""
-
     elsewhere: Collection[str] = ()
-    """Addresses of other nodes of the run, where nothing can be tried from here."""
+    """Addresses of other nodes, where nothing can be tried from here."""
 
     folder_in_use: bool = False
-    """Another run lives in the output folder, so this one can only be looked at: its ports and hub are taken."""
+    """Another run lives in the output folder, so its ports and hub are taken."""
 
     def starts(self, program: str) -> bool:
-        """True when rl starts this program rather than using one that runs already."""
         if program == "inference":
             return self.config.inference is not None
         return program not in self.config.orchestrator.services.replaced()
@@ -52,15 +47,12 @@ Check = Callable[[Plan], Iterable[Finding]]
 
 
 def error(text: str) -> Finding:
-    """A finding with which the run cannot start."""
     return Finding(severity="error", text=text)
 
 
 def warning(text: str) -> Finding:
-    """A finding with which the run starts, and lacks something."""
     return Finding(severity="warning", text=text)
 
 
 def note(text: str) -> Finding:
-    """A finding that is good to know."""
     return Finding(severity="note", text=text)

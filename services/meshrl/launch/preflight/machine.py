@@ -18,7 +18,7 @@ WANDB_URL = "https://api.wandb.ai"
 
 
 def check_ports(plan: Plan) -> Iterator[Finding]:
-    """Ports that the configuration gives must be free, and given once."""
+    """Configured ports must be free, and given once."""
     if plan.folder_in_use:
         return
     owners: dict[tuple[str, int], str] = {}
@@ -41,7 +41,7 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
 
 
 def check_gpus(plan: Plan) -> Iterator[Finding]:
-    """GPUs that are listed, on a machine that has none; where there are some, `place` compares."""
+    """Listed GPUs on a machine without any; where there are some, `place` compares."""
     if plan.gpus or plan.config.deployment.type == "multi_node":
         return
     for key in ("inference_gpu_ids", "trainer_gpu_ids"):
@@ -54,14 +54,12 @@ def check_gpus(plan: Plan) -> Iterator[Finding]:
 
 
 def check_open_files(plan: Plan) -> Iterator[Finding]:
-    """The hard limit of open files."""
     looked = open_files()
     if looked.state != "ok":
         yield (error if looked.state == "fail" else warning)(f"{looked.found}; {looked.remedy}")
 
 
 def check_wandb(plan: Plan) -> Iterator[Finding]:
-    """The key for Weights & Biases, where metrics are to go there at once."""
     wandb = plan.config.orchestrator.wandb
     if wandb is None or wandb.offline or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
         return

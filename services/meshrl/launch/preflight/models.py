@@ -21,8 +21,6 @@ ADVICE = "give a folder with a Hugging Face model, or a name on the Hugging Face
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """How large a stored model is."""
-
     num_params: int
     num_bytes: int
 
@@ -46,7 +44,7 @@ def check_models(plan: Plan) -> Iterator[Finding]:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder on this machine that a model's name stands for; None when it would have to be fetched."""
+    """The folder here that a model's name stands for; None when it would have to be fetched."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -82,13 +80,11 @@ def stored_size(folder: Path) -> ModelSize | None:
 
 
 def is_offline() -> bool:
-    """True when transformers is set to fetch nothing."""
     words = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(word.strip().upper() in {"1", "ON", "YES", "TRUE"} for word in words)
 
 
 def _named(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """Names of models and of tokenizers, each with the key that gives it."""
     config = plan.config
     models: dict[str, str] = {}
     if plan.starts("trainer"):
@@ -117,7 +113,7 @@ def _absent(key: str, name: str) -> Iterator[Finding]:
 
 
 def _incomplete(key: str, name: str, folder: Path) -> Iterator[Finding]:
-    """What a model's folder lacks; a cached one may be incomplete as long as the rest can be fetched."""
+    """A cached folder may be incomplete as long as the rest can be fetched."""
     where = f"{key} {name!r}"
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -137,7 +133,7 @@ def _incomplete(key: str, name: str, folder: Path) -> Iterator[Finding]:
 
 
 def _missing_weights(folder: Path) -> str:
-    """The first file of weights that is not there; empty when all are."""
+    """The first missing file of weights; empty when all are there."""
     for index in INDEXES:
         try:
             shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())

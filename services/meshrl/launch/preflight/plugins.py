@@ -27,7 +27,6 @@ Answer = tuple[Severity, str, Sequence[Sequence[str]]]
 
 
 def check_plugins(plan: Plan) -> Iterator[Finding]:
-    """Environments of the rollout program, the trainer's loss and the orchestrator's advantage."""
     for taskset in dict.fromkeys(entry.id for entry in plan.config.local_environments if plan.starts("rollout")):
         if taskset in NAMESAKES:
             yield note(f"environment id {taskset!r} is {NAMESAKES[taskset]}")
@@ -66,7 +65,6 @@ def check_plugins(plan: Plan) -> Iterator[Finding]:
 
 
 def _questions(plan: Plan) -> dict[str, object]:
-    """What the other process is asked, as JSON; None where there is nothing to ask."""
     config, loss, advantage = plan.config, plan.config.trainer.loss, plan.config.orchestrator.advantage
     return {
         "loss": {"import_path": loss.import_path, "kwargs": loss.kwargs}
@@ -89,7 +87,7 @@ def _questions(plan: Plan) -> dict[str, object]:
 
 
 def answer(questions: ReadTable) -> Iterator[Answer]:
-    """The findings, one after the other. Imports what the questions are about."""
+    """The findings, one by one. Imports what the questions are about."""
     if questions["loss"] is not None:
         from meshrl.algorithms.losses import load_custom_loss  # imports torch
 
@@ -137,7 +135,7 @@ def _described(where: str, problem: Exception) -> str:
 
 
 def main() -> None:
-    """Reads the questions from stdin and writes the problems to stdout, which modules that print do not get."""
+    """Modules that print get stderr for stdout."""
     stdout, sys.stdout = sys.stdout, sys.stderr
     json.dump(list(answer(json.load(sys.stdin))), stdout)
     stdout.flush()

@@ -21,7 +21,6 @@ _OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 def check_running_services(plan: Plan) -> Iterator[Finding]:
-    """Asks each service of orchestrator.services for its health."""
     given = plan.config.orchestrator.services.given()
     for program, address in ((program, address) for program, several in given.items() for address in several):
         key = f"orchestrator.services.{program} {address!r}"
@@ -76,7 +75,7 @@ def check_hub(plan: Plan) -> Iterator[Finding]:
 
 
 def _environments(address: str) -> dict[str, str]:
-    """The environments of a rollout service, each with a word about its tasks. Raises grpc.RpcError."""
+    """Each environment of a rollout service with a word about its tasks. Raises grpc.RpcError."""
     credentials = default_credentials()
     with credentials.open_blocking_channel(address, _OPTIONS, RolloutClient.server_role) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated

@@ -23,7 +23,6 @@ STATE_BYTES = {"adamw": 8, "muon": 8, "sgd": 4}
 
 
 def check_resume_step(plan: Plan) -> Iterator[Finding]:
-    """The checkpoint that the trainer is to go on from."""
     ckpt = plan.config.trainer.ckpt
     if ckpt is None or ckpt.resume_step is None or not plan.starts("trainer"):
         return
@@ -44,7 +43,6 @@ def check_resume_step(plan: Plan) -> Iterator[Finding]:
 
 
 def check_disk(plan: Plan) -> Iterator[Finding]:
-    """Room for the checkpoints of the run, as far as the size of the model is known."""
     config, size = plan.config, _size(plan)
     if size is None or config.trainer.ckpt is None:
         return
@@ -66,7 +64,6 @@ def check_disk(plan: Plan) -> Iterator[Finding]:
 
 
 def check_versions(plan: Plan) -> Iterator[Finding]:
-    """Room for the versions that the trainer writes as files."""
     config, size = plan.config, _size(plan)
     broadcast = config.trainer.weight_broadcast
     if size is None or broadcast.type not in ("auto", "filesystem"):
@@ -97,7 +94,7 @@ def check_versions(plan: Plan) -> Iterator[Finding]:
 
 
 def checkpoint_count(ckpt: CheckpointConfig, max_steps: int | None) -> int | None:
-    """How many checkpoints lie on the disk at most; None when nothing bounds them."""
+    """Most checkpoints on the disk at once; None when nothing bounds them."""
     if ckpt.interval is None:
         return 1
     count = None if max_steps is None else max(1, math.ceil(max_steps / ckpt.interval))
@@ -115,7 +112,7 @@ def version_bytes(plan: Plan, size: ModelSize) -> int:
 
 
 def _size(plan: Plan) -> ModelSize | None:
-    """The size of the model that is trained here; None when no model is, or it is not known."""
+    """None when no model is trained here, or its size is not known."""
     folder = local_folder(plan.config.trainer.model.name) if plan.starts("trainer") else None
     return None if folder is None else stored_size(folder)
 

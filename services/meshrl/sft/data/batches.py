@@ -21,8 +21,8 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class DataProgress:
-    """Where a run stands in its data after a step: the row that comes next, and what was trained of each part. `parts`
-    has the identity of each part's rows, by which a resumed run notices other data."""
+    """The row that comes next, and what was trained of each part. `parts` has the identity of each part's rows, by
+    which a resumed run notices other data."""
 
     next: Cursor = field(default_factory=Cursor)
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +30,6 @@ class DataProgress:
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """As a checkpoint holds it."""
         place = {"epoch": self.next.epoch, "position": self.next.position}
         return {
             "next": place,
@@ -41,7 +40,6 @@ class DataProgress:
 
     @classmethod
     def from_json(cls, values: JsonObject) -> DataProgress:
-        """What `to_json` gave."""
         return cls(
             next=Cursor(**values["next"]),
             parts=values.get("parts", {}),
@@ -50,7 +48,7 @@ class DataProgress:
         )
 
     def changed(self, parts: Mapping[str, str]) -> str | None:
-        """How the data differs from what was trained; None for the same data, or where it was not recorded."""
+        """How the data differs from what was trained; None for the same, or where it was not recorded."""
         differing = [
             f"{part} had {was}, now {parts.get(part, 'nothing')}"
             for part, was in self.parts.items()
@@ -71,7 +69,7 @@ class DataProgress:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SFTBatch:
-    """One step's rows, how often the data has been through when its last sample was taken, and where it goes on."""
+    """One step's rows, the passes over the data after its last sample, and where the data goes on."""
 
     packing: Packing
     samples: int
@@ -90,10 +88,10 @@ def training_batches(
 ) -> Iterator[SFTBatch]:
     """Endless steps; each is divided among `dp_size` ranks.
 
-    `parts` are the names of the data's parts with their identity. `drawn` continues from `progress`. With
-    pack_function cat a step takes samples until one more would exceed batch_size * seq_len tokens, and at least one;
-    with stack it takes batch_size. The sample that did not fit is the first of the next step. Raises DataError when a
-    whole epoch has nothing to learn.
+    `parts` maps names of the data's parts to their identity; `drawn` continues from `progress`. With pack_function cat
+    a step takes samples, at least one, until one more would exceed batch_size * seq_len tokens; with stack it takes
+    batch_size. The sample that did not fit is the first of the next step. Raises DataError when a whole epoch has
+    nothing to learn.
     """
     usable = _Usable(drawn, data)
     names = list(parts)
@@ -131,7 +129,7 @@ def _size(drawn: DrawnSample, data: DataConfig) -> int:
 
 
 class _Usable:
-    """The drawn samples that have something to learn; says once how many have not, and how many were cut."""
+    """Drawn samples with something to learn; logs once how many have nothing, and how many were cut."""
 
     def __init__(self, drawn: Iterator[DrawnSample], data: DataConfig) -> None:
         self._drawn = drawn
@@ -155,7 +153,6 @@ class _Usable:
                 return drawn
 
     def _report(self) -> None:
-        """After the first epoch that was seen: what became of its rows."""
         if self._told:
             return
         self._told = True
@@ -171,7 +168,6 @@ class _Usable:
             )  # fmt: skip
 
     def warn_of_small_data(self, data: DataConfig) -> None:
-        """A step went through the data more than once."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -182,7 +178,6 @@ class _Usable:
 
 
 def nothing_to_learn(data: DataConfig, rows: int) -> DataError:
-    """The error for data without a token to train."""
     return DataError(
         f"data.name {data.name!r}: none of its {rows} rows has a token to learn within seq_len {data.seq_len}; see "
         "loss_mask, or raise data.seq_len"

@@ -16,8 +16,8 @@ SHOWN_CHARACTERS = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck:
-    """What the first rows of one part of the data are like. `ways` lists how their learned text was found,
-    `unused` the columns and message keys that nothing reads; those were logged."""
+    """The first rows of one part of the data. `ways` lists how their learned text was found, `unused` the columns and
+    message keys that nothing reads; those were logged."""
 
     part: str
     rows: int
@@ -28,7 +28,6 @@ class DataCheck:
     shown: tuple[str, ...]  # rows as text with what is learned between [[ and ]]
 
     def lines(self) -> list[str]:
-        """As `sft` prints it."""
         return [
             f"{self.part}: {self.rows:,} rows; the first have {self.tokens:,} tokens on average, of which"
             f" {self.learned:.0%} are learned, found by {' and '.join(self.ways)}",

@@ -72,7 +72,6 @@ class DataConfig(BaseConfig):
     """fake: tokens of a sample are a run of consecutive numbers, which a model learns, or drawn at random."""
 
     def parts(self) -> list[tuple[str | None, str]]:
-        """Subset and split of everything that is mixed; one pair where nothing is."""
         subsets: list[str | None] = [*self.subsets] if self.subsets else [self.subset]
         splits = self.splits or [self.split]
         if len(splits) == 1:
@@ -119,7 +118,7 @@ class DataConfig(BaseConfig):
         return self
 
     def doubt(self) -> str | None:
-        """What about batch_size is probably not meant; None for nothing."""
+        """A batch_size that is probably not meant; None otherwise."""
         if self.pack_function == "cat" and self.batch_size >= max(256, self.seq_len):
             return (
                 f"data.batch_size {self.batch_size} counts samples of data.seq_len {self.seq_len} tokens, so a step"

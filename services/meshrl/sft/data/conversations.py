@@ -20,7 +20,7 @@ class DataError(Exception):
 
 
 MARKS = ("weight", "loss_mask", "trainable", "train")
-"""Keys of a message by which data of others marks what is learned: OpenAI's and Mistral's, Fireworks', axolotl's."""
+"""Keys of a message that mark it as learned or not: OpenAI's and Mistral's, Fireworks', axolotl's."""
 
 _KEYS = frozenset({"role", "content", "reasoning", "tool_calls", "tool_call_id", "id", "name", *MARKS})
 
@@ -29,9 +29,9 @@ _KEYS = frozenset({"role", "content", "reasoning", "tool_calls", "tool_call_id",
 class Conversation:
     """One row.
 
-    `marks` has an entry for each message that is marked as learned or not, by its place. Of the others those before
-    `learn_from` are context whatever their role. The row has `other_columns`, and its messages `other_keys`, beside
-    those that are read here; a chat template may read such keys, reasoning_content among them.
+    `marks` holds, by place, the messages that are marked as learned or not. Of the others those before `learn_from` are
+    context whatever their role. `other_columns` and `other_keys` are not read here; a chat template may read such keys,
+    reasoning_content among them.
     """
 
     row: str
@@ -44,7 +44,7 @@ class Conversation:
     other_keys: frozenset[str] = frozenset()
 
     def learned(self, roles: frozenset[str]) -> list[bool]:
-        """Whether each message is learned, where messages without a mark are by their role."""
+        """Whether each message is learned; those without a mark are by their role."""
         return [
             self.marks.get(place, place >= self.learn_from and message["role"] in roles)
             for place, message in enumerate(self.messages)
@@ -52,8 +52,8 @@ class Conversation:
 
 
 def to_conversation(row: Row, name: str) -> Conversation:
-    """The conversation of a row; `name` is what errors call the row. messages take precedence over prompt and
-    completion, as users of both columns expect. Raises DataError for a row that is malformed."""
+    """The conversation of a row, called `name` in errors. messages take precedence over prompt and completion. Raises
+    DataError."""
     if row.get("messages") is not None:
         taken = {"messages"}
         messages, learn_from = _messages(_parsed(row, "messages", name), name, "messages", role="user"), 0
@@ -81,7 +81,6 @@ def to_conversation(row: Row, name: str) -> Conversation:
 
 
 def _mark(message: Message, name: str, place: int) -> bool | None:
-    """Whether the message is marked as learned; None without a mark."""
     found = {key: message[key] for key in MARKS if message.get(key) is not None}
     for key, value in found.items():
         if value not in (0, 1):  # true and false among them
@@ -95,7 +94,7 @@ def _mark(message: Message, name: str, place: int) -> bool | None:
 
 
 def _messages(value: object, name: str, column: str, *, role: str) -> tuple[Message, ...]:
-    """A list of messages; a plain string is one message of `role`."""
+    """A plain string is one message of `role`."""
     if isinstance(value, str):
         return ({"role": role, "content": value},)
     if not isinstance(value, Sequence) or not value:
@@ -127,7 +126,7 @@ def _tools(row: Row, name: str) -> tuple[Tool, ...]:
 
 
 def _parsed(row: Row, column: str, name: str) -> Any:
-    """The column's value, which may be given as JSON text. A text in messages that is not JSON is one message."""
+    """The column's value, which may be JSON text. A text in messages that is not JSON is one message."""
     value = row.get(column)
     if not isinstance(value, str) or (column == "messages" and value.lstrip()[:1] != "["):
         return value

@@ -1,7 +1,6 @@
 """Brings each step's rows to every rank: rank 0 reads and tokenizes, and sends the others what it packed.
 
-The loop takes its batches here. A row is tokenized once for the whole group, and while a step trains where processes
-of the loader run ahead.
+A row is tokenized once for the whole group, and while a step trains where processes of the loader run ahead.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Feed:
         validated: DataConfig | None = None,
         unused: frozenset[str] = frozenset(),
     ) -> None:
-        """`data` is trained on, `validated` is that of validation. `unused` are columns and message keys that were
-        named before; others are logged when they are met."""
+        """`unused` are columns and message keys that were logged before."""
         self._text, self._data, self._validated = text, data, validated
         self._parallel = parallel
         self._vocab_size = vocab_size
@@ -60,7 +58,7 @@ class Feed:
         self._validation: Sequence[MicroBatch] | None = None
 
     def start(self, progress: DataProgress | None, *, steps_done: int) -> None:
-        """Continues from `progress`, on rank 0. Without it the batches of `steps_done` steps are left out. Raises
+        """Continues from `progress`, on rank 0; without it leaves out the batches of `steps_done` steps. Raises
         DataError, on all ranks."""
 
         def open_data() -> bytes:
@@ -72,7 +70,7 @@ class Feed:
         self._from_first(open_data)
 
     def next_step(self) -> StepRows:
-        """The rows of the next step. Raises DataError, on all ranks."""
+        """Raises DataError, on all ranks."""
         dealt: list[SFTBatch] = []
 
         def deal() -> bytes:
@@ -86,7 +84,7 @@ class Feed:
         return StepRows(micro_batches=_decode(sent), batch=None)
 
     def validation(self) -> Sequence[MicroBatch]:
-        """The rows of the validation data, tokenized when they are first asked for. Raises DataError, on all ranks."""
+        """Tokenized when first asked for. Raises DataError, on all ranks."""
         if self._validation is None:
             rows: list[Sequence[MicroBatch]] = []
 
@@ -102,7 +100,6 @@ class Feed:
         return self._validation
 
     def close(self) -> None:
-        """Ends the processes that tokenize."""
         self._batches = None
         self._close()
 
@@ -133,7 +130,7 @@ class Feed:
         return training_batches(drawn, data, parts=parts, dp_size=self._parallel.plan.dp_size, progress=progress)
 
     def _from_first(self, make: Callable[[], bytes]) -> bytes:
-        """What rank 0 makes, on every rank. Its DataError is raised on all of them."""
+        """What rank 0 makes, on every rank; its DataError is raised on all of them."""
         if not self._parallel.plan.leads:
             sent = self._parallel.broadcast(None)
             if sent[:1] == _ERROR:

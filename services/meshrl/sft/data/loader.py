@@ -1,7 +1,7 @@
-"""Tokenizes rows in the order of the mixture, as they are needed, here or in processes that run ahead of training.
+"""Tokenizes rows in the order of the mixture, here or in processes that run ahead of training.
 
-`batches` takes what comes out. The order does not depend on the number of processes: torch's DataLoader hands results
-out in the order in which they were asked for.
+The order does not depend on the number of processes: torch's DataLoader hands results out in the order in which they
+were asked for.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ class DrawnSample:
 
 
 class TokenizedRows(Dataset[object]):
-    """The rows of a data section in tokens. Opened at first use, so that each process opens its own.
-
-    `unused` are the columns and message keys met so far that nothing reads. One that is not among those it begins with
-    is logged at its first row.
-    """
+    """The rows of a data section in tokens, opened at first use, so that each process opens its own. `unused` are
+    columns and message keys met so far that nothing reads; a new one is logged."""
 
     def __init__(self, text: TextSettings, data: DataConfig, *, unused: frozenset[str] = frozenset()) -> None:
         self._text = text
@@ -64,7 +61,7 @@ class TokenizedRows(Dataset[object]):
         return self._parts
 
     def sample(self, draw: Draw) -> DrawnSample:
-        """One row. Raises DataError when it is malformed, and ModelError when the tokenizer cannot be loaded."""
+        """Raises DataError for a malformed row, and ModelError when the tokenizer cannot be loaded."""
         name = list(self.parts)[draw.part]
         rows = self.parts[name]
         place = row_name(rows, name, draw.row, mixed=len(self.parts) > 1)
@@ -82,7 +79,7 @@ class TokenizedRows(Dataset[object]):
 
     @property
     def tokenize(self) -> ConversationTokenizer:
-        """What makes tokens of a conversation. Raises ModelError when the tokenizer cannot be loaded."""
+        """Raises ModelError when the tokenizer cannot be loaded."""
         if self._tokenize is None:
             tokenizer = load_sft_tokenizer(self._text)
             renderers = Renderers(tokenizer, self._text.renderer) if self._text.renderer else None
@@ -101,7 +98,7 @@ class TokenizedRows(Dataset[object]):
         self.unused |= set(unused)
 
     def __getitem__(self, draws: Sequence[Draw]) -> list[DrawnSample] | str:
-        """What the DataLoader asks for: several rows, or what is wrong with one of them."""
+        """Several rows for the DataLoader, or what is wrong with one of them."""
         try:
             return [self.sample(draw) for draw in draws]
         except DataError as error:  # as a value, since the DataLoader would wrap it in its own words
@@ -119,7 +116,6 @@ class TokenizedRows(Dataset[object]):
         ]
 
     def mixture(self) -> Mixture:
-        """The order in which they are trained."""
         return Mixture(
             [len(rows) for rows in self.parts.values()],
             probabilities=self._data.probabilities,
@@ -142,7 +138,7 @@ def _fitted(draw: Draw, sample: TrainSample, seq_len: int) -> DrawnSample:
 
 
 def drawn_samples(rows: TokenizedRows, start: Cursor, *, num_workers: int) -> Iterator[DrawnSample]:
-    """The endless order from a place on, tokenized. Raises DataError for a malformed row."""
+    """The endless order from a place on. Raises DataError for a malformed row."""
     draws = rows.mixture().draws(start)
     if num_workers == 0:
         return map(rows.sample, draws)
@@ -176,8 +172,8 @@ def _as_it_is(found: object) -> object:
 
 
 def fake_samples(data: DataConfig, start: Cursor, *, vocab_size: int) -> Iterator[DrawnSample]:
-    """Endless made-up samples of the shape that `data` describes; every token but the first is learned. Variable
-    lengths are lognormal around an eighth of seq_len, with a spread of one e-fold."""
+    """Endless made-up samples; every token but the first is learned. Variable lengths are lognormal around an eighth of
+    seq_len, with a spread of one e-fold."""
     for position in count(start.position):
         source = np.random.default_rng([data.seed & 0xFFFFFFFF, position])
         length = data.seq_len

@@ -1,7 +1,6 @@
 """The order in which rows are trained: each epoch a new one, over one part of the data or several mixed.
 
-Arithmetic only: the same sizes and settings give the same order everywhere, so that a place in it, the Cursor, is all
-that a run needs to go on where it stopped.
+The same sizes and settings give the same order everywhere, so a Cursor is all that a run needs to go on.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Cursor:
-    """A place in the order: so many whole epochs, and so many rows of the one that has begun."""
+    """Whole epochs, and rows of the one that has begun."""
 
     epoch: int = 0
     position: int = 0
@@ -35,10 +34,10 @@ class Draw:
 
 
 class Mixture:
-    """Endless order over the rows of parts with `sizes`.
+    """Endless order over the rows of parts with `sizes`; without `probabilities` parts take turns.
 
-    Without `probabilities` parts take turns. An epoch is over once one part has been seen whole (first_exhausted), or
-    once all have (all_exhausted), where a part that is through before begins again in another order.
+    An epoch is over once one part has been seen whole (first_exhausted), or once all have (all_exhausted), where a part
+    that is through before begins again in another order.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Mixture:
         self._seed = seed
 
     def draws(self, start: Cursor) -> Iterator[Draw]:
-        """The order from a place on."""
         epoch, skip = start.epoch, start.position
         while True:
             for draw in self._epoch(epoch):

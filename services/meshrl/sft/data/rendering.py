@@ -1,7 +1,4 @@
-"""The tokenizer of a fine-tuning run, its chat template, and the renderer that may take the template's place.
-
-Loaded once by each process that tokenizes. `tokenization` asks what is made here for the tokens of a conversation.
-"""
+"""The tokenizer of a fine-tuning run, its chat template, and the renderer that may take the template's place."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def load_sft_tokenizer(text: TextSettings) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that is named, with the chat template that is asked for. Raises ModelError for
-    a tokenizer or template that cannot be loaded."""
+    """Raises ModelError for a tokenizer or chat template that cannot be loaded."""
     named = text.tokenizer.name
     tokenizer = load_tokenizer(text.model if named is None else text.model.model_copy(update={"name": named}))
     if text.tokenizer.chat_template is not None:
@@ -31,7 +27,7 @@ def load_sft_tokenizer(text: TextSettings) -> PreTrainedTokenizerBase:
 
 
 def _chat_template(given: str) -> str:
-    """The template's text: of one that comes with `sft`, of a file, or as it was given."""
+    """The text of a template that comes with `sft`, of a file, or as given."""
     shipped = TEMPLATES / f"{given}.jinja"
     if given.isidentifier() and shipped.is_file():
         return shipped.read_text(encoding="utf-8")
@@ -48,7 +44,7 @@ def _chat_template(given: str) -> str:
 
 
 class Renderers:
-    """Renderers of one tokenizer, one for each set of options that a row's chat_template_kwargs may give."""
+    """Renderers of one tokenizer, one for each set of chat_template_kwargs."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
         """Raises ModelError when the options name no renderer, or one that does not fit the tokenizer."""
@@ -63,11 +59,10 @@ class Renderers:
 
     @property
     def name(self) -> str:
-        """Name of the renderer's class."""
         return type(self.of({})).__name__
 
     def of(self, template_options: Mapping[str, object]) -> object:
-        """The renderer for a row. Raises RendererError for options that it has not."""
+        """Raises RendererError for options that it has not."""
         key = json.dumps(template_options, sort_keys=True, default=str)
         if key not in self._made:
             self._made[key] = make_renderer(
@@ -84,8 +79,8 @@ class MatchingRenderers:
         self._fitting: list[Renderers] | None = None
 
     def of(self, conversation: Conversation, token_ids: list[int]) -> Renderers | None:
-        """The first one whose tokens of the conversation are `token_ids`; None without one. Those of all families are
-        tried whose special tokens the tokenizer has, and first the one made for its model."""
+        """The first whose tokens of the conversation are `token_ids`; None without one. All families whose special
+        tokens the tokenizer has are tried, first the one made for its model."""
         if self._fitting is None:
             from renderers.base import MODEL_RENDERER_MAP
 

@@ -1,6 +1,6 @@
 """Opens what `data.name` names: files, folders and datasets of the Hugging Face hub as rows by their index.
 
-First stage of fine-tuning. Rows are read when they are asked for, so that a dataset may be larger than memory.
+Rows are read when they are asked for, so that a dataset may be larger than memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ class DataRows(Sequence[Row]):
     identity: str
 
     def where(self, index: int) -> str:
-        """What errors call a row."""
         return f"row {index}"
 
 
 class JsonLines(DataRows):
-    """The rows of a .jsonl file; only the places of its lines are kept in memory."""
+    """The rows of a .jsonl file; only the offsets of its lines are in memory."""
 
     def __init__(self, path: Path) -> None:
         """Raises DataError when there is no such file."""
@@ -74,8 +73,6 @@ class JsonLines(DataRows):
 
 
 class _JsonList(DataRows):
-    """The rows of a .json file that is one list."""
-
     def __init__(self, path: Path) -> None:
         """Raises DataError for a file that is no list of objects."""
         self._path = path
@@ -98,7 +95,7 @@ class _JsonList(DataRows):
 
 
 class _DatasetRows(DataRows):
-    """The rows of a Hugging Face dataset. Its columns are typed, so keys that a row lacks come as None: they go."""
+    """Columns are typed, so keys that a row lacks come as None: they go."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -116,8 +113,8 @@ class _DatasetRows(DataRows):
 
 
 def open_parts(config: DataConfig) -> dict[str, DataRows]:
-    """The rows of each part of the mixture by its name in metrics: the subset, or the split, or both. Raises DataError
-    for data that is missing, cannot be read or is empty."""
+    """The rows of each part of the mixture by its name in metrics: the subset, the split, or both. Raises DataError for
+    data that is missing, unreadable or empty."""
     parts = config.parts()
     subsets, splits = {subset for subset, _ in parts}, {split for _, split in parts}
     opened: dict[str, DataRows] = {}
@@ -148,7 +145,6 @@ def _open(name: str, subset: str | None, split: str) -> DataRows:
 
 
 def _json(path: Path) -> DataRows:
-    """Lines of objects; a .json file may also be one list of them."""
     if path.suffix == ".json":
         with path.open(encoding="utf-8") as file:
             is_list = file.read(4096).lstrip()[:1] == "["
@@ -195,7 +191,7 @@ def _dataset(name: str, subset: str | None, split: str) -> DataRows:
 
 
 def _without_absent(value: object) -> object:
-    """Without the None of keys that other rows have; a message's content may be None itself."""
+    """A message's content may be None itself."""
     if isinstance(value, Mapping):
         return {key: _without_absent(each) for key, each in value.items() if each is not None or key == "content"}
     if isinstance(value, list):
@@ -204,10 +200,8 @@ def _without_absent(value: object) -> object:
 
 
 def every_row(parts: Mapping[str, DataRows]) -> Iterator[tuple[int, int]]:
-    """Part and row of everything there is, in order."""
     return ((part, row) for part, rows in enumerate(parts.values()) for row in range(len(rows)))
 
 
 def row_name(rows: DataRows, part: str, row: int, *, mixed: bool) -> str:
-    """What errors call a row of a part of the data."""
     return f"{rows.where(row)} of {part}" if mixed else rows.where(row)

@@ -44,8 +44,6 @@ class _Turn:
 
 
 class TemplateMasks:
-    """Tokens and masks of conversations by one tokenizer's chat template."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self.has_marks = isinstance(tokenizer.chat_template, str) and bool(_MARKS.search(tokenizer.chat_template))
@@ -56,7 +54,7 @@ class TemplateMasks:
         self._warned: set[str] = set()
 
     def whole(self, conversation: Conversation) -> list[int]:
-        """Tokens of all messages. Raises DataError where the template does not take them."""
+        """Raises DataError where the template does not take the messages."""
         self._check_calls(conversation)
         try:
             return self._render(conversation, conversation.messages)
@@ -76,8 +74,8 @@ class TemplateMasks:
     def by_marks(
         self, conversation: Conversation, learned: Sequence[bool]
     ) -> tuple[list[int], NDArray[np.bool_]] | None:
-        """Tokens and (T,) mask by the template's marks; None where other roles are learned, or where the template marks
-        more or fewer spans than there are assistant's messages."""
+        """Tokens and (T,) mask by the template's marks; None where other roles are learned, or the number of marked
+        spans is not that of the assistant's messages."""
         roles = [message["role"] for message in conversation.messages]
         if any(learns and role != "assistant" for learns, role in zip(learned, roles, strict=True)):
             return None
@@ -102,9 +100,9 @@ class TemplateMasks:
     def by_prefixes(self, conversation: Conversation, learned: Sequence[bool]) -> tuple[list[int], NDArray[np.bool_]]:
         """Tokens and (T,) mask of the learned messages, each up to and including the token that ends its turn.
 
-        An assistant's header, which generation starts after, is not learned. Where a turn ends with the header of the
-        next message, the first token of that header is what the model samples to stop; after the last message it is
-        the tokenizer's end-of-text token, which is appended. Raises PrefixError.
+        An assistant's header is not learned. Where a turn ends with the next message's header, the first token of that
+        header is what the model samples to stop; after the last message the tokenizer's end-of-text token is appended.
+        Raises PrefixError.
         """
         messages = conversation.messages
         whole = self.whole(conversation)
@@ -134,8 +132,8 @@ class TemplateMasks:
     def _bound(
         self, conversation: Conversation, count: int, whole: list[int], *, bounds: int, generation: bool = False
     ) -> int:
-        """Length of the first `count` messages in tokens, which must begin the whole. What a template writes behind the
-        last message alone, such as an end-of-text token, does not count."""
+        """Length in tokens of the first `count` messages, which must begin the whole, without what a template writes
+        behind the last message alone."""
         where = f"{conversation.row}, message {bounds} ({conversation.messages[bounds]['role']})"
         if not count and generation:
             return self._first_header(conversation, whole)
@@ -166,7 +164,6 @@ class TemplateMasks:
         )
 
     def _first_header(self, conversation: Conversation, whole: list[int]) -> int:
-        """Where the text of an assistant's message that begins a conversation starts."""
         asked = [{"role": "user", "content": _PROBE}]
         try:
             before = self._render(conversation, asked)
@@ -179,7 +176,6 @@ class TemplateMasks:
         return 0
 
     def _turn(self, conversation: Conversation) -> _Turn:
-        """How an assistant's turn ends, by a made-up conversation with the options of this one."""
         key = repr(sorted(conversation.template_options.items()))
         if key not in self._turns:
             self._turns[key] = self._probe(conversation)
@@ -227,7 +223,6 @@ class TemplateMasks:
         return end if end > start and whole[end - 1] in self._special else None
 
     def _closes(self, token_ids: list[int]) -> bool:
-        """True for special tokens and white space alone."""
         return all(token in self._special or self._is_blank(token) for token in token_ids)
 
     def _is_blank(self, token_id: int) -> bool:
@@ -268,7 +263,7 @@ class TemplateMasks:
 
 
 def _blocks(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
-    """Where messages that a template bounds begin and end: each its own, but for the results of one turn's calls."""
+    """Each message its own, but for the results of one turn's calls."""
     first = 0
     for index, message in enumerate(messages):
         following = messages[index + 1]["role"] if index + 1 < len(messages) else None
@@ -278,11 +273,9 @@ def _blocks(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
 
 
 def _common(prefix: Sequence[int], whole: Sequence[int]) -> int:
-    """How many tokens both begin with."""
     differing = (place for place, (one, other) in enumerate(zip(prefix, whole, strict=False)) if one != other)
     return next(differing, min(len(prefix), len(whole)))
 
 
 def _last(whole: Sequence[int], token: int, start: int, end: int) -> int:
-    """Behind the last place of a token from `start` to `end`, where it stands."""
     return max(place for place in range(start, end) if whole[place] == token) + 1

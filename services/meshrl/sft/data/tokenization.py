@@ -21,7 +21,7 @@ from meshrl.sft.data.template_masks import PrefixError, TemplateMasks
 
 
 class ConversationTokenizer:
-    """Tokenizes the conversations of a run. `ways` lists how learned text was found, with the number of rows each."""
+    """`ways` counts rows by how their learned text was found."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, renderers: Renderers | None, *, learned_roles: frozenset[str]
@@ -61,10 +61,10 @@ class ConversationTokenizer:
 def _rendered(
     conversation: Conversation, renderers: Renderers, learned: Sequence[bool]
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Tokens and (T,) mask by a renderer.
+    """Tokens and (T,) mask by a renderer. Raises DataError.
 
-    Of an assistant's message what the model samples is learned, its end-of-turn token included, also where the template
-    leaves the last one out; of other roles the text alone, without the markup around it. Raises DataError.
+    An assistant's sampled text is learned, its end-of-turn token included, also where the template leaves the last one
+    out; of other roles the text alone, without the markup around it.
     """
     from renderers import build_training_sample
 
@@ -94,7 +94,7 @@ def _sample(token_ids: list[int], mask: NDArray[np.bool_]) -> TrainSample:
 
 
 def shown(sample: TrainSample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a sample with what is learned between double brackets, as `sft --show-rows` prints it."""
+    """A sample's text, with what is learned between double brackets."""
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8)))
     pieces = np.split(np.arange(len(sample.token_ids)), edges + 1)
     texts = [tokenizer.decode(sample.token_ids[piece].tolist(), skip_special_tokens=False) for piece in pieces]
