@@ -1,8 +1,7 @@
 """Brings the messages of a chat into the one shape that every chat template and renderer reads.
 
-Requests, training data and tasksets write the same message in several ways: content as parts or null, arguments of tool
-calls as JSON text, calls in the shape of verifiers. Templates differ in which of these they read, and drop the others
-without an error. So messages pass here once, before any template.
+Requests, training data and tasksets write the same message in several ways. Templates differ in which of these they
+read, and drop the others without an error, so messages pass here once, before any template.
 """
 
 from __future__ import annotations
@@ -14,19 +13,17 @@ from typing import Any
 from meshrl.wire.values import JsonObject
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Types of the parts that are text: those of chat completions and of the responses API."""
+"""Types of text parts, of chat completions and of the responses API."""
 
 
 def normal_message(message: JsonObject) -> dict[str, Any]:
     """The message with its content as text and the arguments of its tool calls as objects.
 
-    Text parts are joined without a separator; null becomes the empty text. An assistant's message that calls tools may
-    lack content; without calls it has no `tool_calls`, since templates test for the key. Arguments that are no JSON
-    object stay as they are: a model may have called a tool with anything.
-    `reasoning` is also given as `reasoning_content`, the name that templates read.
+    Text parts are joined without a separator; null becomes the empty text. An assistant's message without calls has no
+    `tool_calls`, since templates test for the key. Arguments that are no JSON object stay as they are. `reasoning` is
+    also given as `reasoning_content`, the name that templates read.
 
-    Raises:
-        ValueError: the role or the content is missing or of a type that no text model reads.
+    Raises ValueError where role or content is missing or of a type that no text model reads.
     """
     normal = dict(message)
     role = normal.get("role")
@@ -44,11 +41,8 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[JsonObject], **options: Any) -> Any:
-    """What a tokenizer's `apply_chat_template` gives for messages of the normal shape.
-
-    Some published templates, DeepSeek-V3's among them, take arguments of tool calls as JSON text alone. Where one fails
-    on objects it gets that text. Raises what the template raises.
-    """
+    """The result of the tokenizer's own method for messages of the normal shape. Templates that fail on arguments as
+    objects, as DeepSeek-V3's, get them as JSON text. Raises what the template raises."""
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception:  # a template is a program, which may raise anything
@@ -119,7 +113,6 @@ def _arguments(arguments: object) -> object:
 
 
 def _parsed(value: object) -> object:
-    """The object or list that a JSON text holds; any other value as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -8,13 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 STOPPED_S = 2.0
-"""Who reads an `AwakeClock` does so at least four times a second: a gap of this length is none of its making."""
+"""An `AwakeClock` is read at least four times a second: a longer gap is not its reader's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """`now` gives seconds that never go back, `sleep` waits for so many."""
-
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
@@ -22,14 +20,14 @@ class Clock:
 class AwakeClock:
     """A monotonic clock that leaves out the times in which nobody looked at it.
 
-    A process that was stopped (SIGSTOP, a suspended machine, one whose cores are taken away) finds that its deadlines
-    have passed, while what would have met them waits to be read. With this clock they have as long to go as before.
+    A process that was stopped (SIGSTOP, a suspended machine) finds that its deadlines have passed, while what would
+    have met them waits to be read. With this clock they have as long to go as before.
     """
 
     def __init__(
         self, monotonic: Callable[[], float] = time.monotonic, *, stopped: Callable[[float], object] | None = None
     ) -> None:
-        """`stopped` is told the seconds of each gap that is left out."""
+        """`stopped` gets the seconds of each gap that is left out."""
         self._monotonic = monotonic
         self._stopped = stopped
         self._looked_s = monotonic()

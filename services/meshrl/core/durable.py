@@ -1,8 +1,6 @@
 """Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk.
 
-Used for everything that a later start must find: logs, ledgers, checkpoints, manifests. `write_file` writes beside the
-final place, flushes to the disk, renames, and flushes the folder that holds the name. `disk_trouble` gives any program
-the sentence that it ends with when output_dir cannot be written. All calls block and raise OSError.
+For everything that a later start must find: logs, ledgers, checkpoints, manifests. All calls block and raise OSError.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def write_file(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
     """Puts `content` (text as UTF-8) at `path`, in place of what is there; on disk on return.
 
-    Until then readers of `path` get the earlier content. What is broken off leaves `NAME.tmp`, which the next
-    attempt replaces. `mode` is who may read it, less the umask.
+    Until then readers of `path` get the earlier content. A broken-off write leaves `NAME.tmp`, which the next attempt
+    replaces. `mode` is reduced by the umask.
     """
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.unlink(missing_ok=True)  # which may have another mode
@@ -32,7 +30,7 @@ def write_file(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
 
 
 def append(descriptor: int, content: bytes) -> None:
-    """Writes all of `content` to an open file, where its position is; on disk on return."""
+    """Writes all of `content` at an open file's position; on disk on return."""
     left = memoryview(content)
     while left:  # a disk that fills up takes a part first, and then refuses
         left = left[os.write(descriptor, left) :]
@@ -40,14 +38,14 @@ def append(descriptor: int, content: bytes) -> None:
 
 
 def write_at(descriptor: int, content: memoryview, offset: int) -> None:
-    """Writes all of `content` into an open file at `offset`. Not flushed to the disk."""
+    """Writes all of `content` at `offset`. Not flushed to the disk."""
     while content:  # a disk that fills up takes a part first, and then refuses
         written = os.pwrite(descriptor, content, offset)
         offset, content = offset + written, content[written:]
 
 
 def append_whole(file: FileIO, content: bytes) -> None:
-    """Appends all of `content` to an open file, or leaves the file as it was. Not flushed to the disk."""
+    """Appends all of `content`, or leaves the file as it was. Not flushed to the disk."""
     size, left = os.fstat(file.fileno()).st_size, memoryview(content)
     try:
         while left:  # a disk that is nearly full takes a part of it
@@ -58,7 +56,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flushes to the disk what was written to a file, or the names in a folder."""
+    """Flushes a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -67,7 +65,6 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Flushes a folder with all that is in it."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             flush(Path(parent, name))
@@ -75,7 +72,6 @@ def flush_tree(folder: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an error means that the disk, or the user's quota, is full."""
     return error.errno in _FULL
 
 

@@ -14,7 +14,6 @@ from types import FrameType
 
 
 def rl() -> None:
-    """Console script `rl`."""
     _call("meshrl.launch.main")
 
 
@@ -24,37 +23,30 @@ def rollout() -> None:
 
 
 def trainer() -> None:
-    """Console script `trainer`."""
     _call("meshrl.trainer.main")
 
 
 def weights() -> None:
-    """Console script `weights`."""
     _call("meshrl.weights.main")
 
 
 def inference() -> None:
-    """Console script `inference`."""
     _call("meshrl.inference.main")
 
 
 def orchestrator() -> None:
-    """Console script `orchestrator`."""
     _call("meshrl.orchestrator.main")
 
 
 def sft() -> None:
-    """Console script `sft`."""
     _call("meshrl.sft.main")
 
 
 def eval() -> None:  # noqa: A001  # the console script's name
-    """Console script `eval`."""
     _call("meshrl.eval.main")
 
 
 def synthesize() -> None:
-    """Console script `synthesize`."""
     _call("meshrl.synthesize.main")
 
 
@@ -66,8 +58,8 @@ def _call(module: str) -> None:
 
 
 def _have_home() -> None:
-    """Sets HOME where there is none, in a container with a user id that passwd does not know: libraries look for it.
-    Programs that this one starts inherit it. Ends the process with a sentence where no folder can be made."""
+    """Sets HOME where there is none, as for a container's user id that passwd does not know: libraries look for it.
+    Ends the process with a sentence where no folder can be made."""
     try:
         Path.home()
     except RuntimeError:
@@ -89,5 +81,4 @@ def _have_home() -> None:
 
 
 def _leave(signum: int, _frame: FrameType | None) -> None:
-    """Ends the process with a shell's exit code for the signal. There is nothing to clean up yet."""
     os._exit(128 + signum)

@@ -10,11 +10,10 @@ from pathlib import Path
 from meshrl.core.config import ConfigError
 
 CHOSEN = "MESHRL_PYTHON"
-"""Names the interpreter of a process that was started anew in it."""
 
 
 def check_interpreter(program: str, python: Path, module: str) -> None:
-    """Raises ConfigError where `python` is no program or finds no `module`. It imports nothing, to be quick."""
+    """Raises ConfigError where `python` is no program or finds no `module`, which is not imported."""
     if not os.access(python, os.X_OK):
         raise ConfigError(f"{program}.python: {str(python)!r} is no program; give the path of a python")
     if not finds(python, module):
@@ -32,8 +31,8 @@ def finds(python: Path, module: str) -> bool:
 
 
 def start_anew_in(python: Path, program: str, module: str) -> None:
-    """Replaces this process by the same program, with the same arguments, in another interpreter. Does nothing in that
-    interpreter. Raises ConfigError as `check_interpreter` does."""
+    """Replaces this process by the same program and arguments in another interpreter, unless this is it. Raises
+    ConfigError."""
     chosen = os.path.abspath(python)
     if chosen in (sys.executable, os.environ.get(CHOSEN)):
         return

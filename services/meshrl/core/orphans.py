@@ -1,23 +1,13 @@
 """Ends processes whose parent or peer is gone, and removes their files, so that a run leaves nothing behind.
 
-Three ways, for three kinds of process:
+A rank ends when another rank or its agent is gone (`Lifeline`, `end_with_agent`). A process of `multiprocessing` ends
+with its program (`end_with_parent`). Others are ended by a guardian, a process beside the one that started them: `rl`,
+a program with a temporary folder (`FolderGuardian`), or one whose environments start programs (`children_end_too`).
 
-- A rank of a training group ends when another rank or the agent that started it is gone (`Lifeline`, `end_with_agent`).
-- A process that `multiprocessing` started ends with its program (`end_with_parent`); vLLM's engine process uses it.
-- A process that cannot be asked to watch anybody is ended by a guardian: a process of its own beside the one that
-  started it, `rl` with the programs of a run, a program with a temporary folder (`FolderGuardian`), or one whose
-  environments start programs (`children_end_too`).
-
-The guardian is this file run as a script, with the standard library alone, so that it is up in milliseconds. It reads
-lines from stdin: `+PID` when a process group has been started, `-PID` when that group is gone. At the end of stdin the
-guarded process is dead, or done: every group left is asked to end and killed after the grace, then the folders are
-removed.
-
-    orphans.py GRACE_S LOCK_FILE MARK FOLDER...
-
-What the guarded programs started in sessions of their own, such as the tool servers of environments, is known by MARK
-in its environment, and killed after them. The folders stay while another process has LOCK_FILE locked: then they are in
-use, and that process removes them. An empty LOCK_FILE removes them in any case.
+The guardian is this file run as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE MARK
+FOLDER...`. It reads from stdin `+PID` when a process group has been started, `-PID` when it is gone. At the end of
+stdin every group left is asked to end and killed after the grace. Then processes with MARK in their environment, which
+may have sessions of their own, are killed, and the folders removed, unless another process has LOCK_FILE locked.
 """
 
 from __future__ import annotations
@@ -41,14 +31,14 @@ from typing import Protocol
 POLL_S = 0.25
 
 AGENT_PID = "MESHRL_AGENT_PID"
-"""Environment variable by which our agent tells a rank whom to watch."""
+"""Environment variable by which our agent names itself to its ranks."""
 
 RUN_MARK = "MESHRL_RUN_MARK"
 WORKER_MARK = "MESHRL_WORKER_MARK"
-"""Environment variables that programs of a run, and of a worker of rollouts, hand down to whatever they start."""
+"""Variables that programs of a run, and of a worker of rollouts, hand down to whatever they start."""
 
 ORPHANED = 70
-"""Exit code of a process whose program is gone; nobody is left to read it but the kernel's log."""
+"""Exit code of a process whose program is gone."""
 
 END_POLL_S = 0.05
 CLOSE_DEADLINE_S = 30.0
@@ -62,8 +52,6 @@ _RANK_BYTES = 4
 
 
 class WatchedRanks(Protocol):
-    """What a Lifeline needs from the ranks: this one's number, their number, and a way to exchange an address."""
-
     @property
     def rank(self) -> int: ...
 
@@ -78,8 +66,8 @@ class Lifeline:
     """A rank's connections to the others of its training group; `lost` is called, on its own thread, when one breaks.
 
     A collective that waits for a dead rank may hang for minutes, in code that no signal reaches. So each rank keeps a
-    TCP connection to rank 0 on which nothing is sent, and a thread that watches it: when a process dies, for whatever
-    reason, the system closes its side. Tied right after the group is up, before the model is loaded.
+    TCP connection to rank 0 on which nothing is sent, and a thread that watches it: the system closes it when a process
+    dies.
     """
 
     def __init__(self, peers: Mapping[socket.socket, str], *, lost: Callable[[str], None], parent: int | None) -> None:
@@ -103,7 +91,7 @@ class Lifeline:
         return cls(peers, lost=lost or leave_at_once, parent=parent)
 
     def release(self) -> None:
-        """Announces an orderly end: from here on this rank's end alarms no other, nor do theirs alarm it."""
+        """An orderly end: from here on this rank's end alarms no other, nor do theirs alarm it."""
         self._released.set()
         for peer in self._peers:
             try:
@@ -139,16 +127,16 @@ class Lifeline:
 def end_with_agent(environment: Mapping[str, str]) -> None:
     """Ends this process soon after the agent that has started it, even when that is gone already.
 
-    Called before anything that takes time: an agent that is killed while its ranks import torch or look for each other
-    would leave them to wait for minutes. Does nothing in a process that is no rank of an agent of ours.
+    Called before anything that takes time: ranks that import torch or look for each other would wait for minutes. Does
+    nothing in a process that is no rank of ours.
     """
     if AGENT_PID in environment:
         Lifeline({}, lost=leave_at_once, parent=_agent_of(environment))
 
 
 def _agent_of(environment: Mapping[str, str]) -> int | None:
-    """Process id of the agent that has started this rank; None for a process on its own. The torchrun command does not
-    say its own: there it is the parent, unless it is gone already."""
+    """Process id of the agent of this rank, None for a process on its own. torchrun does not give its own: there it is
+    the parent."""
     if AGENT_PID in environment:
         return int(environment[AGENT_PID])
     return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
@@ -170,7 +158,6 @@ def _says_goodbye(peer: socket.socket) -> bool:
 
 
 def _accept_all(ranks: WatchedRanks, environment: Mapping[str, str]) -> dict[socket.socket, str]:
-    """Rank 0: tells the others where to connect and waits for all of them."""
     one_machine = environment.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
     host = "127.0.0.1" if one_machine else environment.get("MASTER_ADDR", "127.0.0.1")
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -211,10 +198,9 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
 def end_with_parent(*, whole_group: bool = False) -> None:
     """Ends this process soon after the one that started it with `multiprocessing`, also when that is killed.
 
-    With `whole_group` the programs that it started itself end too: it must lead a process group of its own.
-
-    vLLM's workers watch its engine process, but nothing watches the program above it: without this, a SIGKILL would
-    leave the model in the GPU's memory until somebody finds the process. Does nothing in other processes.
+    With `whole_group` the programs that it started end too: it must lead a process group. vLLM's workers watch its
+    engine process, but nothing watches the program above it: without this, a SIGKILL would leave the model in the GPU's
+    memory.
     """
     import multiprocessing
     from multiprocessing.connection import wait  # tens of milliseconds, which a guardian does not need
@@ -236,8 +222,8 @@ def end_with_parent(*, whole_group: bool = False) -> None:
 def guardian_command(
     grace_s: float, folders: Sequence[Path], *, lock_file: Path | None = None, mark: str = ""
 ) -> list[str]:
-    """How to start a guardian. Its stdin must be a pipe; a session of its own keeps it out of what it outlives. Without
-    a `mark` it ends only the process groups that it is given."""
+    """Its stdin must be a pipe, and it needs a session of its own. Without a `mark` it ends only the process groups
+    that it is given."""
     lock = "" if lock_file is None else str(lock_file.absolute())
     known = [sys.executable, "-I", "-S", __file__, str(grace_s), lock, mark]
     return [*known, *(str(folder.absolute()) for folder in folders)]
@@ -247,7 +233,6 @@ class FolderGuardian:
     """Has a folder removed once this process is gone, unless another process has `lock_file` locked by then."""
 
     def __init__(self, folder: Path, *, lock_file: Path | None = None) -> None:
-        """Without a `lock_file` the folder is this process's alone."""
         self._process = subprocess.Popen(
             guardian_command(0.0, [folder], lock_file=lock_file),
             stdin=subprocess.PIPE,
@@ -257,7 +242,7 @@ class FolderGuardian:
         )
 
     def close(self) -> None:
-        """Lets the guardian do its work now; blocking."""
+        """Has the guardian do its work now; blocking."""
         try:
             self._process.communicate(timeout=CLOSE_DEADLINE_S)
         except subprocess.TimeoutExpired:  # a large folder: it goes on by itself
@@ -267,7 +252,7 @@ class FolderGuardian:
 @contextmanager
 def children_end_too() -> Iterator[None]:
     """Whatever this process starts in the block is killed after it, also when this process is killed. In a program of a
-    run that is left to the guardian of `rl`. Elsewhere than on Linux nothing is killed."""
+    run that is left to the guardian of `rl`. On Linux alone."""
     if RUN_MARK in os.environ:
         yield
         return
@@ -283,7 +268,6 @@ def children_end_too() -> Iterator[None]:
 
 
 def _unmarked() -> dict[str, str]:
-    """The environment of a guardian, which must not be taken for what it ends."""
     return {name: value for name, value in os.environ.items() if name not in (RUN_MARK, WORKER_MARK)}
 
 
@@ -301,8 +285,7 @@ def _signal(groups: set[int], signum: int) -> set[int]:
 
 
 def end_marked(name: str, mark: str) -> None:
-    """Kills every process of this user that was started with the variable `name` set to `mark`. By /proc, so on Linux
-    alone; elsewhere it finds none."""
+    """Kills every process of this user that was started with the variable `name` set to `mark`; on Linux alone."""
     wanted = f"{name}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -313,7 +296,6 @@ def end_marked(name: str, mark: str) -> None:
 
 
 def is_locked(path: str) -> bool:
-    """True while another process has the file locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # it is not there, or not readable: nobody holds it
@@ -328,7 +310,6 @@ def is_locked(path: str) -> bool:
 
 
 def guard() -> None:
-    """The guardian: runs until stdin ends, then tidies up."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # outlives the guarded process on purpose, and ends with its stdin
     grace_s, lock_file, mark, *folders = sys.argv[1:]

@@ -20,7 +20,7 @@ def is_gone(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places under `output_dir`. Nothing is created here: who writes creates."""
+    """Places under `output_dir`. Nothing is created here."""
 
     output_dir: Path
 
@@ -30,13 +30,11 @@ class Layout:
         return self.output_dir / "logs"
 
     def log(self, process: str) -> Path:
-        """The log of one process, by a link to that of the newest start; `log_place` gives the file that it is written
-        to."""
+        """A link to the log of the newest start; `log_place` gives the file that is written."""
         return self.logs / f"{process}.log"
 
     @property
     def configs(self) -> Path:
-        """The resolved TOML of each process."""
         return self.output_dir / "configs"
 
     def config(self, process: str) -> Path:
@@ -45,36 +43,33 @@ class Layout:
 
     @property
     def slurm(self) -> Path:
-        """The batch script of a run that is a SLURM job, and a log of each job that it was."""
+        """The batch script of a SLURM job, and a log of each job."""
         return self.output_dir / "slurm"
 
     @property
     def lock(self) -> Path:
-        """Locked by the `rl` whose run this is, for as long as it lives; holds that program's identity."""
+        """Locked by the `rl` whose run this is; holds that program's identity."""
         return self.output_dir / "rl.lock"
 
     @property
     def credentials(self) -> Path:
-        """What the programs of the run know each other by; for its own user alone."""
+        """For the run's own user alone."""
         return self.output_dir / "credentials"
 
     @property
     def metrics_jsonl(self) -> Path:
-        """One line of metrics a step."""
         return self.output_dir / "metrics.jsonl"
 
     @property
     def summary_json(self) -> Path:
-        """What came out of a run."""
         return self.output_dir / "summary.json"
 
     @property
     def traces(self) -> Path:
-        """OTLP JSON lines, one file a service."""
         return self.output_dir / "traces"
 
     def trace(self, service: str) -> Path:
-        """The spans of one service."""
+        """The spans of one service as OTLP JSON lines."""
         return self.traces / f"{service}.jsonl.zst"
 
     @property
@@ -93,7 +88,6 @@ class Layout:
         return self.output_dir / "checkpoints"
 
     def checkpoint_step(self, step: int) -> Path:
-        """The checkpoint of one step."""
         return self.checkpoints / f"step_{step}"
 
     @property
@@ -103,5 +97,5 @@ class Layout:
 
     @property
     def ledger(self) -> Path:
-        """SQLite file with the state of every rollout."""
+        """The state of every rollout."""
         return self.output_dir / "ledger.sqlite"

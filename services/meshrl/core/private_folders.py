@@ -1,8 +1,7 @@
 """Who may read what a run writes: its own user alone, unless `readable_by` allows others.
 
-In output_dir the umask decides. /dev/shm and /tmp belong to everybody: a folder there has a name that others cannot
-guess, mode 0700 and the owner of this process; one that somebody else made, or a link, is refused. All calls block and
-raise OSError.
+In output_dir the umask decides. A folder in /dev/shm or /tmp has a name that others cannot guess, mode 0700 and this
+process's owner; another's folder, or a link, is refused. All calls block and raise OSError.
 """
 
 from __future__ import annotations
@@ -25,16 +24,12 @@ from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
 
 SHM = Path("/dev/shm")
-"""A file system in memory."""
-
 SHM_VERSIONS = 3
-"""Versions that a run keeps there: one that is served, one that engines fetch, one that is written."""
+"""Versions that a run keeps there: served, being fetched, being written."""
 
 SOCKET_PATH_BYTES = 107
-"""The longest path of a Unix socket."""
-
 SOCKET_NAME_BYTES = 48
-"""Room for the name of a socket, with a folder of a library's own around it (multiprocessing: 32, vLLM: 37)."""
+"""Room for a socket's name, with a folder of a library's own around it (multiprocessing: 32, vLLM: 37)."""
 
 ReadableBy = Literal["owner", "group", "everyone"]
 
@@ -44,11 +39,8 @@ _OTHERS_WRITE = 0o022
 
 
 def keep_to(readable_by: ReadableBy, output_dir: Path) -> None:
-    """From now on this process, and those that it starts, make files and folders that only these may read.
-
-    Raises ConfigError where output_dir belongs to another user, who could replace what is in it, and only the owner
-    shall read it.
-    """
+    """Sets who may read files that this process, and those that it starts, make from now on. Raises ConfigError where
+    output_dir belongs to another user, and only the owner shall read it."""
     os.umask(_UMASKS[readable_by])
     try:
         owner = output_dir.stat().st_uid
@@ -62,18 +54,17 @@ def keep_to(readable_by: ReadableBy, output_dir: Path) -> None:
 
 
 def versions_folder(output_dir: Path) -> Path:
-    """The folder in memory for the versions of a run."""
     return SHM / _private_name(output_dir, "versions")
 
 
 def spool_name(output_dir: Path, engine_id: str) -> str:
-    """Name of the temporary folder in which an engine's versions that came in chunks become files."""
+    """Name of the temporary folder for an engine's streamed versions."""
     return _private_name(output_dir, f"spool of {engine_id}")
 
 
 def _private_name(output_dir: Path, purpose: str) -> str:
-    """A folder name that all programs of a run compute alike, and that no other user can guess. It depends on a secret
-    in output_dir/credentials, which the first call makes."""
+    """A folder name that all programs of a run compute alike, and no other user can guess, by a secret in
+    output_dir/credentials, which the first call makes."""
     file = private_folder(Layout(output_dir).credentials) / "folders.secret"
     if not file.exists():
         made = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
@@ -89,8 +80,8 @@ def _private_name(output_dir: Path, purpose: str) -> str:
 
 
 def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """A new folder with mode 0700 for Unix sockets with names of up to SOCKET_NAME_BYTES; the caller deletes it. It is
-    in the temporary folder, or, where the path of that is too long, in XDG_RUNTIME_DIR, /tmp or /dev/shm."""
+    """A new folder with mode 0700 for Unix sockets with names of up to SOCKET_NAME_BYTES, in the temporary folder or,
+    where that path is too long, in XDG_RUNTIME_DIR, /tmp or /dev/shm; the caller deletes it."""
     choices = dict.fromkeys([Path(tempfile.gettempdir()), Path(environ.get("XDG_RUNTIME_DIR") or "/tmp"), _TMP, SHM])
     for choice in choices:
         if len(os.fsencode(choice / "meshrl-12345678")) + 1 + SOCKET_NAME_BYTES > SOCKET_PATH_BYTES:
@@ -107,8 +98,8 @@ def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def short_socket_paths() -> Iterator[None]:
     """The sockets of `multiprocessing` and of vLLM are in a `socket_folder` of this process, however long TMPDIR is.
 
-    For the whole life of a program: a fork server keeps its socket. The folder goes with the process, also where that
-    is killed. Ends the process with a sentence where there is no place for one.
+    For the whole life of a program: a fork server keeps its socket. The folder goes with the process. Ends the process
+    with a sentence where there is no place for one.
     """
     try:
         folder = socket_folder()

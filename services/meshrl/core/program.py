@@ -1,8 +1,5 @@
 """One main for all programs: configuration, logging, tracing, signals, the event loop, and exit codes.
 
-The console scripts (`entry`) come here by way of each program's `main.py`, which defines what the program builds, what
-it serves and how it drains. What is the same for all of them is here.
-
 Exit codes: 0 for a program that has done its work or was asked to stop, 2 for a configuration that is not allowed, 1
 for any other failure, 128 plus the signal's number for a program that a second signal ended at once.
 """
@@ -46,8 +43,6 @@ BLOCKING_THREADS = 8
 
 
 class ProgramConfig(Protocol):
-    """The part of its configuration that every program has."""
-
     @property
     def output_dir(self) -> Path: ...
 
@@ -64,10 +59,10 @@ class ProgramConfig(Protocol):
 ConfigT = TypeVar("ConfigT", bound=ProgramConfig)
 
 GROUP_LOG = "MESHRL_GROUP_LOG"
-"""Set for the ranks of a group: the log that its agent has chosen, and rank 0 writes."""
+"""Set for the ranks of a group: the log chosen by its agent, which rank 0 writes."""
 
 Work = Callable[[asyncio.Event], Coroutine[None, None, int]]
-"""What runs on the event loop until the event is set or it is done; returns the exit code."""
+"""Runs until the event is set or it is done; returns the exit code."""
 
 
 def run_program(
@@ -77,8 +72,8 @@ def run_program(
     *,
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> NoReturn:
-    """Runs a whole program under `name` and ends the process with its exit code. `serve` is given the configuration,
-    the event that asks the program to stop, and the program's tracer. `blocking_threads` as in `run`."""
+    """Runs a whole program and ends the process with its exit code. `serve` gets the configuration, the event that asks
+    the program to stop, and its tracer."""
     log_as(name, config)
     code = run_traced(name, config, serve, blocking_threads=blocking_threads)
     gc.freeze()  # the interpreter would look through all that was imported before it ends, which takes up to a second
@@ -86,8 +81,8 @@ def run_program(
 
 
 def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
-    """Sets up the log of this process: to stdout under `name`, and to a file of this run below output_dir. Its first
-    lines are the notes on how the configuration was written."""
+    """Logs to stdout under `name`, and to a file of this run below output_dir, which begins with the configuration's
+    notes."""
     keep_private(name, config)
     log_file = run_log(name, Layout(config.output_dir)) if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
@@ -97,7 +92,7 @@ def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
 
 
 def keep_private(name: str, config: ProgramConfig) -> None:
-    """Makes what this process writes readable as `readable_by` allows; ends it where output_dir is another user's."""
+    """Applies `readable_by`; ends the process where output_dir is another user's."""
     try:
         keep_to(config.readable_by, config.output_dir)
     except ConfigError as error:
@@ -106,7 +101,7 @@ def keep_private(name: str, config: ProgramConfig) -> None:
 
 
 def run_log(name: str, layout: Layout) -> Path:
-    """The log of this run of the program `name`: its launcher's, that of its group of ranks, or one of its own."""
+    """The log of this run of the program: its launcher's, that of its group of ranks, or one of its own."""
     if GROUP_LOG in os.environ:
         return Path(os.environ.pop(GROUP_LOG))
     launchers = log_place(layout, f"{name}.log")
@@ -120,7 +115,7 @@ def run_traced(
     *,
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> int:
-    """Runs `serve` as `run_program` does, in a process that logs already; returns its exit code."""
+    """`run_program` in a process that logs already; returns the exit code."""
     from meshrl.core.telemetry.exposition import observed  # takes long to import, and not every process traces
     from meshrl.core.telemetry.tracing import setup_tracing  # the same
 
@@ -157,9 +152,9 @@ def run_traced(
 def run(work: Work, *, blocking_threads: int | None = BLOCKING_THREADS) -> int:
     """Runs `work` on a new event loop; returns the exit code.
 
-    SIGTERM and SIGINT set the event that `work` is given; a second signal ends the process at once. Errors become exit
-    codes as in `exit_code_of`. Raises the limit of open files first. `blocking_threads` is how many threads
-    `asyncio.to_thread` has; None is as many as Python gives the machine.
+    SIGTERM and SIGINT set the event; a second signal ends the process at once. Errors become exit codes as in
+    `exit_code_of`. Raises the limit of open files first. `blocking_threads` are those of `asyncio.to_thread`; None is
+    Python's own number.
     """
     try:
         raise_open_file_limit()
@@ -201,8 +196,8 @@ def exit_code_of(
 ) -> int:
     """Logs the error that ends a program, and returns the exit code: BAD_CONFIGURATION for a ConfigError, else FAILED.
 
-    A MeshError and errors of the types in `told` carry the remedy: they are logged in one line, after `doing`, and so
-    is a disk that takes no more. Any other is a defect, logged with its traceback.
+    A MeshError, the types in `told` and a full disk are one line, after `doing`. Any other is a defect, with its
+    traceback.
     """
     if isinstance(error, ConfigError):
         logger.error("{}", error)
@@ -216,7 +211,6 @@ def exit_code_of(
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code in words; negative codes are signals."""
     if code is None:
         return "still runs"
     if code >= 0:
@@ -236,8 +230,7 @@ def leave(code: int) -> NoReturn:
 
 
 def raise_open_file_limit() -> None:
-    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one. Raises ConfigError
-    where a program could not work with what is allowed."""
+    """As far as is allowed: each rollout and stream takes a file. Raises ConfigError where that is too little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,4 @@
-"""Checks the output folder before a run starts: finds an older run in it, and empties it where that is asked for.
-
-Used by `rl` and `sft`.
-"""
+"""Checks the output folder before a run starts: finds an older run in it, and empties it on demand."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ _OF_A_RUN = (
 
 
 def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
-    """Deletes what is in the folder of an earlier run, but for its credentials and the lock file of this one. Raises
-    ConfigError for a folder that is no run's, or that holds the home folder, the current one or one of `keep`."""
+    """Deletes an earlier run's files, except its credentials and the lock file of this one. Raises ConfigError for a
+    folder that is no run's, or holds the home folder, the current one or one of `keep`."""
     folder = output_dir.resolve()
     if not folder.exists():
         return
@@ -55,7 +52,7 @@ def _why_not(folder: Path, keep: Sequence[Path]) -> str | None:
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """True when an earlier run has left more here than configurations, a batch script, credentials and a lock file."""
+    """Whether an earlier run has left more here than configurations, a batch script, credentials and a lock."""
     if not output_dir.is_dir():
         return False
     layout = Layout(output_dir)

@@ -20,14 +20,14 @@ NETWORK: Mapping[int, str] = {
     0x5346414F: "afs", 0x6B414653: "kafs", 0x01161970: "gfs2", 0x7461636F: "ocfs2", 0x01021997: "9p",
     0x65735546: "fuse", 0x786F4256: "vboxsf",
 }  # fmt: skip
-"""File systems that other machines may write as well, by the `f_type` of statfs(2). FUSE may be any: sshfs, JuiceFS."""
+"""File systems that other machines may write as well, by `f_type`. FUSE may be any: sshfs, JuiceFS."""
 
 BUSY_S = 30.0
 """How long a write waits for readers, which block it where there is no WAL."""
 
 
 def file_system(folder: Path) -> int:
-    """The `f_type` of the file system of a folder, 0 where the system has no such number. Raises OSError."""
+    """The `f_type` of a folder's file system, 0 where the system has no such number. Raises OSError."""
     if sys.platform != "linux":
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
@@ -38,13 +38,13 @@ def file_system(folder: Path) -> int:
 
 
 def network_file_system(path: Path) -> str | None:
-    """The name of the network file system that a file is on; None on a local one. Raises OSError."""
+    """None on a local one. Raises OSError."""
     return NETWORK.get(file_system(path.parent))
 
 
 def prepare(connection: sqlite3.Connection, path: Path, *, outlives_power_cuts: bool = False) -> None:
-    """Sets how a connection commits, so that what is committed outlives the process, and where it is asked for or the
-    file is on a network file system, also the machine. Call it outside a transaction."""
+    """Sets how a connection commits: what is committed outlives the process and, if asked for or on a network file
+    system, the machine. Call it outside a transaction."""
     if network_file_system(path) is None:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if outlives_power_cuts else 'NORMAL'}")
@@ -55,5 +55,5 @@ def prepare(connection: sqlite3.Connection, path: Path, *, outlives_power_cuts: 
 
 
 def seal(data: bytes, *key: object) -> bytes:
-    """The digest that a row keeps of its data and of its key: neither a damaged row nor another's data has it."""
+    """A row's digest of its data and its key: neither a damaged row nor another's data has it."""
     return blake3(repr(key).encode() + b"\0" + data).digest(length=16)

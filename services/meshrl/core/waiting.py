@@ -1,7 +1,5 @@
-"""Waiting on an event loop: for a stop or for work, for the next change, until nothing is in flight.
-
-Used by the programs' mains and by every service that waits for more than one thing. Nothing here polls.
-"""
+"""Waiting on an event loop: for a stop or for work, for the next change, until nothing is in flight. Nothing here
+polls."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 CANCEL_DEADLINE_S = 10.0
-"""How long cancelled work has to clean up after itself; what needs longer goes on without anybody waiting for it."""
+"""For the clean-up of cancelled work; what needs longer goes on by itself."""
 
 
 class StoppedError(Exception):
@@ -27,8 +25,7 @@ class StoppedError(Exception):
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[None, None, T] | asyncio.Future[T]) -> T:
     """Returns the result of `work`, or raises StoppedError as soon as `stop` is set; work that is done by then wins.
 
-    Work that is broken off, by a stop or because the caller is cancelled, is cancelled, and its clean-up is waited for
-    (CANCEL_DEADLINE_S). Raises what `work` raises.
+    Work that is broken off is cancelled, and its clean-up waited for (CANCEL_DEADLINE_S). Raises what `work` raises.
     """
     working = asyncio.ensure_future(work)
     try:
@@ -55,8 +52,8 @@ async def stop_or_first(stop: asyncio.Event, *ends: asyncio.Future[Any]) -> None
 async def first_of(
     left: Coroutine[None, None, T], right: Coroutine[None, None, U]
 ) -> tuple[asyncio.Task[T], asyncio.Task[U]]:
-    """Runs both until the first of them ends, then cancels the other one and waits for its clean-up. Returns their
-    tasks, each of them done or cancelled; the caller looks at results and errors."""
+    """Runs both until the first ends, cancels the other and waits for its clean-up. Returns their tasks, each done or
+    cancelled."""
     tasks = asyncio.create_task(left), asyncio.create_task(right)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -68,7 +65,7 @@ async def first_of(
 
 
 async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
-    """Waits for the event; False when it is not set after `deadline_s`."""
+    """False when it is not set after `deadline_s`."""
     if event.is_set():
         return True
     try:
@@ -80,7 +77,7 @@ async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
 
 
 async def next_within(queue: asyncio.Queue[T], wait_s: float) -> T | None:
-    """Takes the next of a queue; None when it is still empty after `wait_s`."""
+    """None when the queue is still empty after `wait_s`."""
     try:
         return await asyncio.wait_for(queue.get(), wait_s)
     except TimeoutError:  # something may have come just as the wait ended
@@ -99,16 +96,13 @@ class Pulse:
 
     @property
     def upcoming(self) -> asyncio.Event:
-        """The event that the next beat sets."""
         return self._upcoming
 
     def beat(self) -> None:
-        """Wakes those who wait now."""
         beaten, self._upcoming = self._upcoming, asyncio.Event()
         beaten.set()
 
     async def next(self) -> None:
-        """Waits for the next beat."""
         await self._upcoming.wait()
 
 
@@ -122,12 +116,10 @@ class InFlight:
 
     @property
     def count(self) -> int:
-        """How many are being done."""
         return self._count
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Counts one more for as long as the block runs."""
         self._count += 1
         self._idle.clear()
         try:
@@ -138,19 +130,18 @@ class InFlight:
                 self._idle.set()
 
     async def idle(self) -> None:
-        """Waits until nothing is being done."""
         await self._idle.wait()
 
     async def idle_within(self, deadline_s: float) -> bool:
-        """Waits until nothing is being done; False when something still is after `deadline_s`."""
+        """False when something still is under way after `deadline_s`."""
         return await set_within(self._idle, deadline_s)
 
 
 class Pace:
     """A queue for the event loop: in each of its rounds one of those that wait goes on.
 
-    Without it a thousand rollouts that start, or whose answers come, at the same time are all served in one round of
-    the loop, and meanwhile no deadline fires, no connection is read and no health check is answered for seconds.
+    Without it a thousand rollouts that start at the same time are served in one round, and meanwhile no deadline fires,
+    no connection is read and no health check is answered for seconds.
     """
 
     def __init__(self) -> None:
@@ -158,7 +149,6 @@ class Pace:
         self._scheduled = False
 
     async def turn(self) -> None:
-        """Returns when it is the caller's turn; what it does until its next wait has a round of the loop of its own."""
         loop = asyncio.get_running_loop()
         mine = loop.create_future()
         self._waiting.append(mine)

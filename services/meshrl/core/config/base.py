@@ -13,12 +13,12 @@ from meshrl.core.config.schema import Path, ReadTable, Table
 
 
 class ConfigError(Exception):
-    """A configuration cannot be used; the message names the expected value, the actual value and the remedy."""
+    """The message names the expected value, the actual value and the remedy."""
 
 
 @contextmanager
 def collected(problems: list[str]) -> Iterator[None]:
-    """Adds a ConfigError that is raised within to `problems`, so that one message can name all that is wrong."""
+    """Adds a ConfigError raised within to `problems`."""
     try:
         yield
     except ConfigError as error:
@@ -40,14 +40,14 @@ class BaseConfig(BaseModel):
     )
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Titles of groups and their dotted keys, which --help shows; empty where it shows every key."""
+    """Titles of groups and their dotted keys for --help; empty where it shows every key."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     _origin_of: Callable[[Path], str | None] | None = PrivateAttr(default=None)
 
     def origin_of(self, path: Path) -> str | None:
-        """The flag, the variable, or the file and line that gave a key; None for a configuration made otherwise."""
+        """The flag, variable, or file and line that gave a key; None for a configuration made otherwise."""
         return None if self._origin_of is None else self._origin_of(path)
 
     @property
@@ -61,19 +61,19 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def hand_down(cls, layers: Sequence[Layer]) -> None:
-        """Copies shared keys of each layer (a file, the command line, the environment) to where they are used. A class
-        that composes others overrides it; layers are merged afterwards, so precedence between layers holds."""
+        """Copies shared keys of each layer to where they are used, before layers are merged. A class that composes
+        others overrides it."""
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:
-        """Returns the merged layers with what follows from them; a class that composes others overrides it."""
+        """Returns the merged layers with what follows from them."""
         return dict(values)
 
     @model_validator(mode="before")
     @classmethod
     def _complete_sections(cls, values: object) -> object:
-        """Completes sections that are given in part from the section's own default. The default of `server` may be port
-        50052: with only `server.host` given, that port stays."""
+        """Completes sections that are given in part from their own default: with only `server.host` given, a default
+        port stays."""
         if not isinstance(values, Mapping):
             return values
         defaults = {
@@ -84,7 +84,6 @@ class BaseConfig(BaseModel):
 
 
 def _over(default: object, value: object) -> object:
-    """A section's value completed by what its default sets."""
     if not isinstance(value, Mapping) or not isinstance(default, BaseModel):
         return value
     given: dict[str, object] = {name: getattr(default, name) for name in default.model_fields_set}

@@ -30,21 +30,20 @@ class CommandLine:
     layer: Layer = field(default_factory=Layer)
     help: Literal["", "everyday", "every key"] = ""
     dry_run: bool = False
-    """Of a program that has no such key: show what its configuration comes to, and end."""
+    """For a program without such a key: show the resulting configuration and end."""
 
     problems: list[str] = field(default_factory=list)
-    """What is wrong with the arguments, one line each."""
+    """One line each."""
 
     meant: list[Path] = field(default_factory=list)
     """Keys that unknown options may have meant."""
 
     lacks_files: bool = False
-    """An @ was wrong, so that the file it may have meant is not among `files`."""
+    """An @ was wrong, so a file may be missing in `files`."""
 
 
 def parse_command_line(spellings: Spellings, argv: Sequence[str]) -> CommandLine:
-    """Reads the arguments after the program's name; arguments that are wrong are its `problems`. A flag in another's
-    spelling is left under it in the layer."""
+    """Wrong arguments are its `problems`. A flag in another's spelling stays under it in the layer."""
     line, rest = CommandLine(), list(argv)
     while rest:
         try:
@@ -58,7 +57,6 @@ def parse_command_line(spellings: Spellings, argv: Sequence[str]) -> CommandLine
 
 
 def _take(spellings: Spellings, rest: list[str], line: CommandLine) -> None:
-    """Takes the next argument, with its value."""
     token = rest.pop(0)
     if token in ("--help", "-h"):
         line.help = line.help or "everyday"
@@ -128,7 +126,7 @@ def _take_flag(spellings: Spellings, token: str, rest: list[str], line: CommandL
 
 
 def _more(kind: Kind, first: str, rest: list[str]) -> list[str]:
-    """The further values of a list that is written with spaces: `--gpu-ids 0 1 2`."""
+    """Further values of a list written with spaces: `--gpu-ids 0 1 2`."""
     more: list[str] = []
     if kind.item is None or first.strip().startswith("["):
         return more
@@ -138,7 +136,6 @@ def _more(kind: Kind, first: str, rest: list[str]) -> list[str]:
 
 
 def _switched_on(flag: str, kind: Kind) -> object:
-    """What a flag without a value means."""
     if kind.annotation is bool:
         return True
     if kind.section and kind.nullable:
@@ -150,7 +147,6 @@ def _switched_on(flag: str, kind: Kind) -> object:
 
 
 def _switched_off(spellings: Spellings, flag: str, text: str | None) -> tuple[Path, bool | None]:
-    """The key that `--no-key` means and what it becomes."""
     path, kind = _find(spellings, flag, "--no-")
     if kind.annotation is not bool and not kind.nullable:
         raise ConfigError(
@@ -162,7 +158,7 @@ def _switched_off(spellings: Spellings, flag: str, text: str | None) -> tuple[Pa
 
 
 def _find(spellings: Spellings, flag: str, prefix: str = "--") -> tuple[Path, Kind]:
-    """The path that a flag names and what it accepts. Raises UnknownKeyError, saying what may be meant."""
+    """Raises UnknownKeyError with a suggestion."""
     try:
         return spellings.find(tuple(flag.removeprefix(prefix).replace("-", "_").split(".")))
     except UnknownKeyError as unknown:

@@ -16,20 +16,18 @@ from meshrl.core.durable import write_file
 
 
 def dump_toml(config: BaseConfig, path: Path) -> None:
-    """Writes every key but secrets, None as "None", to `path`, making its folder. An older file is replaced at once.
-    Only its owner may read the file: tables of free arguments may hold secrets, too. Blocking."""
+    """Writes every key but secrets, None as "None", in place of an older file. Only its owner may read it: tables of
+    free arguments may hold secrets, too. Blocking."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, to_toml(config), mode=0o600)
 
 
 def to_toml(config: BaseConfig, *, given_only: bool = False) -> str:
-    """The configuration as TOML, plain keys before sections; secrets are left out, as is with `given_only` what nobody
-    has set: some keys follow from others where they are not set."""
+    """The configuration as TOML, without secrets. `given_only` leaves out keys that were not set."""
     return tomli_w.dumps(_plain(config.model_dump(exclude_unset=given_only)))
 
 
 def _plain(value: object) -> Any:
-    """A value as what TOML can hold; of a table without its secrets."""
     match value:
         case None:
             return NONE

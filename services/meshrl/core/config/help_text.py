@@ -32,7 +32,7 @@ The command line wins over files, files over PRIME_ variables (PRIME_SECTION__KE
 
 
 def help_text(section: type[BaseConfig], prog: str, *, every_key: bool) -> str:
-    """The whole help text, ending in a newline: every key, or the everyday keys where the class names them."""
+    """Every key, or the everyday keys where the class names them."""
     meaning = " ".join((inspect.getdoc(section) or "").split("\n\n")[0].split())
     lines = [_INTRO.format(prog=prog, meaning=meaning)]
     entries = list(_entries(section, (), None))
@@ -47,8 +47,8 @@ def help_text(section: type[BaseConfig], prog: str, *, every_key: bool) -> str:
 
 
 def _entries(section: Section, path: Path, own: object) -> Iterator[tuple[Path, str]]:
-    """The path and text of each key, then those of the sections below, each with a title whose path is (). `own` is the
-    section as it is by default, where it is on; it may set defaults of its keys."""
+    """Path and text of each key, then of the sections below, each with a title whose path is (). `own` is the section's
+    default where it is on; it may set defaults of its keys."""
     below: list[tuple[str, Section, Path, object]] = []
     for name, field in section.model_fields.items():
         kind, here = kind_of(field.annotation), (*path, name)

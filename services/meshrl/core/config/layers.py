@@ -1,4 +1,4 @@
-"""A layer: the keys that one place (a file, the environment, the command line) sets."""
+"""A layer: the keys set by one place (a file, the environment, the command line)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from meshrl.core.config.schema import Path
 
 
 class Given(NamedTuple):
-    """One value and where it was given: a file and its line, a flag, a variable."""
-
     value: Any
     """A plain value, {} or []; {} is a section or table that is there, [] a list in place of those of lower layers."""
 
@@ -39,13 +37,11 @@ class Layer:
             self.given[path] = given
 
     def _may_hold(self, place: Path, part: str) -> bool:
-        """Whether what is given at a place may have something below it: a table any key, a list places."""
         value = self.given[place].value if place in self.given else {}
         return value == {} or (value == [] and part.isdecimal())
 
     def taken(self, path: Path, value: object) -> Path | None:
-        """The place at which the layer sets the key, a section above it or a key below it; None if the key may be
-        set."""
+        """The place at which the layer sets the key, a section above or a key below it; None where it is free."""
         if path in self.given:
             return path
         return next(
@@ -65,11 +61,10 @@ class Layer:
         self.given |= free
 
     def below(self, path: Path) -> dict[Path, Given]:
-        """What is given at a path and below it, by the rest of its path."""
         return {place[len(path) :]: given for place, given in self.given.items() if _starts(place, path)}
 
     def origin_of(self, path: Path) -> str | None:
-        """Where what is given at a key, below it or else above it comes from; None for nothing."""
+        """The origin of what is given at a key, below it or else above it; None for nothing."""
         below = (origin for place, (_, origin) in self.given.items() if _starts(place, path))
         above = (origin for place, (value, origin) in self.given.items() if _starts(path, place) and value != {})
         return next(chain(below, above), None)
@@ -80,7 +75,7 @@ def _starts(path: Path, start: Path) -> bool:
 
 
 def leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
-    """The plain values of the table, list or value at `path`, each with its place; {} and [] as a Layer has them."""
+    """The plain values of the table, list or value at `path`, each with its place."""
     if isinstance(value, list):
         yield path, []
         value = {str(place): item for place, item in enumerate(value)}

@@ -34,11 +34,10 @@ def load_config(
 ) -> Config:
     """The configuration that the command line asks for; `argv` is without the program's name, None takes sys.argv.
 
-    `instead` is what is done with it in place of running the program here, such as submitting it, given whether it is a
-    dry run: it returns a message for the user, and the process ends with code 0; None lets the program run. `spellings`
-    are taken beside the configuration's own.
+    `instead` runs in place of the program, given the configuration and whether this is a dry run: it returns a message,
+    and the process ends with code 0; None lets the program run. `spellings` are taken beside the configuration's own.
 
-    Ends the process: with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.
+    Ends the process with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.
     """
     spellings = spellings or Spellings(kind_of(cls))
     try:
@@ -65,10 +64,10 @@ def load_config(
 def build_config(
     cls: type[Config], line: CommandLine, environ: Mapping[str, str], spellings: Spellings
 ) -> tuple[Config, list[str]]:
-    """The configuration and warnings about variables. Raises ConfigError with all that is wrong, one line a problem.
+    """The configuration and warnings about variables. Raises ConfigError with all problems, one a line.
 
-    An unknown key has one line: the keys that it may have meant are not reported as missing, and where a file could not
-    be read, values are not validated.
+    Keys that an unknown key may have meant are not reported as missing. Where a file could not be read, values are not
+    validated.
     """
     problems, meant = list(line.problems), list(line.meant)
     notes: list[str] = []

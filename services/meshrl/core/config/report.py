@@ -1,4 +1,4 @@
-"""Turns the errors of validation into one message: for each the expected value, the actual value and the remedy."""
+"""Turns the errors of validation into one message: expected value, actual value and remedy of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Origin = Callable[[Path], str | None]
 
 
 def explain(root: Kind, error: ValidationError, origin_of: Origin, missing: Sequence[Path] = ()) -> list[str]:
-    """All problems, a line each, sorted as validation found them; `origin_of` returns where a value came from. Problems
-    that name one of the `missing` keys, which were given under unknown names, are left out."""
+    """All problems, a line each, in validation's order. Those about one of the `missing` keys, which were given under
+    unknown names, are left out."""
     seen: set[Path] = set()
     texts: list[str] = []
     for problem in error.errors(include_url=False):
@@ -65,7 +65,7 @@ def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, origin_of: Origi
 
 
 def _came_of_named(text: str, section: Path, origin_of: Origin) -> str:
-    """Where the keys that a sentence about a section names come from, by their full names or those in the section."""
+    """Origins of the keys that a sentence about a section names."""
     origins: dict[str, str] = {}
     for word in re.findall(r"[a-z0-9_]+(?:\.[a-z0-9_]+)*", text):
         if "_" in word or "." in word:  # others may be plain English
@@ -77,7 +77,6 @@ def _came_of_named(text: str, section: Path, origin_of: Origin) -> str:
 
 
 def one_message(prog: str, problems: str, help_flag: str) -> str:
-    """The message a program ends with."""
     lines = problems.splitlines()
     if len(lines) > 1:
         problems = f"the configuration has {len(lines)} errors\n{indent(lines)}"
@@ -85,5 +84,4 @@ def one_message(prog: str, problems: str, help_flag: str) -> str:
 
 
 def indent(lines: Iterable[str]) -> str:
-    """The lines as a list below a sentence."""
     return "\n".join(f"  {line}" for line in lines)

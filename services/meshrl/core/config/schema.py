@@ -16,13 +16,11 @@ from pydantic.fields import FieldInfo
 Section = type[BaseModel]
 Path = tuple[str, ...]
 Table = dict[str, Any]
-"""Keys and values as a file or a command line gives them: text, numbers, lists and further tables."""
+"""Keys and values as a file or a command line gives them."""
 ReadTable = Mapping[str, Any]
-"""A table that is only read."""
-
 
 LISTED_KEYS = 16
-"""A section of more keys is not listed in a message: --help lists them."""
+"""Most keys of a section that a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class Kind:
     value: Kind | None = None
 
     def step(self, part: str) -> tuple[str, Kind] | None:
-        """The key or place that `part` names below this one and what it accepts; None when there is none."""
+        """The key or place named by `part` below this one, with its kind; None when there is none."""
         if self.section is not None:
             return _keys_of(self.section).get(part.replace("-", "_"))
         if self.item is not None:
@@ -46,7 +44,7 @@ class Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """Reads an annotation; `Annotated` and `None` members are taken off."""
+    """`Annotated` and `None` members are taken off."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if origin is Annotated:
         return kind_of(arguments[0])
@@ -66,7 +64,6 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """The field's name, then its older spellings."""
     alias = field.validation_alias
     others = alias.choices if isinstance(alias, AliasChoices) else [alias]
     return (name, *(other for other in others if isinstance(other, str) and other != name))
@@ -74,7 +71,7 @@ def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 @cache
 def _keys_of(section: Section) -> Mapping[str, tuple[str, Kind]]:
-    """Each key of a section and what it accepts, by its name and by every older spelling that is no name."""
+    """Each key by its name and by every older spelling that is no name."""
     keys = {name: (name, kind_of(field.annotation)) for name, field in section.model_fields.items()}
     spelled = {other: keys[name] for name, field in section.model_fields.items() for other in spellings(name, field)}
     return spelled | keys
@@ -103,8 +100,7 @@ def nearest(section: Section, key: str, prefix: Path = ()) -> Path | None:
 
 
 def suggestion(section: Section, path: Path, part: str, write: Callable[[Path], str]) -> str:
-    """What an unknown key `part` of the section at `path` may have been meant to be; `write` spells a key. Where no key
-    is like it, all keys of a section that has few."""
+    """The nearest key, or the keys of a small section; `write` spells a key."""
     close = nearest(section, part, path)
     if close is not None:
         return f"; did you mean {write(close)}?"
@@ -115,12 +111,11 @@ def suggestion(section: Section, path: Path, part: str, write: Callable[[Path], 
 
 
 def flag_of(path: Path) -> str:
-    """A key as a flag: `--model.trust-remote-code`."""
     return f"--{'.'.join(path)}".replace("_", "-")
 
 
 def describe(kind: Kind) -> str:
-    """A kind as a user writes it: `int`, `"a" | "b"`, `list of int`."""
+    """As a user writes it: `int`, `"a" | "b"`, `list of int`."""
     if kind.section is not None:
         words = [each for each in get_args(kind.annotation) if get_origin(each) is Literal]
         text = " | ".join(["section", *map(_describe_plain, words)])

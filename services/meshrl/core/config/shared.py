@@ -14,7 +14,7 @@ from meshrl.core.config.base import BaseConfig
 from meshrl.wire.types import Sampling
 
 EVERYWHERE = ("0.0.0.0", "::")
-"""Addresses to bind that nobody can call."""
+"""Addresses to bind that cannot be called."""
 
 
 class ServerConfig(BaseConfig):
@@ -31,7 +31,6 @@ class ServerConfig(BaseConfig):
 
     @property
     def address(self) -> str:
-        """host:port, with IPv6 hosts in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -62,7 +61,6 @@ class TlsConfig(BaseConfig):
     """Name that a server's certificate must have: its role (ROLE.meshrl), on any host, or its host."""
 
     def files(self) -> CredentialFiles:
-        """The files that are named here."""
         found = CredentialFiles() if self.folder is None else CredentialFiles.of_folder(self.folder)
         given = {"ca": self.ca, "cert": self.cert, "key": self.key, "token": self.token, "trust": self.trust}
         return replace(found, **{name: path for name, path in given.items() if path is not None})
@@ -156,7 +154,6 @@ class LogExtrasConfig(BaseConfig):
     """Share of a step's rollouts in the table; None takes a few."""
 
     def rows_of(self, samples: int) -> int:
-        """How many of a step's samples the table has."""
         return FEW_SAMPLES if self.sample_ratio is None else max(1, round(self.sample_ratio * samples))
 
 
@@ -202,8 +199,8 @@ class PrimeMonitorConfig(BaseConfig):
 
 
 def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig) -> LogExtrasConfig | None:
-    """Which samples and distributions a run logs: what W&B or the platform asks for, else the usual for TensorBoard and
-    Trackio; None for none."""
+    """Samples and distributions that a run logs: by W&B's or the platform's section, else the usual ones for
+    TensorBoard and Trackio; None for none."""
     if shown is not None:
         return shown.log_extras
     return LogExtrasConfig() if log.tensorboard or log.trackio else None
@@ -234,7 +231,6 @@ class SamplingConfig(BaseConfig):
     """Seed of sampling; None draws one."""
 
     def to_wire(self) -> Sampling:
-        """The same as the type that travels in requests."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -308,12 +304,11 @@ class EnvConfig(BaseConfig):
 
     @property
     def resolved_name(self) -> str:
-        """The name, or the id where none is given."""
         return self.name or self.id
 
 
 def refuse_repeated_names(envs: Sequence[EnvConfig], keys: str, remedy: str) -> None:
-    """Raises ValueError where two environments of `keys` have the same name; `remedy` ends its sentence."""
+    """Raises ValueError where two environments of `keys` have one name; `remedy` ends its sentence."""
     names = [env.resolved_name for env in envs]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{keys} must have distinct names, got {', '.join(repeated)} more than once; {remedy}")
@@ -384,7 +379,6 @@ class WeightBroadcastConfig(BaseConfig):
 
 
 def _one_or_more(value: object) -> object:
-    """One address as a list of one."""
     return [value] if isinstance(value, str) else value
 
 

@@ -20,23 +20,21 @@ from meshrl.core.config.values import decode
 LOG_LEVEL = "PRIME_LOG_LEVEL"
 
 OTHER_TOOLS = frozenset({"PRIME_API_KEY", LOG_LEVEL})
-"""Variables of other tools whose names are keys here too; PRIME_API_KEY is an account's secret."""
+"""Variables of other tools whose names are keys here too."""
 
 _ENDS = ("]", "}", '"""', "'''")
-"""What the last line of a value has that goes over several."""
+"""Ends of the last line of a value over several lines."""
 
 
 class Settings(BaseSettings):
-    """What the sources share: `PRIME_MODEL__NAME` is `model.name`. The keys themselves are those of each program."""
+    """`PRIME_MODEL__NAME` is `model.name`. The keys are those of each program."""
 
     model_config = SettingsConfigDict(env_prefix="PRIME_", env_nested_delimiter="__", case_sensitive=True)
 
 
 class TomlFile(TomlConfigSettingsSource):
-    """A TOML file for a section. Unlike the source that it extends, it names each value's line and skips no file.
-
-    Raises ConfigError when the file is missing, unreadable or not TOML.
-    """
+    """A TOML file for a section, with each value's line. Raises ConfigError for one that is missing, unreadable or not
+    TOML."""
 
     def __init__(self, section: Path, file: str) -> None:
         self._section = section
@@ -62,7 +60,6 @@ class TomlFile(TomlConfigSettingsSource):
         return values
 
     def layer(self) -> Layer:
-        """The file's values at the keys of its section."""
         start = len(self._section)
         return Layer(
             {
@@ -76,9 +73,8 @@ class TomlFile(TomlConfigSettingsSource):
 def key_lines(text: str) -> dict[Path, int]:
     """The line, from 1, on which each key and table of a valid TOML text is set; entries of lists by their places.
 
-    The standard library's parser does not report it.
-
-    Keys of an inline table and items of a list stand on the line of the key that they are the value of.
+    The standard library's parser does not report it. Keys of an inline table and items of a list have the line of the
+    key whose value they are.
     """
     lines: dict[Path, int] = {}
     table = Path()
@@ -111,14 +107,13 @@ def key_lines(text: str) -> dict[Path, int]:
 
 
 def line_of(path: Path, lines: dict[Path, int]) -> int:
-    """The line on which a key is set, or what holds it; 1 where neither is written, as for an empty file."""
+    """The line of a key, or of its holder; 1 where neither is written."""
     return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
 
 
 class Variables(EnvSettingsSource):
-    """The PRIME_ variables of an environment. Unlike the source that it extends, it knows places of lists, lists with
-    commas and older spellings, and reads all variables before it reports one that is wrong.
-    """
+    """The PRIME_ variables of an environment. Unlike its base it knows places of lists, lists with commas and older
+    spellings, and reports all wrong ones."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -128,8 +123,8 @@ class Variables(EnvSettingsSource):
         return self._environ
 
     def layer(self, spellings: Spellings, problems: list[str]) -> tuple[Layer, list[str]]:
-        """The layer that the variables make, and warnings. Unknown names are other tools' and are left alone, but one
-        that begins with a known section is a warning. Values that cannot be read are added to the `problems`."""
+        """The layer and warnings. Unknown names belong to other tools, unless they begin with a known section, which is
+        a warning. Unreadable values are added to the `problems`."""
         layer, warnings = Layer(), []
         level = self._environ.get(LOG_LEVEL)
         if level and spellings.root.step("log") is not None:

@@ -27,7 +27,6 @@ class UnknownKeyError(ConfigError):
 
     @property
     def meant(self) -> Path:
-        """The key that may have been meant, else the path itself."""
         near = None if self.kind.section is None else nearest(self.kind.section, self.part, self.path)
         return near or (*self.path, self.part)
 
@@ -39,8 +38,7 @@ class Spellings:
         self.root = root
 
     def find(self, written: Path) -> tuple[Path, Kind]:
-        """The path that a flag or variable names and what it accepts; another's spelling is left as it is written.
-        Raises UnknownKeyError."""
+        """The path that a flag or variable names; another's spelling stays as written. Raises UnknownKeyError."""
         meant = self.meant(written)
         if meant is not None:
             return written, meant
@@ -53,10 +51,10 @@ class Spellings:
         return path, kind
 
     def meant(self, path: Path) -> Kind | None:
-        """What a key in another's spelling accepts here, any value where it has no successor; None for other keys."""
+        """What a key in another's spelling accepts, any value where it has no successor; None for other keys."""
         return None
 
     def apply(self, layer: Layer) -> tuple[list[str], list[str]]:
-        """Moves what the layer sets under others' spellings to keys of this configuration, before layers are merged.
-        Returns notes on keys that were taken under another name or without effect, and problems."""
+        """Moves values under others' spellings to keys of this configuration, before layers are merged. Returns notes
+        and problems."""
         return [], []

@@ -13,7 +13,7 @@ from meshrl.core.config.schema import Kind, Path, Table
 from meshrl.core.config.spellings import UnknownKeyError
 
 NONE = "None"
-"""How None is written in text and TOML, where a key takes it."""
+"""None in text and TOML, where a key takes it."""
 
 _ON = {"true", "t", "on", "yes", "y", "1"}
 _OFF = {"false", "f", "off", "no", "n", "0"}
@@ -21,8 +21,8 @@ _UNKNOWN = Kind(annotation=None)
 
 
 def decode(kind: Kind, text: str, origin: str) -> Any:
-    """Reads the text of a flag or an environment variable; plain values stay text, which validation converts. Raises
-    ConfigError, naming the `origin`, for JSON that does not parse."""
+    """Reads the text of a flag or variable; plain values stay text. Raises ConfigError, naming the `origin`, for JSON
+    that does not parse."""
     stripped = text.strip()
     if text == NONE and kind.nullable:
         return None
@@ -46,8 +46,8 @@ def decode(kind: Kind, text: str, origin: str) -> Any:
 
 
 def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]]:
-    """The layer with every key under its name, None for "None" where a key takes it, and {} or None for a boolean that
-    switches an optional section; and problems: unknown keys, and spellings of one key that disagree.
+    """The layer with every key under its name, None for "None", and {} or None for a boolean that switches an optional
+    section; and problems: unknown keys, and spellings of one key that disagree.
 
     The value of an unknown key is left out; the section that it is in stays.
     """
@@ -72,7 +72,7 @@ def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]
 
 
 def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, Kind, UnknownKeyError | None]:
-    """A path with every key under its name, and what it accepts; for an unknown key those of its section, and why."""
+    """A path with every key under its name, and its kind; for an unknown key those of its section, and the error."""
     path, kind = Path(), root
     for part in written:
         step, own = kind.step(part), layer.given.get(written[: len(path)])
@@ -87,8 +87,8 @@ def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, 
 
 
 def as_table(kind: Kind, given: Mapping[Path, Given], path: Path = ()) -> Any:
-    """The value of the key at `path`, from all that is given at it and below it, by the rest of its path. Raises
-    ConfigError when a list has gaps."""
+    """The value of the key at `path` from all that is given at and below it. Raises ConfigError for a list with
+    gaps."""
     here = given[()].value if () in given else None
     below: dict[str, dict[Path, Given]] = {}
     for place, each in given.items():

@@ -1,7 +1,7 @@
 """TLS for an engine's HTTP server and its clients, made from the same credential files as gRPC's.
 
-An engine is known by its certificate, which names its host and, where the run's authority has signed it, its role. A
-caller is known by the API key, as without TLS.
+An engine is known by its certificate, which names its host and, by the run's authority, its role; a caller by the API
+key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshrl.client.trust import Role
 from meshrl.core.config.base import ConfigError
 
 LOOK_S = 1.0
-"""How often a server looks whether its certificate has been renewed."""
+"""Seconds between looks whether the server's certificate has been renewed."""
 
 
 def scheme(environ: Mapping[str, str] = os.environ) -> str:
@@ -30,11 +30,9 @@ def scheme(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def client_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
-    """The context with which clients of this process verify engines: by the run's authority and those of the system.
-
-    A member of a run must be an agent that is not revoked. None where no authority is named: then those of the system
-    alone count. Raises ConfigError for an unreadable one.
-    """
+    """Verifies engines by the run's authority and those of the system; a member of a run must be an agent that is not
+    revoked. None where no authority is named: those of the system alone count. Raises ConfigError for an unreadable
+    one."""
     files = CredentialFiles.from_environ(environ)
     if files.ca is None:
         return None
@@ -53,7 +51,7 @@ _Tls = TypeVar("_Tls", ssl.SSLObject, ssl.SSLSocket)
 
 
 def _checked(base: type[_Tls], revocations: Revocations | None) -> type[_Tls]:
-    """A connection of ssl that also checks which member of the run its server is."""
+    """A connection that also checks which member of the run its server is."""
 
     class Checked(base):  # type: ignore[misc, valid-type]  # one of two classes of ssl
         def do_handshake(self, *arguments: Any) -> None:
@@ -78,7 +76,7 @@ def _check_engine(shown: Mapping[str, Any], revoked: Collection[tuple[str, str]]
 
 
 def server_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
-    """The context with which an engine serves; None for plain HTTP. Raises ConfigError for files that do not match."""
+    """None for plain HTTP. Raises ConfigError for files that do not match."""
     files = CredentialFiles.from_environ(environ)
     if files.cert is None or files.key is None:
         return None
@@ -93,7 +91,7 @@ def server_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | 
 
 @asynccontextmanager
 async def kept_fresh(context: ssl.SSLContext | None, environ: Mapping[str, str] = os.environ) -> AsyncIterator[None]:
-    """Loads renewed certificates into a server's context, for new connections; open ones go on."""
+    """Loads renewed certificates for new connections; open ones go on."""
     files = CredentialFiles.from_environ(environ)
     if context is None or files.cert is None or files.key is None:
         yield

@@ -40,18 +40,16 @@ if TYPE_CHECKING:  # takes long to import
     from meshrl.core.telemetry.tracing import Tracing
 
 LOOK_S = 1.0
-"""How often a member asks who is revoked, and looks whether its certificate is due."""
+"""Seconds between looks at revocations and at whether the certificate is due."""
 
 RETRY_S = 30.0
-"""After a renewal that failed."""
 
 
 def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Sequence[str] = ()) -> Authority | None:
     """Chooses this process's credentials; returns the run's authority where this host has it and uses it.
 
-    `hosts`: what the certificate of a program that serves is to name beside the names of this host.
-
-    Raises ConfigError for files that are missing, unreadable or do not go together.
+    `hosts` are named in a server's certificate beside those of this host. Raises ConfigError for files that are
+    missing, unreadable or do not go together.
     """
     given = tls.files()
     os.environ.update(given.variables())
@@ -81,7 +79,7 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Seq
 async def kept_valid(
     authority: Authority | None, role: Role, name: str, hosts: Sequence[str] = ()
 ) -> AsyncIterator[None]:
-    """Renews this program's certificate in time, and keeps its list of revocations up to date. `hosts` as before."""
+    """Renews this program's certificate in time, and keeps its list of revocations up to date."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None:
         yield
@@ -130,13 +128,10 @@ async def _keep(
 
 
 def _hosts(role: Role, more: Sequence[str]) -> list[str]:
-    """The hosts of the certificate of a program that runs beside the authority."""
     return [*own_hosts(), *more] if role in SERVING else []
 
 
 class MemberConfig(ProgramConfig, Protocol):
-    """What the configuration of a member has."""
-
     @property
     def tls(self) -> TlsConfig: ...
 
@@ -151,8 +146,8 @@ _Serve = Callable[[MemberT, asyncio.Event, "Tracing"], Coroutine[None, None, int
 def as_member(
     role: Role, serve: _Serve[MemberT], *, hosts: Callable[[MemberT], Sequence[str]] = lambda config: ()
 ) -> _Serve[MemberT]:
-    """Wraps a program's `serve`: finds its credentials before, and keeps them valid while it runs. `hosts` gives the
-    names beside those of this host at which others call the program and verify them."""
+    """Wraps `serve` with the program's credentials, kept valid while it runs. `hosts` gives further names at which
+    others call and verify the program."""
 
     async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
         port = config.server.port if config.server is not None else 0

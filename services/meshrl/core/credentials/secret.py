@@ -12,16 +12,15 @@ from meshrl.core.config.base import ConfigError
 
 OTHERS_MAY_READ = 0o077
 ADMIN_KEY = "MESHRL_ADMIN_KEY"
-"""Variable with the key that an engine wants for its admin routes, where it wants none for the others."""
+"""Variable with the key for an engine's admin routes, where the others need none."""
 
 
 def read_secret(
     key: str, given: SecretStr | None, *, file: Path | None, variable: str, environ: Mapping[str, str]
 ) -> str | None:
-    """The secret of configuration key `key`: its own value, else that of `<key>_file`, else of the variable.
+    """The secret of key `key`: its own value, else that of `<key>_file`, else of the variable; None without one.
 
-    None when nothing holds one. Raises: ConfigError, which never shows it, for one that no HTTP header can carry and
-    for a file that cannot be read.
+    Raises ConfigError, which never shows it, for one that no HTTP header can carry and for an unreadable file.
     """
     if given is not None:
         return checked(given.get_secret_value(), key)
@@ -41,7 +40,7 @@ def read_secret(
 
 
 def checked(secret: str, source: str) -> str:
-    """The secret. Raises: ConfigError when it is empty, or has other characters than ASCII's visible ones."""
+    """Raises ConfigError when it is empty, or has other characters than ASCII's visible ones."""
     if not secret or any(not "!" <= character <= "~" for character in secret):
         raise ConfigError(
             f"{source}: a key has at least one character, all of them letters, digits or signs of ASCII without spaces;"

@@ -1,7 +1,6 @@
 """The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`.
 
-A record that goes to the monitor is filled by one program (sft), or by two (the orchestrator adds the trainer's metrics
-of a step). The catalogue keeps them apart: a name has one declaration, which names the program that fills it.
+A record is filled by one program (sft), or by two (the orchestrator adds the trainer's metrics of a step).
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 
 
 class Source(enum.Enum):
-    """The programs that fill records."""
-
     ORCHESTRATOR = "orchestrator"
     TRAINER = "trainer"
     SFT = "sft"
@@ -29,8 +26,8 @@ class UndeclaredMetricError(Exception):
 class Metric:
     """One metric, or one for each value of the `{placeholders}` in its name, as `reward/{scope}`.
 
-    With `statistics` it has as many names as there are, `{name}/mean` for example. `sent_as` is what the trainer calls
-    it in the event of a step, where the orchestrator gives it its name.
+    With `statistics` it has a name for each, such as `{name}/mean`. `sent_as` is its name in the trainer's event of a
+    step.
     """
 
     name: str
@@ -42,18 +39,17 @@ class Metric:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its names, with the placeholders that they have."""
         return tuple(f"{self.name}/{statistic}" for statistic in self.statistics) or (self.name,)
 
     @property
     def exported(self) -> str:
-        """Its name at Prometheus: without placeholders, which are labels there."""
+        """Its name at Prometheus, where placeholders are labels."""
         words = re.findall(r"[A-Za-z0-9]+", re.sub(r"\{\w+\}", "", self.name))
         return "_".join(["meshrl", *words])
 
 
 class Catalogue:
-    """All declarations. Raises ValueError when two are of one name, or let two sources fill one record's name."""
+    """Raises ValueError for two declarations of one name, or two sources of one record's name."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.metrics = tuple(metrics)
@@ -77,13 +73,13 @@ class Catalogue:
                     self._exact[name] = metric
 
     def find(self, name: str) -> Metric | None:
-        """The declaration of a name, None without one. A name without placeholders comes before those with them."""
+        """A name without placeholders comes before those with them; None without a declaration."""
         if (metric := self._exact.get(name)) is not None:
             return metric
         return next((metric for pattern, _, metric in self._patterns if pattern.fullmatch(name)), None)
 
     def parts(self, name: str) -> tuple[Metric, dict[str, str]] | None:
-        """The declaration of a name, what its placeholders stand for, and its statistic; None for one without."""
+        """A name's declaration, its placeholders' values, and its statistic; None without a declaration."""
         if (metric := self._exact.get(name)) is not None:
             statistic = name.removeprefix(metric.name).removeprefix("/")
             return metric, {"statistic": statistic} if statistic else {}
@@ -93,7 +89,7 @@ class Catalogue:
         return None
 
     def record(self, source: Source, values: Mapping[str, float]) -> dict[str, float]:
-        """A record of `source`. Raises UndeclaredMetricError for a name that is not declared to be filled by it."""
+        """Raises UndeclaredMetricError for a name that is not declared to be filled by `source`."""
         for name in values:
             metric = self.find(name)
             if source is Source.TRAINER:

@@ -18,7 +18,6 @@ the last column, with the words in braces as labels and the statistic as the lab
 
 
 def document() -> str:
-    """The whole page."""
     parts = [_HEAD]
     for title, metrics in SECTIONS.items():
         parts.append(f"\n## {title}\n\n| name | unit | meaning | filled by | at Prometheus |\n|---|---|---|---|---|\n")

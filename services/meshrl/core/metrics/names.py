@@ -1,7 +1,6 @@
-"""Every metric that a record of a run may hold: its name, its unit, what it means and which program fills it.
+"""Every metric that a record of a run may hold: its name, its unit, its meaning and the program that fills it.
 
-The programs make their records through CATALOGUE. `{scope}` is "all" or the name of an environment. The records go to
-the console, to metrics.jsonl and to Weights & Biases, so a name that is changed here is changed for every user.
+`{scope}` is "all" or the name of an environment. A name that is changed here is changed for every user.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ MEAN, MOST, LEAST, SPREAD = "mean", "max", "min", "std"
 
 
 def _declaring(*sources: Source) -> Callable[..., Metric]:
-    """A function that declares metrics of these sources: (name, unit, meaning, *statistics)."""
-
     def declare(name: str, unit: str, meaning: str, *statistics: str, sent_as: str = "") -> Metric:
         return Metric(name=name, unit=unit, meaning=meaning, filled_by=sources, statistics=statistics, sent_as=sent_as)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def distribution(name: str, values: Iterable[float], statistics: str) -> dict[str, float]:
-    """`{name}/{statistic}` for each asked statistic (of mean, std, max and min) of the finite values; empty without."""
+    """`{name}/{statistic}` for each asked statistic (mean, std, max, min) of the finite values; empty without."""
     finite = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
     if finite.size == 0:
         return {}
@@ -18,6 +18,6 @@ def distribution(name: str, values: Iterable[float], statistics: str) -> dict[st
 
 
 def spread(count: int, most: int) -> NDArray[np.intp]:
-    """The places of at most `most` of `count` values, evenly spread; (min(count, most),)."""
+    """Places of at most `most` of `count` values, evenly spread; (min(count, most),)."""
     chosen = min(count, most)
     return np.arange(chosen, dtype=np.intp) * count // max(chosen, 1)

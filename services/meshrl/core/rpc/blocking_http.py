@@ -11,10 +11,10 @@ from meshrl.core.credentials.https import client_context
 
 
 def ask_blocking(url: str, *, body: object = None, api_key: str | None = None, deadline_s: float) -> tuple[int, object]:
-    """The status of an answer and the result of `parsed` on it. A `body` is posted as JSON; without one it is a GET.
+    """The status of an answer and its `parsed` body. A `body` is posted as JSON; without one it is a GET.
 
-    Engines are verified as `client_context` does, and asked directly, whatever proxy the environment names. Raises
-    OSError where no whole answer comes, and ConfigError for an authority that cannot be read.
+    Engines are verified as by `client_context`, and asked directly, whatever proxy the environment names. Raises
+    OSError where no whole answer comes, and ConfigError for an unreadable authority.
     """
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
@@ -36,7 +36,6 @@ def ask_blocking(url: str, *, body: object = None, api_key: str | None = None, d
 
 
 def parsed(raw: bytes) -> object:
-    """The JSON of an answer, or its text where it is no JSON."""
     try:
         return json.loads(raw)
     except ValueError:

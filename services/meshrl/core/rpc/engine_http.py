@@ -11,7 +11,7 @@ from meshrl.core.credentials.https import client_context
 from meshrl.core.rpc.blocking_http import parsed
 
 NO_ANSWER = (aiohttp.ClientError, TimeoutError)
-"""What a call raises that no whole answer came to."""
+"""Raised by a call without a whole answer."""
 
 
 def engine_session(
@@ -23,8 +23,8 @@ def engine_session(
 ) -> aiohttp.ClientSession:
     """Connections to engines, at most `limit` at once (0: any number), on which each call shows the key.
 
-    Engines are verified as `client_context` does, and asked directly, whatever proxy the environment names. Raises
-    ConfigError for an authority that cannot be read.
+    Engines are verified as by `client_context`, and asked directly, whatever proxy the environment names. Raises
+    ConfigError for an unreadable authority.
     """
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -39,8 +39,8 @@ def engine_session(
 async def ask(
     http: aiohttp.ClientSession, method: str, url: str, *, body: object = None, deadline_s: float | None = None
 ) -> tuple[int, object]:
-    """The status of an answer and the result of `parsed` on it. Raises NO_ANSWER. Without `deadline_s` the timeout of
-    the session holds."""
+    """The status of an answer and its `parsed` body. Raises NO_ANSWER. Without `deadline_s` the session's timeout
+    holds."""
     timeout = http.timeout if deadline_s is None else aiohttp.ClientTimeout(total=deadline_s)
     async with http.request(method, url, json=body, timeout=timeout) as answer:
         return answer.status, parsed(await answer.read())

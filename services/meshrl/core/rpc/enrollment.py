@@ -36,15 +36,11 @@ _T = TypeVar("_T")
 
 
 class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
-    """Signs with the run's authority."""
-
     def __init__(self, authority: Authority) -> None:
         self._authority = authority
         self.renewal_port = 0
-        """The hub's main port, once it is known."""
 
     async def Enroll(self, request: pb.EnrollRequest, context: grpc.aio.ServicerContext) -> pb.EnrollResponse:
-        """As in the contract."""
         _check(request.request, request.hosts)
         role, certificates = await _off_loop(
             lambda: self._authority.enroll(request.token, request.name, request.request, list(request.hosts))
@@ -55,7 +51,6 @@ class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
         )
 
     async def Renew(self, request: pb.RenewRequest, context: grpc.aio.ServicerContext) -> pb.RenewResponse:
-        """As in the contract."""
         caller = member(certificate_of(context))
         _check(request.request)
         certificates = await _off_loop(lambda: self._authority.renew(caller.role, caller.name, request.request))
@@ -65,15 +60,14 @@ class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
     async def ListRevoked(
         self, request: pb.ListRevokedRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListRevokedResponse:
-        """As in the contract."""
         trust: Trust = await _off_loop(self._authority.trust.read)
         page, token = page_of(request, sorted(f"{role}/{name}" for role, name in trust.revoked), str)
         return pb.ListRevokedResponse(members=page, next_page_token=token)
 
 
 async def open_entry(servicer: EnrollmentServicer, host: str, port: int) -> tuple[GrpcServer, int]:
-    """Starts the server at which hosts join, by the certificate of this process; returns it with its port. Raises
-    ConfigError where this process has no certificate, or the port cannot be bound."""
+    """Starts the server at which hosts join; returns it with its port. Raises ConfigError where this process has no
+    certificate, or the port cannot be bound."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None or files.key is None:
         raise ConfigError(
@@ -98,7 +92,7 @@ def _check(request: bytes, hosts: Sequence[str] = ()) -> None:
 
 
 async def _off_loop(work: Callable[[], _T]) -> _T:
-    """Runs work that reads files or signs on a thread. A bad token is UNAUTHENTICATED, other errors INVALID_REQUEST."""
+    """Runs work on a thread. A bad token is UNAUTHENTICATED, other errors INVALID_REQUEST."""
     try:
         return await asyncio.to_thread(work)
     except sqlite3.Error as error:

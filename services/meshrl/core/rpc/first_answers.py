@@ -21,7 +21,7 @@ class FirstAnswers(Generic[Answer]):
         self._answers: dict[str, asyncio.Task[Answer]] = {}
 
     def check(self, request_id: str, content: bytes) -> None:
-        """Remembers what came under an id. Raises DUPLICATE_REQUEST where that was something else."""
+        """Remembers a request's content. Raises DUPLICATE_REQUEST where the id had another one."""
         if not request_id:
             return
         if self._contents.setdefault(request_id, content) != content:

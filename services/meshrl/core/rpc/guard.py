@@ -18,7 +18,7 @@ from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.wire.errors import MeshError, Reason
 
 FRESH_S = 1.0
-"""For how long what was read of the trust file counts; a revocation takes effect within this and the look at calls."""
+"""For how long what was read of the trust file counts."""
 
 UNKNOWN_FRESH_S = 0.2
 _MEMBER = re.compile(r"spiffe://meshrl/(?P<run>[^/]+)/(?P<role>[^/]+)/(?P<name>[^/]+)")
@@ -26,10 +26,8 @@ _MEMBER = re.compile(r"spiffe://meshrl/(?P<run>[^/]+)/(?P<role>[^/]+)/(?P<name>[
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The caller: a member by certificate, or the holder of a token. `expires_s` in seconds of the epoch.
-
-    `runs`: patterns of the runs that it may name; without any it may name all.
-    """
+    """A member by certificate, or the holder of a token. `expires_s` in seconds of the epoch. `runs`: patterns of the
+    runs that it may name; without any it may name all."""
 
     role: Role
     name: str
@@ -42,7 +40,7 @@ class Caller:
 
 
 class Guard:
-    """Checks callers. `trust`: tokens and revocations, None knows neither; `mutual`: certificates identify callers."""
+    """`trust`: tokens and revocations, None knows neither; `mutual`: certificates identify callers."""
 
     def __init__(self, trust: TrustFile | None, *, mutual: bool) -> None:
         self._file, self._mutual = trust, mutual
@@ -50,8 +48,8 @@ class Guard:
         self._read_at_s = time.monotonic()
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
-        """Who makes a call of `method` ("package.Service/Method"). Raises UNAUTHENTICATED where that is not known or no
-        longer counts, and PERMISSION_DENIED where the caller's role may not."""
+        """The caller of `method` ("package.Service/Method"). Raises UNAUTHENTICATED where it is unknown or no longer
+        counts, and PERMISSION_DENIED where its role may not."""
         caller = member(certificate_of(context)) if self._mutual else self._by_token(context)
         why = self.why_not(caller)
         if why is not None:
@@ -72,8 +70,8 @@ class Guard:
         return caller
 
     def why_not(self, caller: Caller, *, standing: bool = False) -> MeshError | None:
-        """Why what a caller showed does not count, or no longer does; None when it does. standing: of a call that runs.
-        It outlives what it began with, which its caller has renewed meanwhile; only a revocation ends it."""
+        """Why a caller does not count, or no longer does; None when it does. A `standing` call outlives what it began
+        with, which its caller has renewed meanwhile; only a revocation ends it."""
         trust, now_s = self._now(known=True), time.time()
         if caller.token is not None:
             problem = trust.why_not(*caller.token, now_s)
@@ -90,7 +88,7 @@ class Guard:
         return MeshError(Reason.UNAUTHENTICATED, f"{what} {problem}; {remedy}")
 
     def _now(self, *, known: bool) -> Trust:
-        """What the trust file says; of a token that it did not know a moment ago, it is asked again sooner."""
+        """The trust file; for a token that it did not know a moment ago, it is read again sooner."""
         age_s = time.monotonic() - self._read_at_s
         if self._file is not None and age_s > (FRESH_S if known else UNKNOWN_FRESH_S):
             try:
@@ -116,7 +114,7 @@ class Guard:
 
 
 def certificate_of(context: grpc.aio.ServicerContext) -> bytes:
-    """The caller's certificate in PEM. Raises UNAUTHENTICATED where it has shown none."""
+    """The caller's certificate in PEM. Raises UNAUTHENTICATED without one."""
     shown = context.auth_context().get("x509_pem_cert", ())
     if not shown:
         raise MeshError(
@@ -127,7 +125,7 @@ def certificate_of(context: grpc.aio.ServicerContext) -> bytes:
 
 @lru_cache(maxsize=1024)
 def member(pem: bytes) -> Caller:
-    """The identity of a certificate's owner. Raises UNAUTHENTICATED for one that names no member of a run."""
+    """Raises UNAUTHENTICATED for a certificate that names no member of a run."""
     certificate = x509.load_pem_x509_certificate(pem)
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -145,8 +143,7 @@ def member(pem: bytes) -> Caller:
 
 
 def guard_of(credentials: Credentials) -> Guard | None:
-    """The guard that a server's credentials ask for; None where they hold nothing to know callers by. Raises
-    CredentialError."""
+    """None where the credentials hold nothing to know callers by. Raises CredentialError."""
     if not isinstance(credentials, FileCredentials) or not credentials.asks:
         return None
     files = credentials.files

@@ -1,7 +1,7 @@
 """The standard gRPC health service of every server of the mesh, with a status for each service that it hosts.
 
-Set by `serve` as a program comes up and drains; read by `wait_until_serving` and by the probes of a server. The
-servicer of the grpc_health package is not used: in it, a watcher that leaves makes all others of the same service deaf.
+The servicer of the grpc_health package is not used: in it, a watcher that leaves makes all others of the same service
+deaf.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc has no types
-    """Answers for each service and, under the empty name, for the server. Everything starts as NOT_SERVING."""
+    """Also for the server, under the empty name. Everything starts as NOT_SERVING."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {"": False}
         self._changed = Pulse()
 
     def set(self, services: Iterable[str], serving: bool) -> None:
-        """Sets the status of `services` and the server, and notifies the watchers."""
         self._serving.update(dict.fromkeys((*services, ""), serving))
         self._changed.beat()
 
@@ -37,7 +36,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
     async def Check(  # noqa: N802  # named by the contract
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        """Returns the status of a service; NOT_FOUND for one that is not hosted."""
+        """NOT_FOUND for a service that is not hosted."""
         if request.service not in self._serving:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.service} is not hosted here")
         return _Status(status=self._status(request.service))
@@ -45,7 +44,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
     async def Watch(  # noqa: N802  # named by the contract
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Streams the status of a service, now and whenever it changes."""
         last = None
         while True:
             upcoming, status = self._changed.upcoming, self._status(request.service)

@@ -35,7 +35,7 @@ _STOP_UPLOAD_S = 5.0
 
 @dataclass(frozen=True)
 class _Method:
-    """A method of a service; `is_ours` is false for health and reflection."""
+    """`is_ours` is false for health and reflection."""
 
     name: str
     takes_stream: bool
@@ -45,10 +45,8 @@ class _Method:
     async def request(
         self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext, caller: Caller | None
     ) -> object:
-        """Returns what the servicer wants: the one message, or an iterator over all of them.
-
-        Raises INVALID_REQUEST where the one message is missing, PERMISSION_DENIED for runs beyond the caller's.
-        """
+        """The one message, or an iterator over all of them. Raises INVALID_REQUEST where the one message is missing,
+        PERMISSION_DENIED for runs beyond the caller's."""
         if self.takes_stream:
             return _ParsedRequests(self, received, caller)
         data = await context.read()
@@ -57,11 +55,8 @@ class _Method:
         return self.parse(data, caller)
 
     def parse(self, data: bytes, caller: Caller | None) -> object:
-        """Returns a message that the caller may send.
-
-        Raises INVALID_REQUEST for bytes that are none of this method or break its schema, PERMISSION_DENIED for
-        another run than the caller's.
-        """
+        """Raises INVALID_REQUEST for bytes that are none of this method or break its schema, PERMISSION_DENIED for
+        another run than the caller's."""
         try:
             message = self.deserialize(data)
             if caller is not None and caller.runs:
@@ -75,8 +70,6 @@ class _Method:
 
 
 class _ParsedRequests:
-    """The messages of a stream as a servicer wants them, read from their bytes one by one."""
-
     def __init__(self, method: _Method, received: AsyncIterator[bytes], caller: Caller | None) -> None:
         self._method, self._received, self._caller = method, received, caller
 
@@ -88,8 +81,8 @@ class _ParsedRequests:
 
 
 async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-    """Tells the sender of an upload that the answer is ready and takes in what is under way until it stops. An answer
-    sent into a running upload may get lost at the sender: see `ServiceClient._upload`."""
+    """Has the sender of an upload stop, and takes in what is under way until it does. An answer sent into a running
+    upload may get lost at the sender: see `ServiceClient._upload`."""
     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
     with suppress(TimeoutError, grpc.aio.InternalError):  # a sender that goes on or has left: answer all the same
         async with asyncio.timeout(_STOP_UPLOAD_S):
@@ -100,15 +93,14 @@ async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.Servicer
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Wraps the handlers of all services, of all four kinds.
 
-    A MeshError that a servicer raises becomes its gRPC status with details; any other exception is logged and becomes
-    INTERNAL. Bytes that are no message of the method are INVALID_ARGUMENT, and so is a call without its message:
-    requests are read and parsed here, since gRPC itself logs a traceback and answers UNKNOWN for the first, and never
-    answers the second. Services whose name starts with "meshrl." are counted as well and refused in a drain, a guard
-    decides who may call them, and the caller's trace context is current inside the servicer.
+    A servicer's MeshError becomes its gRPC status with details; any other exception is logged and becomes INTERNAL.
+    Requests are read and parsed here: for bytes that are no message gRPC itself logs a traceback and answers UNKNOWN,
+    and it never answers a call without its message. Services whose name starts with "meshrl." are also counted, refused
+    in a drain and guarded, with the caller's trace context current inside the servicer.
     """
 
     def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
-        """guard: checks callers of services whose name starts with "meshrl."; None lets everybody in."""
+        """guard: None lets everybody in."""
         self._tracer = tracer
         self._guard = guard
         self._callers: dict[asyncio.Task[object], Caller] = {}
@@ -121,11 +113,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     @property
     def in_flight(self) -> int:
-        """Calls that are being served."""
         return self._in_flight.count
 
     async def wait_idle(self, deadline_s: float) -> bool:
-        """Waits until no call is being served; False if some still are after `deadline_s`."""
+        """False if calls are still served after `deadline_s`."""
         return await self._in_flight.idle_within(deadline_s)
 
     async def cut_off(self, why: str, deadline_s: float) -> None:
@@ -136,7 +127,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         await self.wait_idle(deadline_s)
 
     def shut_out(self) -> None:
-        """Ends the calls of callers whose credentials have been revoked, with that reason."""
+        """Ends the calls of callers whose credentials have been revoked."""
         for task, caller in list(self._callers.items()):
             why = (
                 self._guard.why_not(caller, standing=True)
@@ -169,7 +160,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Returns the handler with the wrapping around it."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -270,7 +260,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             self._shut_out.pop(task, None)
 
     def _start_span(self, context: grpc.aio.ServicerContext, method: str) -> trace.Span:
-        """Starts the server span and makes it current. gRPC runs each call in a task, so nothing need be undone."""
+        """Makes the span current. gRPC runs each call in a task, so nothing need be undone."""
         remote = None
         for key, value in context.invocation_metadata() or ():
             if key == TRACEPARENT and isinstance(value, str):
@@ -286,7 +276,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return span
 
     async def _abort_if_cut_off(self, context: grpc.aio.ServicerContext, span: trace.Span, method: str) -> None:
-        """Answers a call that this server ends; one that its caller ended has nobody to answer to."""
+        """A call that its caller ended needs no answer."""
         task = asyncio.current_task()
         if task in self._shut_out:
             await self._abort(context, span, method, self._shut_out[task])

@@ -16,7 +16,7 @@ class Paged(Protocol):
 
 
 def page_of(request: Paged, entries: Sequence[Entry], key: Callable[[Entry], str]) -> tuple[Sequence[Entry], str]:
-    """The entries of the page that a request asks for, and the token of the next one; empty on the last.
+    """The page that a request asks for, and the token of the next one; empty on the last.
 
     A token is the `key` of the last entry before its page. A page_size of 0 is all that is left. Raises INVALID_REQUEST
     for a token whose entry is gone.

@@ -18,8 +18,8 @@ V1 = V1ALPHA.replace("v1alpha", "v1")
 
 
 def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """Adds reflection of `services` (full names) and of itself to a grpc.aio server that has not started yet. It
-    describes every message that this program knows, the google.rpc types of error details among them."""
+    """Adds reflection of `services` (full names) and of itself to a server that has not started yet, with the
+    google.rpc types of error details."""
     describe_v1()
     servicer = aio.ReflectionServicer((*services, V1, V1ALPHA))
     handler = grpc.stream_stream_rpc_method_handler(
@@ -33,7 +33,6 @@ def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def describe_v1() -> None:
-    """Adds the description of v1 to the process's pool of descriptors, once."""
     name = reflection_pb2.DESCRIPTOR.name.replace("v1alpha", "v1")
     pool = descriptor_pool.Default()
     try:

@@ -17,7 +17,7 @@ from meshrl.v1 import exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weig
 from meshrl.wire.errors import MeshError, Reason
 
 OWN_WHERE_EMPTY = frozenset({"spec.start_from.run_id"})
-"""Fields in which an empty text is the run that the request names elsewhere."""
+"""Fields in which an empty text is the run named elsewhere in the request."""
 
 
 def _paths(message: Descriptor, above: tuple[Descriptor, ...] = ()) -> Iterator[str]:
@@ -47,10 +47,8 @@ _REQUEST_OF = {
 
 
 def check_runs(caller: object, patterns: Sequence[str], method: str, request: object) -> None:
-    """Raises PERMISSION_DENIED where a request names a run, or no run, that no pattern fits.
-
-    `request` is one message of the call; bulk comes as its bytes.
-    """
+    """Raises PERMISSION_DENIED where a request names a run, or no run, that no pattern fits. `request` is one message
+    of the call; bulk comes as its bytes."""
     paths = PATHS_OF.get(method, ())
     if not patterns or not paths:
         return
@@ -70,7 +68,7 @@ def check_runs(caller: object, patterns: Sequence[str], method: str, request: ob
 
 
 def _value(message: Message, path: str) -> str | None:
-    """The text at a path; None where the message around it is not set, as in all but the first of a stream."""
+    """None where the message around it is not set, as in all but the first of a stream."""
     *around, name = path.split(".")
     for field in around:
         if not message.HasField(field):

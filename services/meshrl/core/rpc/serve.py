@@ -28,13 +28,13 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
 SAY_GOODBYE_S = 5.0
 LOOK_AT_CALLERS_S = 1.0
-"""How often calls that run are looked at for callers whose credentials have been revoked."""
+"""Seconds between looks at running calls for revoked callers."""
 
 HANDSHAKE_S = 20.0
-"""For a new connection: TLS, certificates and HTTP/2's settings, over far lines as well."""
+"""For TLS, certificates and HTTP/2's settings, over far lines as well."""
 
 IDLE_S = 300.0
-"""A connection without a call is ended after so long; its client connects again with its next call."""
+"""After so long without a call a connection is ended; its client connects again with its next call."""
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
@@ -44,8 +44,6 @@ MAX_PENDING_CALLS = 65536
 
 
 class ListenConfig(Protocol):
-    """What a server needs to know: see `meshrl.core.config.shared.ServerConfig`."""
-
     @property
     def host(self) -> str: ...
 
@@ -58,7 +56,7 @@ class ListenConfig(Protocol):
 
 @dataclass(frozen=True)
 class UnixSocket:
-    """A `ListenConfig` that is a file in a folder of this user alone: no other reaches it."""
+    """A `ListenConfig` of a file in a folder of this user alone."""
 
     path: str
     port: int = 0
@@ -72,10 +70,9 @@ class UnixSocket:
 class GrpcServer:
     """One server with health per service, reflection and the mesh's call interceptor.
 
-    Order of use: `add` each service, `start`, `set_serving` when warm, `drain`.
-    Must be created on the event loop that runs it. Raises ConfigError for a bind that is not loopback, unless the
-    connections are encrypted (`credentials`) or `config.insecure` allows it. Without `credentials` the server has those
-    that the MESHRL_TLS_ variables name.
+    Order of use: `add` each service, `start`, `set_serving` when warm, `drain`; created on the event loop that runs it.
+    Raises ConfigError for a bind that is not loopback, unless `credentials` encrypt connections or `config.insecure`
+    allows it. Default credentials are those of the MESHRL_TLS_ variables.
     """
 
     def __init__(
@@ -105,7 +102,6 @@ class GrpcServer:
 
     @property
     def in_flight(self) -> int:
-        """Calls to the added services that are being served."""
         return self._calls.in_flight
 
     def add(self, service: str, adder: Callable[[ServicerT, grpc.aio.Server], None], servicer: ServicerT) -> None:
@@ -114,8 +110,8 @@ class GrpcServer:
         self._services.append(service)
 
     async def start(self) -> int:
-        """Binds and starts; returns the port. Every service is NOT_SERVING until `set_serving`. Raises ConfigError when
-        the address cannot be bound."""
+        """Returns the port. Every service is NOT_SERVING until `set_serving`. Raises ConfigError when the address
+        cannot be bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health.set(self._services, serving=False)
         add_reflection((*self._services, HEALTH_SERVICE), self._server)
@@ -141,16 +137,15 @@ class GrpcServer:
             self._calls.shut_out()
 
     def set_serving(self) -> None:
-        """Health answers SERVING for every service: the program is warm."""
         self._health.set(self._services, serving=True)
 
     def set_not_serving(self) -> None:
-        """Health answers NOT_SERVING for every service; calls are still taken."""
+        """Calls are still taken."""
         self._health.set(self._services, serving=False)
 
     async def drain(self, grace_s: float) -> None:
-        """Stops in order: NOT_SERVING, refuse new calls with DRAINING, wait for those in flight, stop. Calls that still
-        run after `grace_s` are cancelled. Health and reflection answer until the end."""
+        """NOT_SERVING, refuse new calls with DRAINING, wait for those in flight, stop. Calls that still run after
+        `grace_s` are cancelled. Health and reflection answer until the end."""
         self.set_not_serving()
         self._calls.refusing = True
         if not await self._calls.wait_idle(grace_s):
@@ -166,7 +161,6 @@ class GrpcServer:
 def server_options(
     max_message_bytes: int, min_ping_interval_s: float, *, handshake_s: float = HANDSHAKE_S, idle_s: float = IDLE_S
 ) -> list[tuple[str, int]]:
-    """Returns the gRPC server arguments: limits, and pings of idle clients tolerated at `min_ping_interval_s`."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -194,7 +188,6 @@ def check_bind(config: ListenConfig, *, encrypted: bool = False) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name: only this one is known to stay here

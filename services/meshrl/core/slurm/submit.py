@@ -25,27 +25,21 @@ END_OF_CONFIG = "END_OF_CONFIGURATION"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """One program as a SLURM job."""
-
     program: str
     """Name of the template, of the configuration file and of the folder of its logs."""
 
     module: str
     config: BaseConfig
-    """What the program loads in the job."""
-
     output_dir: Path
     nodes: int = 1
     gpus_per_node: int = 0
     values: Mapping[str, object] = field(default_factory=dict)
-    """Further values for the template."""
-
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables for sbatch, which hands them on to the job; they may hold a secret, which no file does."""
+    """For sbatch, which hands it on to the job; it may hold a secret, which no file does."""
 
 
 def script_of(job: BatchJob, slurm: SlurmConfig) -> str:
-    """The job's batch script. Raises ConfigError for a template that is not there or cannot be filled in."""
+    """Raises ConfigError for a template that is missing or cannot be filled in."""
     layout = Layout(job.output_dir.absolute())
     values: dict[str, object] = {
         **slurm.model_dump(),

@@ -1,9 +1,8 @@
 """Serves a program's metrics to Prometheus at GET /metrics, where `log.metrics_port` is set, and starts its watch.
 
-Served from a thread, so that a program whose event loop is stuck can still report it. Every process of a run (each
-worker of the rollout program, too) writes where it is scraped into `metrics_targets/PROGRAM.json`, the form of
-Prometheus' file_sd_configs. What is served: the process itself, its waits and its event loop; at the orchestrator also
-every metric of the last record, by the catalogue's name with slashes as underscores and placeholders as labels.
+Served from a thread, so that a program whose event loop is stuck can still report it. Every process of a run writes its
+address into `metrics_targets/PROGRAM.json`, the form of Prometheus' file_sd_configs. Served are the process, its waits
+and its event loop; at the orchestrator also every metric of the last record.
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ from meshrl.core.telemetry.watchdog import ProgramWatch
 
 TARGETS = "metrics_targets"
 SCRAPE_S = 20.0
-"""For one scrape, from the connection to its answer."""
 
 
 class WatchMetrics(Collector):
-    """Metrics of what a program's watch knows: its waits and its event loop."""
-
     def __init__(self, watch: ProgramWatch) -> None:
         self._watch = watch
 
@@ -53,8 +49,6 @@ class WatchMetrics(Collector):
 
 
 class RecordMetrics(Collector, Sink):
-    """The last value of every metric of a run's records; a sink of its monitor."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
@@ -81,7 +75,7 @@ class RecordMetrics(Collector, Sink):
 
 
 def registry_of(tracer: Tracer) -> CollectorRegistry:
-    """The registry of the program whose tracer this is; one that nobody scrapes for any other tracer."""
+    """The registry of the tracer's program; a new one for any other tracer."""
     found = getattr(tracer, "registry", None)
     return found if isinstance(found, CollectorRegistry) else CollectorRegistry()
 
@@ -96,8 +90,7 @@ def observed(
     *,
     on_lost_folder: Callable[[], None] | None = None,
 ) -> Iterator[ProgramWatch]:
-    """Watches this program and serves its metrics for as long as the block runs; entered on its event loop.
-    `on_lost_folder` as in `ProgramWatch`."""
+    """Watches this program and serves its metrics while the block runs; entered on its event loop."""
     watch = ProgramWatch(program, waits, output_dir, on_lost_folder=on_lost_folder)
     watch.start()
     try:
@@ -111,7 +104,7 @@ def observed(
 
 
 class _BoundedHandler(WSGIRequestHandler):
-    """Answers one scrape; its connection is closed when that takes longer than SCRAPE_S."""
+    """Closes the connection of a scrape that takes longer than SCRAPE_S."""
 
     def setup(self) -> None:
         super().setup()

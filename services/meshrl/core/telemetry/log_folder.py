@@ -22,15 +22,15 @@ from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
 
 BEGUN = "MESHRL_ATTEMPT_BEGUN"
-"""Set for programs that belong to a start which has begun its attempt already."""
+"""Set for programs of a start that has begun its attempt."""
 
 _LATEST = "latest"
 _ATTEMPT = "attempt_"
 
 
 def begin_attempt(layout: Layout) -> Path:
-    """Makes the folder for the logs of a new start and returns it. Logs that lie beside the attempts, as those of older
-    versions do, become an attempt before it. Ends the process with a sentence where nothing can be written."""
+    """Makes and returns the folder for the logs of a new start. Logs beside the attempts, of older versions, become an
+    attempt before it. Ends the process with a sentence where nothing can be written."""
     logs = layout.logs
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def begin_attempt(layout: Layout) -> Path:
 
 
 def log_place(layout: Layout, *parts: str) -> Path:
-    """The path of a log, or of a folder of logs, in the newest attempt; nothing is made there but the attempt, where
-    there is none. The documents' path becomes a link to it. Ends the process as `begin_attempt` does."""
+    """The path of a log, or of a folder of logs, in the newest attempt, which is made where there is none. The
+    documents' path becomes a link to it. Ends the process as `begin_attempt` does."""
     logs, plain = layout.logs, layout.logs / parts[0]
     latest = logs / _LATEST
     try:
@@ -66,8 +66,8 @@ def log_place(layout: Layout, *parts: str) -> Path:
 
 
 def own_log(layout: Layout, name: str) -> Path:
-    """Makes an empty log in the newest attempt for one run of the program `name`, that no other run writes to. The
-    documents' path becomes a link to it. Ends the process as `begin_attempt` does."""
+    """Makes an empty log in the newest attempt for one run of the program `name` alone. The documents' path becomes a
+    link to it. Ends the process as `begin_attempt` does."""
     first = log_place(layout, f"{name}.log")
     try:
         log = _new_file(first)
@@ -87,12 +87,11 @@ def _new_file(first: Path) -> Path:
 
 
 def _beside(logs: Path) -> list[Path]:
-    """What lies in the folder of logs that is neither a link, also one that is being made, nor an attempt."""
+    """Neither links, also those being made, nor attempts."""
     return [path for path in logs.iterdir() if not path.name.startswith((".", _ATTEMPT)) and not path.is_symlink()]
 
 
 def _new_folder(logs: Path) -> Path:
-    """The attempt after the last one; another process may have taken that number a moment ago."""
     numbers = [path.name.removeprefix(_ATTEMPT) for path in logs.glob(f"{_ATTEMPT}*")]
     number = max((int(found) for found in numbers if found.isdecimal()), default=0) + 1
     folder = logs / f"{_ATTEMPT}{number}"
@@ -104,20 +103,19 @@ def _new_folder(logs: Path) -> Path:
 
 
 def _point(path: Path, target: str) -> None:
-    """Makes `path` a link to `target` where it is none; what is no link stays as it is."""
+    """Makes `path` a link to `target`; what is no link stays."""
     if (path.is_symlink() and str(path.readlink()) != target) or not os.path.lexists(path):
         _link(path, target)
 
 
 def _link(path: Path, target: str) -> None:
-    """Makes `path` a link to `target`, also where it is one to something else: nobody ever sees none."""
+    """Replaces a link atomically."""
     made = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     made.symlink_to(target)
     made.replace(path)
 
 
 def main() -> None:
-    """Begins an attempt for a batch script and prints where its output goes."""
     layout = Layout(Path(sys.argv[1]))
     begin_attempt(layout)
     place = log_place(layout, sys.argv[2])

@@ -34,12 +34,10 @@ _BAD_HTTP = "aiohttp.http_exceptions"
 _CALL_IS_OVER = 'Failed "execute_batch"'
 
 LAUNCHER_LOGS = "MESHRL_LAUNCHER_LOGS"
-"""Set for a program whose output a launcher writes to its log on another node, where no look at stdout would tell."""
+"""Set for a program whose output a launcher logs on another node."""
 
 
 class _IntoLoguru(logging.Handler):
-    """Hands records of the standard library's logging to loguru, with the place they came from."""
-
     def emit(self, record: logging.LogRecord) -> None:
         try:
             level: str | int = logger.level(record.levelname).name
@@ -59,7 +57,7 @@ class _IntoLoguru(logging.Handler):
 
 
 class _LogFile:
-    """A log file. A full disk loses lines, which stderr is told once, and never ends the program."""
+    """A full disk loses lines, which stderr reports once, and never ends the program."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +76,6 @@ class _LogFile:
             self._failing = False
 
     def stop(self) -> None:
-        """Called by loguru when the log is set up anew."""
         self._file.close()
 
 
@@ -90,7 +87,7 @@ def _open_log(path: Path) -> _LogFile:
 
 
 def with_trace(line: str) -> Callable[[Record], str]:
-    """A format of text lines: `line`, and behind it the trace that a record belongs to, where it belongs to one."""
+    """A format of text lines: `line`, and behind it the record's trace, if it has one."""
 
     def of_record(record: Record) -> str:
         behind = " <dim>trace={extra[trace_id]}</dim>" if "trace_id" in record["extra"] else ""
@@ -100,18 +97,16 @@ def with_trace(line: str) -> Callable[[Record], str]:
 
 
 def _note_trace(record: Record) -> None:
-    """Gives a record the ids of the span that is current where it is logged, unless it has been given some."""
     context = trace.get_current_span().get_span_context()
     if context.is_valid and "trace_id" not in record["extra"]:
         record["extra"] |= {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
 def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_logging: bool = False) -> None:
-    """Sends everything at `level` or above to stdout, and to `log_file` if given.
+    """Sends everything at `level` or above to stdout, and to `log_file` if given; replaces what was set up before.
 
-    `name` is the process name in each line; with `json_logging` a line is a JSON object. Replaces what was set up
-    before. `log_file` is left to the starter of this process when stdout already goes to a file of its folder. Ends
-    the process with one sentence where that file cannot be made.
+    `log_file` is left to the starter of this process when stdout already goes to a file of its folder. Ends the process
+    with one sentence where that file cannot be made.
     """
     level = level.upper()
     logger.remove()
@@ -135,7 +130,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
 
 
 def stdout_goes_beside(log_file: Path) -> bool:
-    """True when stdout is a file of the same folder: a launcher keeps the log, and every line would be there twice."""
+    """Whether stdout is a file of the same folder: a launcher keeps the log, and every line would be there twice."""
     if os.environ.get(LAUNCHER_LOGS):
         return True
     try:

@@ -36,12 +36,12 @@ CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("weights/pause_s", "pause_s", ".4f"),
     ("weights/lag_s", "lag_s", ".3f"),
 )
-"""What a step's console line shows, as (metric, label, format); metrics that a record lacks are left out."""
+"""Of a step's console line, as (metric, label, format)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """One rollout for a table of samples; a sample of fine-tuning has neither reward nor advantage."""
+    """A sample of fine-tuning has neither reward nor advantage."""
 
     environment: str
     task_key: str
@@ -56,7 +56,7 @@ class SinkError(Exception):
 
 
 class Sink(Protocol):
-    """One destination. Calls come from one thread at a time, may block, and may raise. It inherits what it ignores."""
+    """Calls come from one thread at a time, may block, and may raise."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         return
@@ -75,8 +75,8 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Writes one record to every sink. Safe from several threads; blocking, so call it beside an event loop. Raises
-    nothing: a sink that fails is warned about once, and asked again with every record."""
+    """Writes one record to every sink. Safe from several threads; blocking. A sink that fails is warned about once, and
+    asked again with every record."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -94,7 +94,6 @@ class Monitor:
         self._each(lambda sink: sink.write_distributions(step, values))
 
     def log_alerts(self, step: int, alerts: Sequence[Ailment]) -> None:
-        """Sends the alerts that begin with a step."""
         self._each(lambda sink: sink.write_alerts(step, alerts))
 
     def close(self) -> None:
@@ -132,7 +131,7 @@ class ConsoleSink(Sink):
 
 class JsonlSink(Sink):
     """One JSON object a record: `{"step": n, name: value, ...}`; numbers that are not finite become null. Lines that a
-    full disk refuses wait in memory and are written, in order, once it takes them."""
+    full disk refuses wait in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -146,7 +145,6 @@ class JsonlSink(Sink):
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Raises SinkError when the disk takes no more."""
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,8 @@ from meshrl.core.durable import append_whole
 class JsonLinesSpanExporter(SpanExporter):
     """Appends each batch of spans to a file as one frame; runs on the thread of its span processor.
 
-    With `max_bytes` the file is moved to `NAME.1.jsonl.zst` when it holds half of that, in place of the one moved
-    before: the two hold the latest spans, at most `max_bytes` of them but for a single frame that is longer. Removals
-    are logged.
+    With `max_bytes` the file is moved to `NAME.1.jsonl.zst`, in place of an earlier one, when it holds half of that:
+    the two hold the latest spans, at most `max_bytes` but for a single longer frame.
     """
 
     def __init__(self, path: Path, max_bytes: int | None = None) -> None:
@@ -42,7 +41,7 @@ class JsonLinesSpanExporter(SpanExporter):
         self._failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Writes one frame; a full disk loses the batch, which is logged, but never stops the program."""
+        """A full disk loses the batch, which is logged, but never stops the program."""
         try:
             frame = zstandard.ZstdCompressor().compress(f"{export_line(spans)}\n".encode())
             if self._file is None:
@@ -69,7 +68,6 @@ class JsonLinesSpanExporter(SpanExporter):
         self._size = self._path.stat().st_size
 
     def _rotate(self, max_bytes: int) -> None:
-        """Moves the full file aside. What it replaces is the oldest there is."""
         earlier = self._path.with_name(self._path.name.replace(".jsonl", ".1.jsonl"))
         with suppress(FileNotFoundError):
             until = datetime.fromtimestamp(earlier.stat().st_mtime).astimezone()
@@ -83,7 +81,6 @@ class JsonLinesSpanExporter(SpanExporter):
         self._open()
 
     def shutdown(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -94,7 +91,7 @@ class JsonLinesSpanExporter(SpanExporter):
 
 
 def export_line(spans: Sequence[ReadableSpan]) -> str:
-    """Returns an ExportTraceServiceRequest as OTLP writes it in JSON. The spans are of one provider."""
+    """An ExportTraceServiceRequest in OTLP's JSON. The spans are of one provider."""
     if not spans:
         return '{"resourceSpans":[]}'
     scopes: defaultdict[str, list[str]] = defaultdict(list)

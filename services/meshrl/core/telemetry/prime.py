@@ -1,7 +1,7 @@
 """Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and how it ended.
 
-One of the monitor's destinations, in the orchestrator. Calls are those of the platform's API: POST external-runs,
-metrics, distributions, samples/presign and samples/confirm, and PUT external-runs/RUN/status.
+Calls are POST external-runs, metrics, distributions, samples/presign and samples/confirm, and PUT
+external-runs/RUN/status.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ CALL_S = 30.0
 PATIENCE = 10.0
 """After a call that failed the platform is left alone for so many times as long as that call took."""
 _STORED = Path(".prime") / "config.json"
-"""Where `prime login` keeps the key, below the home folder."""
 
 
 class PrimeSink(Sink):
-    """One run of the platform. RUN_ID of the environment names one that the platform has registered itself."""
+    """One run of the platform. The variable RUN_ID names one that the platform has registered itself."""
 
     def __init__(self, config: PrimeMonitorConfig, run: JsonObject) -> None:
-        """`run` is what the platform is told of the run at its registration. Where there is no key, or the platform
-        does not take the run, that is warned about and nothing is sent."""
+        """`run` is what the platform registers. Without a key, or where the platform does not take the run, that is
+        warned about and nothing is sent."""
         self._url = config.base_url.rstrip("/")
         self._key = os.environ.get(config.api_key_var) or _stored_key()
         self._run_id = os.environ.get("RUN_ID", "")
@@ -91,7 +90,7 @@ class PrimeSink(Sink):
             self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})
 
     def _send(self, what: str, values: Mapping[str, object]) -> JsonObject:
-        """Raises SinkError. One that never answers costs a run a tenth of its time at most."""
+        """Raises SinkError. A platform that never answers costs a run a tenth of its time at most."""
         if not self._run_id:
             return {}
         began = time.monotonic()

@@ -23,14 +23,13 @@ from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sampl
 from meshrl.diagnosis.causes import Ailment
 
 WANDB_FINISH_S = 60.0
-"""How long a run that ends waits for W&B to take what is left, unless WANDB_FINISH_TIMEOUT says otherwise."""
+"""How long the end of a run waits for W&B, unless WANDB_FINISH_TIMEOUT is set."""
 
 WEBHOOK_S = 10.0
-"""How long a webhook may take to answer."""
 
 
 class WandbSink(Sink):
-    """A Weights & Biases run. A service that fails, or cannot be reached at the start, is warned about and left out."""
+    """A service that fails, or cannot be reached at the start, is warned about and left out."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class WandbSink(Sink):
         folder: Path,
         settings: Mapping[str, object],
     ) -> None:
-        """WANDB_MODE of the environment, where it is set, comes before `offline`."""
+        """WANDB_MODE of the environment comes before `offline`."""
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WANDB_FINISH_S))
         os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
         self._wandb: Any = None
@@ -144,8 +143,6 @@ class WebhookSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """Event files for TensorBoard: metrics, samples as text, distributions as histograms; written by tensorboardX."""
-
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError where tensorboardX is not installed."""
         try:
@@ -177,7 +174,7 @@ class TensorBoardSink(Sink):
 
 
 class TrackioSink(Sink):
-    """A run in a local Trackio database; one that is started again in its folder goes on in the same run."""
+    """A run in a local Trackio database, which a restart in its folder continues."""
 
     def __init__(self, output_dir: Path, settings: Mapping[str, object]) -> None:
         """Raises ConfigError where trackio is not installed."""
@@ -220,8 +217,8 @@ class TrackioSink(Sink):
 def open_monitor(
     layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, object], more: Sequence[Sink] = ()
 ) -> Monitor:
-    """Returns the monitor of a run: console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`.
-    W&B shows `settings`, too. Raises ConfigError where a package for it is missing."""
+    """Console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`. Raises ConfigError where a
+    package is missing."""
     sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
     if log.tensorboard:
         sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))

@@ -45,13 +45,13 @@ SYNC_APPLY_SPAN = "rl.sync.apply"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 COMPRESSION_VARIABLES = ("OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION")
 MAX_QUEUE = 16_384
-"""Spans that wait to be written or sent, unless OTEL_BSP_MAX_QUEUE_SIZE says so; OpenTelemetry's own 2,048 are less
-than a large engine ends while a collector thinks."""
+"""Spans that wait to be written or sent, unless OTEL_BSP_MAX_QUEUE_SIZE is set; OpenTelemetry's own 2,048 are less than
+a large engine ends while a collector thinks."""
 # A train span links to every rollout of its batch; the SDK's own limit is 128.
 MAX_LINKS = 8192
 _EXPORT_EVERY_MS = 1000
 CLOSE_S = 2.0
-"""How long a program that ends waits for a collector that has not failed it. No run fails for its traces."""
+"""How long the end of a program waits for a collector that has not failed it."""
 
 __all__ = [
     "BATCH_SPAN",
@@ -80,7 +80,7 @@ __all__ = [
 
 
 def traceparent_of(span: trace.Span) -> str:
-    """Returns the W3C trace context of a span, or "" while tracing is off."""
+    """The W3C trace context of a span, or "" while tracing is off."""
     return format_traceparent(span.get_span_context())
 
 
@@ -89,7 +89,7 @@ _CHOSEN: ContextVar[trace.SpanContext | None] = ContextVar("meshrl_chosen_ids", 
 
 @contextmanager
 def chosen_ids(context: trace.SpanContext | None) -> Iterator[None]:
-    """The span that is started inside has these ids; None lets it have its own. It must be the root of its trace."""
+    """The span that is started inside has these ids. It must be the root of its trace."""
     token = _CHOSEN.set(context)
     try:
         yield
@@ -98,8 +98,6 @@ def chosen_ids(context: trace.SpanContext | None) -> Iterator[None]:
 
 
 class SpanIds(RandomIdGenerator):
-    """Random ids, but for a span whose ids are chosen."""
-
     def generate_trace_id(self) -> int:
         chosen = _CHOSEN.get()
         return super().generate_trace_id() if chosen is None else chosen.trace_id
@@ -110,11 +108,7 @@ class SpanIds(RandomIdGenerator):
 
 
 class SpanProvider(TracerProvider):
-    """OpenTelemetry's provider, which lists its processors, so that they can be ended one by one.
-
-    A span of it takes 25 us, where one of our own took 7. A rollout of one turn has four, which is 0.07 ms more, and
-    takes seconds with a real model.
-    """
+    """OpenTelemetry's provider, which lists its processors, so that they can be ended one by one."""
 
     def __init__(self, resource: Resource) -> None:
         limits = SpanLimits(max_links=MAX_LINKS)
@@ -127,18 +121,16 @@ class SpanProvider(TracerProvider):
 
 
 class CollectorExporter(SpanExporter):
-    """Passes batches on to OpenTelemetry's exporter, which retries by itself; notes whether the collector takes them.
-    Batches that are given up are in the trace file. The log has one line when that begins."""
+    """Passes batches on to OpenTelemetry's exporter, which retries by itself, and notes whether the collector takes
+    them."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
         self._fails = False  # the latest batch was given up
         self._sending_since_s: float | None = None
         self.missed = 0
-        """Spans of batches that were given up."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Blocks until the batch is taken or given up."""
         self._sending_since_s = time.monotonic()
         result = self._inner.export(spans)
         self._sending_since_s = None
@@ -153,7 +145,7 @@ class CollectorExporter(SpanExporter):
         return result
 
     def patience_s(self) -> float:
-        """How long the end of the program may wait for it: CLOSE_S for each batch, nothing once one was given up."""
+        """CLOSE_S for each batch, nothing once one was given up."""
         if self._fails:
             return 0.0
         since_s = self._sending_since_s
@@ -164,8 +156,7 @@ class CollectorExporter(SpanExporter):
 
 
 class Tracing(trace.Tracer):
-    """The tracer of a program, with an end: `close` writes what is still buffered.
-    `waits` is what the program waits for, `registry` has its metrics for Prometheus."""
+    """The tracer of a program; `waits` is what the program waits for, `registry` has its metrics for Prometheus."""
 
     def __init__(
         self, tracer: trace.Tracer, provider: SpanProvider | None, collector: CollectorExporter | None = None
@@ -179,7 +170,6 @@ class Tracing(trace.Tracer):
 
     @property
     def tracer(self) -> trace.Tracer:
-        """The OpenTelemetry tracer behind this one."""
         return self._tracer
 
     def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
@@ -189,8 +179,7 @@ class Tracing(trace.Tracer):
         return self._tracer.start_as_current_span(*args, **kwargs)
 
     def close(self) -> None:
-        """Writes what is buffered to the file, then sends it to the collector, within `patience_s` of that. Spans after
-        it are lost. Those that the collector has not taken by then are in the file alone."""
+        """Writes what is buffered to the file, then sends it to the collector, within `patience_s` of that."""
         if self._provider is None:
             return
         processors = list(self._provider.processors)
@@ -211,11 +200,10 @@ class Tracing(trace.Tracer):
 
 
 def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | None = None) -> Tracing:
-    """Sets up tracing for the whole process and returns its tracer.
+    """Sets up tracing for the whole process, once, after child processes were started; returns its tracer.
 
     Spans go to `traces_dir/<service_name>.jsonl.zst`, which keeps the latest `max_mib`, and to a collector where
-    OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off and costs next to nothing. Call once, after
-    child processes were started.
+    OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off.
     """
     exporters: list[SpanExporter] = []
     if traces_dir is not None:
@@ -232,7 +220,7 @@ def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | Non
 
 
 def build_provider(service_name: str, exporters: list[SpanExporter]) -> SpanProvider:
-    """Returns a provider that exports in the background, without making it the process's own."""
+    """A provider that exports in the background, not made the process's own."""
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
     )

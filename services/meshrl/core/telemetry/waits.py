@@ -18,16 +18,15 @@ from opentelemetry.trace import Tracer
 from meshrl.wire.program_state import WaitState
 
 OVERDUE_TIMES = 3.0
-"""A wait is overdue after so many times the median of those of its name that are over."""
+"""A wait is overdue after so many times the median of those of its name, and LEAST_S."""
 LEAST_S = 10.0
-"""And after so long at least; also where none of its name is over."""
 REMEMBERED = 64
 
 
 @dataclass(frozen=True)
 class CountedWait:
-    """One of many waits of a kind, such as a rollout in its scoring; `key` distinguishes it from the others. `began_s`
-    is of time.time. Those of one name and `on` are one line: how many they are, and the oldest one's words."""
+    """One of many waits of a kind, distinguished by `key`. `began_s` is of time.time. Those of one name and `on` become
+    one line with their number."""
 
     key: object
     name: str
@@ -41,13 +40,11 @@ CountedWaits = Callable[[], Iterable[CountedWait]]
 
 
 class Waits:
-    """The waits of one program. `now` gives seconds that never go back."""
-
     def __init__(self, now: Callable[[], float] = time.monotonic, *, least_s: float = LEAST_S) -> None:
         self.serves: tuple[str, ...] = ()
         """host:port of what the program serves, by which others that wait for it may name it."""
         self.lags_s: Mapping[str, float] = {}
-        """How late the event loops of the run's programs answer, by their names, as the watchdog has read it last."""
+        """Lag of the event loops of the run's programs by name, as the watchdog read it last."""
         self._now = now
         self._least_s = least_s
         self._lock = threading.Lock()
@@ -58,8 +55,8 @@ class Waits:
 
     @contextmanager
     def waiting(self, name: str, what: str | Callable[[], str], on: Named = ()) -> Iterator[None]:
-        """This program waits for `what`, which is in the hands of `on`, for as long as the block runs. `name` is the
-        kind of wait, whose usual length is learnt. Functions are asked whenever somebody looks."""
+        """This program waits for `what`, in the hands of `on`, while the block runs. `name` is the kind of wait, whose
+        usual length is learnt."""
         key = object()
         with self._lock:
             self._open[key] = _OpenWait(name, what, on, self._now())
@@ -70,11 +67,11 @@ class Waits:
                 self._past_s[name].append(self._now() - self._open.pop(key).since_s)
 
     def count(self, counted: CountedWaits) -> None:
-        """Asks `counted` at each look, on the event loop, for waits that are too many to be reported one by one."""
+        """Asks `counted` at each look, on the event loop, for waits that are too many to be reported singly."""
         self._counted.append(counted)
 
     def look(self, wall_s: float) -> tuple[WaitState, ...]:
-        """Everything that is waited for now, the longest first. Called on the event loop; `wall_s` is time.time()."""
+        """All current waits, the longest first. Called on the event loop; `wall_s` is time.time()."""
         with self._lock:
             opened, now_s = list(self._open.values()), self._now()
         found = [
@@ -128,6 +125,6 @@ class _OpenWait:
 
 
 def waits_of(tracer: Tracer) -> Waits:
-    """The waits of the program whose tracer this is; ones that nobody looks at for any other tracer."""
+    """The waits of the tracer's program; new ones for any other tracer."""
     found = getattr(tracer, "waits", None)
     return found if isinstance(found, Waits) else Waits()

@@ -27,10 +27,9 @@ from meshrl.wire.program_state import FOLDER, ProgramState, WaitState, read_stat
 LOOK_EVERY_S = 1.0
 WRITE_EVERY_S = 2.0
 LATE_S = 1.0
-"""An event loop that answers later than this is said to."""
 SAY_LATE_EVERY_S = 60.0
 OVERSEER = "orchestrator"
-"""The program that says of all others when they are in trouble: its log is what a person looks at."""
+"""The program that reports the troubles of all others: its log is what a person looks at."""
 
 
 class ProgramWatch:
@@ -63,7 +62,7 @@ class ProgramWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch and deletes the state file, since a program that ends in order is not missed."""
+        """Deletes the state file, since a program that ends in order is not missed."""
         self._ended.set()
         self._thread.join(timeout=LOOK_EVERY_S)
         if self._path is not None:
@@ -71,7 +70,6 @@ class ProgramWatch:
                 self._path.unlink(missing_ok=True)
 
     def state(self) -> ProgramState:
-        """What is written now."""
         asked_s = self._asked_s
         stuck_s = 0.0 if asked_s is None else time.monotonic() - asked_s
         return ProgramState(
