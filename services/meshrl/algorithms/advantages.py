@@ -2,9 +2,8 @@
 
 Every function takes the rewards and the sampled lengths of one group and returns float32 advantages, one a rollout. A
 group of equal rewards has no signal: all zeros. All raise ValueError for an empty group, arrays that differ in length
-or a reward that is not finite. An advantage holds for each token of its rollout; its normaliser is the group (each
-docstring's divisor), while that of the loss is chosen in `objective`. A length penalty comes off the rewards first, so
-it goes with any of them.
+or a reward that is not finite. An advantage holds for each token of its rollout; its normaliser is the group, that of
+the loss is chosen in `objective`. A length penalty comes off the rewards first.
 
 Notation: R_i the reward of rollout i, l_i its sampled tokens. Shapes: G rollouts of one task.
 """
@@ -67,7 +66,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
 
 
 Penalty = Callable[[Sequence[int]], NDArray[np.float64]]
-"""From the sampled lengths of a group to what comes off each reward."""
+"""From the sampled lengths of a group to each reward's deduction."""
 
 
 def soft_overlong_penalty(
@@ -105,10 +104,10 @@ def penalise_length(advantage: Advantage, *penalties: Penalty) -> Advantage:
 
 
 def load_custom_advantage(import_path: str, kwargs: Mapping[str, object], *, key: str = "advantage") -> Advantage:
-    """A user's function `fn(rewards_G, lengths_G, **kwargs) -> array (G,)` as an advantage.
+    """A user's function `fn(rewards_G, lengths_G, **kwargs) -> array (G,)`, which gets float64 and int64 arrays.
 
-    It gets float64 and int64 arrays. `key` is the config section that errors name. Raises ValueError here for a
-    function that cannot be imported or called so, and from the advantage for a result that is not G finite numbers.
+    `key` is the config section in errors. Raises ValueError here for a function that cannot be imported or called so,
+    and from the advantage for a result that is not G finite numbers.
     """
     function = load_function(import_path, kwargs, key=key, positional=("rewards_G", "lengths_G"))
 

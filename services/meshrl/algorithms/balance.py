@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Rows = list[list[int]]
-"""Of each row the indices of its samples, ascending."""
+"""The indices of each row's samples, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
-    """What one sample costs, in any unit; only the ratio matters."""
+    """In any unit; only the ratio matters."""
 
     linear: float = 1.0
     attention: float = 1.0 / 16384.0
@@ -45,8 +45,8 @@ def divide(
     There are as many rows as first-fit decreasing needs (at most 11/9 of the fewest plus one), rounded up to a multiple
     of dp_size while a row holds several samples. Of three divisions into that many rows the one of least `waiting_cost`
     is taken: first-fit decreasing, each sample, longest first, to the row that costs least, or the latter with the rows
-    beside a very long sample filled up first. One rank waits for nobody: there it is first-fit decreasing. `costs` are
-    those of the samples if they do not follow from their lengths. Raises ValueError for a sample longer than seq_len.
+    beside a very long sample filled up first. For one rank it is first-fit decreasing. `costs` are the samples' if they
+    do not follow from their lengths. Raises ValueError for a sample longer than seq_len.
     """
     if lengths and max(lengths) > seq_len:
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit into a row of {seq_len}; cut it first")
@@ -127,7 +127,7 @@ def _filled_to_the_longest(
 def _fill(
     left: Sequence[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int, seq_len: int
 ) -> tuple[Rows, list[int]]:
-    """The rows of one micro-step that lasts as long as the first sample left, and the samples left after it."""
+    """The rows of one micro-step as long as the first sample left, and the samples left after it."""
     limit = costs[left[0]]
     rows: Rows = [[] for _ in range(dp_size)]
     room, spare = [seq_len] * dp_size, [limit] * dp_size

@@ -12,9 +12,8 @@ def load_function(
 ) -> Callable[..., object]:
     """Imports `package.module.function` (or `package.module:function`).
 
-    `key` is the config section of `import_path` and `kwargs`, and `positional` names what the function will be called
-    with ahead of `kwargs`; both are for the errors. Raises ValueError, with the remedy, when the module or
-    the function is not there or the function cannot be called so.
+    `key` is the config section, `positional` the arguments ahead of `kwargs`, for errors. Raises ValueError, with the
+    remedy, when the function is not there or cannot be called so.
     """
     module_name, _, name = import_path.replace(":", ".").rpartition(".")
     where = f"{key}.import_path {import_path!r}"

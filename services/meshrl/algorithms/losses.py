@@ -24,12 +24,12 @@ LOG_RATIO_LIMIT = 20.0
 """Nats; a ratio of 5e8."""
 
 RESERVED_METRICS = frozenset({"rl", "ce", "ref_kl", "total", "mean"})
-"""Names under which the objective and its terms are reported, beside the metrics of its loss."""
+"""Names of the objective and its terms."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossInputs:
-    """A row's sampled tokens, sequence after sequence, as a loss gets them; float32 (N,) by default."""
+    """A row's sampled tokens, sequence after sequence; float32 (N,) by default."""
 
     logprobs: torch.Tensor  # log p; carries the gradient
     inference_logprobs: torch.Tensor  # log q, after the sampling settings (temperature, top-p, ...)
@@ -40,7 +40,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossOutput:
-    """The loss of each token (N,), which tokens the loss kept out of the policy gradient, and what to report."""
+    """The loss of each token (N,), the tokens kept out of the policy gradient, and metrics."""
 
     per_token: torch.Tensor
     masked: torch.Tensor  # bool (N,)
@@ -172,10 +172,10 @@ class SequenceLoss:
 def load_custom_loss(import_path: str, kwargs: Mapping[str, object], *, key: str = "loss") -> Loss:
     """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence.
 
-    A sequence's loss is spread evenly over its tokens, so that every normaliser keeps its meaning: TOKEN divides the
-    sum of all losses by the tokens of the batch, SEQUENCE takes the mean of loss / L. So do metrics, whose step value
-    is the mean over tokens. No token counts as masked. `key` is the config section that errors name. Raises
-    ValueError here for a function that cannot be imported or called so, and from the loss for what is no SequenceLoss.
+    A sequence's loss, like its metrics, is spread evenly over its tokens, so that every normaliser keeps its meaning:
+    TOKEN divides the sum of all losses by the tokens of the batch, SEQUENCE takes the mean of loss / L. No token counts
+    as masked. `key` is the config section in errors. Raises ValueError here for a function that cannot be imported or
+    called so, and from the loss for what is no SequenceLoss.
     """
     function = load_function(import_path, kwargs, key=key, positional=("sequence",))
 
@@ -242,7 +242,7 @@ def _clipped_surrogate(inputs: LossInputs, ratio_N: torch.Tensor, clip_low: floa
 
 
 def saturated_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(log r) with log r held within LOG_RATIO_LIMIT; finite, and so is its gradient (zero outside)."""
+    """exp(log r) with log r held within LOG_RATIO_LIMIT; its gradient outside is zero."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

@@ -40,11 +40,11 @@ from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, saturated_rat
 from meshrl.wire.types import MicroBatch
 
 LEAST_REST = 1e-6
-"""Probability of all tokens that are no candidates; less than this cannot be told from float32 logprobs."""
+"""Least probability of all tokens that are no candidates: below, it is rounding of float32 logprobs."""
 
 
 class Normaliser(enum.Enum):
-    """What the sum of the rl tokens' losses is divided by; the module's docstring has the formulas."""
+    """The divisor of the rl tokens' losses; the module's docstring has the formulas."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -53,8 +53,6 @@ class Normaliser(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCounts:
-    """How many tokens and sequences each term of the objective has in the whole batch."""
-
     rl_tokens: int
     rl_sequences: int
     ce_tokens: int
@@ -63,8 +61,7 @@ class BatchCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss of the rl term, its normaliser, and the constants of the ref_kl term. Raises ValueError for constants
-    that make no objective."""
+    """Raises ValueError for constants that make no objective."""
 
     loss: Loss
     normaliser: Normaliser = Normaliser.TOKEN
@@ -88,14 +85,13 @@ class Objective:
             )
 
     def rl_divisor(self, counts: BatchCounts) -> int:
-        """D of the rl term."""
         return counts.rl_tokens if self.normaliser is Normaliser.TOKEN else counts.rl_sequences
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTokens:
     """The predicted tokens of a row, sequence after sequence; float32 (P,) by default. A term's weights are None where
-    the batch has none: rl weighs each token 1, ce and ref_kl have no token."""
+    the batch has none."""
 
     logprobs: torch.Tensor  # log p; carries the gradient
     inference_logprobs: torch.Tensor  # log q; read where rl_mask or sampled is true
@@ -131,7 +127,7 @@ class RowLoss:
 
 
 def count(micro_batches: Iterable[MicroBatch]) -> BatchCounts:
-    """The counts of a batch from all its micro-batches, those of other ranks too."""
+    """From all micro-batches, those of other ranks too."""
     rl_tokens = rl_sequences = ce_tokens = ref_kl_tokens = 0
     for micro_batch in micro_batches:
         lengths = np.diff(micro_batch.sample_offsets)
@@ -144,7 +140,7 @@ def count(micro_batches: Iterable[MicroBatch]) -> BatchCounts:
 
 
 def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) -> RowLoss:
-    """One row's share of the objective. `counts` are the whole batch's, not the row's."""
+    """`counts` are the whole batch's, not the row's."""
     total = row.logprobs[:0].sum()  # 0 with a graph: a rank whose row has no token still takes part in backward
     per_token_P = torch.zeros_like(row.logprobs, requires_grad=False)
     masked_P = torch.zeros_like(row.rl_mask)
@@ -169,7 +165,6 @@ def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) ->
 
 
 def _rl_values(objective: Objective, row: RowTokens, at_N: torch.Tensor) -> tuple[LossOutput, torch.Tensor]:
-    """The loss's output and rl_weight * w * loss, (N,)."""
     ids_N = row.sequence_ids[at_N]
     inputs = LossInputs(
         logprobs=row.logprobs.index_select(0, at_N),
@@ -215,7 +210,7 @@ def candidate_kl(logprobs_NK: torch.Tensor, reference_NK: torch.Tensor, given_NK
 
 
 def _indexes(mask_P: torch.Tensor) -> torch.Tensor:
-    """Where the mask is true: found once for several columns, for a device waits for the host to learn how many."""
+    """Found once for several columns, for a device waits for the host to learn how many."""
     return mask_P.nonzero().squeeze(1)
 
 

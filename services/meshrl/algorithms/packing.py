@@ -24,8 +24,8 @@ from meshrl.wire.values import Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainSample:
-    """One token sequence to train on; `advantage` holds for each of its loss tokens. Weights are None where no token
-    has one: rl then weighs each of its tokens 1, ce and ref_kl have no tokens."""
+    """`advantage` holds for each of its loss tokens. Weights are None where no token has one: rl then weighs each of
+    its tokens 1, ce and ref_kl have no tokens."""
 
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) tokens the policy sampled; the first of a sample has nothing to predict it
@@ -47,27 +47,27 @@ class TrainSample:
 
     @property
     def first_term(self) -> int | None:
-        """Index of the first token that a term of the objective has; None when there is none."""
+        """Index of the first token of a term of the objective; None when there is none."""
         terms = (self.loss_mask, self.ce_weights, self.ref_kl_weights)
         found = [int(np.argmax(tokens != 0)) for tokens in terms if tokens is not None and tokens.any()]
         return min(found, default=None)
 
 
 _WEIGHTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
-"""What a sample without weights has in a row where another has them."""
+"""Of a sample without weights in a row where another has them."""
 
 _CANDIDATES: Mapping[str, tuple[float, type[np.generic]]] = {
     "ref_top_ids": (-1, np.int32),
     "ref_top_logprobs": (0.0, np.float32),
 }
-"""The same for candidates, of which a sample may also have fewer than another, and their types."""
+"""The same for candidates, of which a sample may also have fewer, and their types."""
 
 _ARRAYS = (*_WEIGHTS, *_CANDIDATES, "routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """The rows of a step. `loss_tokens` counts the tokens of the rl term."""
+    """`loss_tokens` counts the tokens of the rl term."""
 
     micro_batches: tuple[MicroBatch, ...]
     loss_tokens: int
@@ -91,9 +91,8 @@ def pack_samples(
     Rows come micro-step by micro-step, one a rank; there are a multiple of dp_size, if need be by rows without loss. A
     sample longer than seq_len is truncated at its tail; one without any token to train on is left out. With
     `min_shared_prefix` samples of a group share a beginning of at least this share of their tokens, unless that makes
-    ranks wait longer for each other than it saves; with None every sample has all of its tokens. The same input gives
-    the same output. Raises ValueError for a sample whose arrays differ in length, with only one of ref_kl_weights and
-    ref_logprobs, and when nothing is left to train on.
+    ranks wait longer for each other than it saves. Deterministic. Raises ValueError for a sample whose arrays differ in
+    length, with only one of ref_kl_weights and ref_logprobs, and when nothing is left to train on.
     """
     if seq_len < 2 or dp_size < 1:
         raise ValueError(f"seq_len must be at least 2 and dp_size at least 1, got {seq_len} and {dp_size}")
@@ -120,7 +119,6 @@ def pack_samples(
 
 
 def shared_prefix_ratio(micro_batches: Sequence[MicroBatch]) -> float:
-    """Share of the samples' tokens that rows do not repeat."""
     shared = sum(row.shared_tokens for row in micro_batches)
     return shared / (shared + sum(len(row.token_ids) for row in micro_batches))
 
@@ -128,7 +126,6 @@ def shared_prefix_ratio(micro_batches: Sequence[MicroBatch]) -> float:
 def _rows(
     samples: Sequence[TrainSample], *, seq_len: int, dp_size: int, cost: SampleCost, min_shared_prefix: float | None
 ) -> list[list[Bundle]]:
-    """The bundles of each row; without shared prefixes each sample is one."""
     lengths = [len(sample.token_ids) for sample in samples]
 
     def divided(units: Sequence[Bundle]) -> tuple[list[list[Bundle]], float]:
@@ -150,8 +147,8 @@ def _rows(
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
-    """The sample's first seq_len tokens, the first of which belongs to no term: nothing predicts it. Raises ValueError
-    for arrays that do not go together."""
+    """The sample's first seq_len tokens, the first of which belongs to no term. Raises ValueError for arrays that do
+    not go together."""
     length, what = len(sample.token_ids), f"sample of rollout {sample.rollout_id!r}"
     if len(sample.loss_mask) != length or len(sample.logprobs) != length:
         raise ValueError(
@@ -213,7 +210,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
 
 
 def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
-    """(T,) the tokens whose sampling logprob the objective reads: those of rl, and of ref_kl for its ratio."""
+    """(T,) tokens whose sampling logprob the objective reads: those of rl, and of ref_kl for its ratio."""
     if sample.ref_kl_weights is None or not sample.ref_kl_sampled:
         return sample.loss_mask
     known: NDArray[np.bool_] = sample.loss_mask | (sample.ref_kl_weights != 0)

@@ -24,8 +24,6 @@ from meshrl.algorithms.balance import SampleCost
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beginning:
-    """What counts of a sample when it looks for a root."""
-
     token_ids: NDArray[np.int32]  # (T,)
     first_term: int  # index of the first token that a term of the objective has
     group: Hashable  # samples of different groups share nothing; None shares with none
@@ -33,17 +31,13 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A root and the samples that share its beginning: what goes into one row together."""
-
     members: tuple[int, ...]  # indices of the samples, the root first
     prefixes: tuple[int, ...]  # tokens of the root that stand before each member's own; 0 for the root
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Tokens that a row holds for it."""
         return sum(lengths[index] - prefix for index, prefix in zip(self.members, self.prefixes, strict=True))
 
     def cost(self, lengths: Sequence[int], cost: SampleCost) -> float:
-        """What training it costs, in the units of `cost`."""
         return sum(
             cost(lengths[index]) - cost(prefix) for index, prefix in zip(self.members, self.prefixes, strict=True)
         )
@@ -53,7 +47,7 @@ def bundles(samples: Sequence[Beginning], *, max_tokens: int, parts: int, min_sh
     """Every sample in one bundle of at most max_tokens; samples that share nothing are bundles of their own.
 
     A sample shares when the prefix is at least `min_share` of its tokens. A bundle too large for an even share of
-    `parts` is divided, and each part has a root of its own, so that no rank trains a group that others wait for.
+    `parts` is divided, each part with a root of its own, so that no rank trains a group that others wait for.
     """
     found: list[Bundle] = []
     roots: dict[Hashable, list[int]] = {}

@@ -102,10 +102,8 @@ def start_call(
     deadline_s: float | None,
     credentials: Credentials,
 ) -> Any:
-    """Begins a call of any RPC; what it returns is awaited, or read message by message where the server streams.
-
-    All `requests` are sent where the client streams, else the first.
-    """
+    """Begins a call of any RPC; the result is awaited, or read message by message where the server streams. All
+    `requests` are sent where the client streams, else the first."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     answer = message_factory.GetMessageClass(method.output_type)

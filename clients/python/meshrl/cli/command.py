@@ -1,4 +1,4 @@
-"""What the commands share: their options, how they call a service, and how they fail: one line that names a remedy."""
+"""What commands share: their options, calls of a service, and errors of one line with a remedy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _T = TypeVar("_T")
 _Command = Callable[..., object]
 
 CALL_DEADLINE_S = 10.0
-"""How long a service may take to answer before the command gives up."""
-
 REMEDIES = {
     "UNREACHABLE": "start the service, or name another with --address, or its run's folder with -o",
     "DEADLINE_PASSED": "it may be busy: see `meshrl status`, and try again",
@@ -29,15 +27,15 @@ REMEDIES = {
     "DRAINING": "it is ending: start it again, or name another with --address",
     "INTERNAL": "its log has the traceback: `meshrl logs`",
 }
-"""What to do about errors of which the service itself does not say it."""
+"""For errors whose service names none."""
 
 
 class CliError(click.ClickException):
-    """A command cannot do what it was asked; the message names the remedy. Exit code 1."""
+    """The message names the remedy. Exit code 1."""
 
 
 class UsageLineError(click.ClickException):
-    """A wrong command line in one line, where click would print the usage as well. Exit code 2."""
+    """A wrong command line in one line, without click's usage. Exit code 2."""
 
     exit_code = 2
 
@@ -48,7 +46,7 @@ class UsageLineError(click.ClickException):
 
 
 def folder_option(command: _Command) -> _Command:
-    """Adds -o/--output-dir: the run's folder, handed over as a RunFolder."""
+    """The run's folder, handed over as a RunFolder."""
     return click.option(
         "-o", "--output-dir", "folder", type=click.Path(file_okay=False, path_type=Path),
         callback=lambda context, option, path: RunFolder(path), default="outputs", show_default=True,
@@ -57,17 +55,16 @@ def folder_option(command: _Command) -> _Command:
 
 
 def address_option(command: _Command) -> _Command:
-    """Adds --address: one service anywhere, in place of those that the run's folder names."""
+    """One service anywhere, in place of those that the run's folder names."""
     return click.option("--address", metavar="HOST:PORT", help="The service, where no run's folder names it.")(command)
 
 
 def json_option(command: _Command) -> _Command:
-    """Adds --json."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")(command)
 
 
 def print_json(value: object) -> None:
-    """Prints a value as indented JSON; numbers that JSON does not have are null."""
+    """Numbers that JSON does not have are null."""
     click.echo(json.dumps(_finite(value), indent=2, default=str, allow_nan=False))
 
 
@@ -80,12 +77,11 @@ def _finite(value: object) -> object:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Prints a table without lines, as wide as its cells; None is a dash."""
     click.echo(plain_table([[header.upper() for header in headers], *rows]))
 
 
 def the_address(folder: RunFolder, service: str, address: str | None) -> str:
-    """The address that was given, or the first that the folder has for the service. Raises CliError."""
+    """The given address, or the folder's first for the service. Raises CliError."""
     found = (address,) if address else folder.addresses(service)
     if not found:
         raise CliError(
@@ -96,14 +92,12 @@ def the_address(folder: RunFolder, service: str, address: str | None) -> str:
 
 
 class _Changes(TypedDict, total=False):
-    """Options that a command has otherwise."""
-
     unary_deadline_s: float
     reconnect_s: float
 
 
 def options_for(folder: RunFolder, **changes: Unpack[_Changes]) -> ChannelOptions:
-    """How to call the services of a run, with its credentials, where it has any. Raises CliError for unusable ones."""
+    """With the run's credentials, where it has any. Raises CliError for unusable ones."""
     from meshrl.client.channel import ChannelOptions  # gRPC takes 0.1 s to import, which `--help` need not wait for
     from meshrl.client.credentials import CredentialError, default_credentials
 
@@ -133,7 +127,6 @@ def run(work: Coroutine[None, None, _T]) -> _T:
 
 
 def ago(seconds: float) -> str:
-    """A duration for people: 4.2s, 3m05s, 2h07m."""
     if seconds < 60.0:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -60,16 +60,13 @@ def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -
 
 
 def _program(name: str) -> str:
-    """The program whose log it is: `eval` for `eval.2`, the log of its second run in one start."""
+    """`eval` for `eval.2`, the log of its second run in one start."""
     program, _, number = name.rpartition(".")
     return program if number.isdecimal() else name
 
 
 def _stamped(name: str, path: Path, number: int) -> tuple[list[tuple[str, str, str]], int]:
-    """The last lines, each with the time it begins with, or that of the line before; none of a file that has gone.
-
-    And where the file ends.
-    """
+    """The last lines, each with its time, or that of the line before, and the file's end."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, SEEK_END)

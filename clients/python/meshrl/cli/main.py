@@ -1,7 +1,4 @@
-"""Entry point of the `meshrl` command: one group of subcommands, each imported when it is called.
-
-Reads a run's folder and talks to its services as any client does; nothing here is needed for a run to go on.
-"""
+"""Entry point of the `meshrl` command: one group of subcommands, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -32,21 +29,17 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "watch": ("watch", "Show curves, rates, waits and programs in the terminal, again and again."),
     "weights": ("versions", "List weight versions and the engines that serve them."),
 }
-"""Under each command's name, its module in meshrl.cli and the line that `meshrl --help` has for it."""
+"""Each command's module in meshrl.cli and its line in `meshrl --help`."""
 
 OTHER_COMMANDS = "meshrl.commands"
-"""Entry points by which other distributions add commands; `meshrl-conformance` does."""
+"""Entry points by which other distributions add commands."""
 
 
 class LazyCommands(click.Group):
-    """Imports a command's module when the command is called, so that help and the other commands come at once."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in the order in which help shows them."""
         return sorted({*COMMANDS, *entry_points(group=OTHER_COMMANDS).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name, or None."""
         if cmd_name not in COMMANDS:
             (*added,) = entry_points(group=OTHER_COMMANDS, name=cmd_name)
             if not added and cmd_name == "conformance":
@@ -60,17 +53,14 @@ class LazyCommands(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: object
     ) -> click.Context:
-        """As click does, but for errors, which are one line."""
         with _in_one_line(info_name or "meshrl"):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> object:
-        """As click does, but for errors, which are one line."""
         with _in_one_line(ctx.command_path):
             return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists the commands, ours without importing them."""
         with formatter.section("Commands"):
             lines = {name: line for name, (_, line) in COMMANDS.items()}
             for added in entry_points(group=OTHER_COMMANDS):

@@ -23,8 +23,6 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class _Duration(click.ParamType[float]):
-    """Seconds from text such as 30m, 1h or 7d."""
-
     name = "duration"
 
     def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> float:
@@ -108,7 +106,6 @@ def join(address: str, shown: str, ca_hash: str, place: Path, name: str | None, 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Makes a CliError of what goes wrong with a run's credentials."""
     try:
         yield
     except ValueError as error:  # an AuthorityError, or a name that is none

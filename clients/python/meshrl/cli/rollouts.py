@@ -17,7 +17,7 @@ from meshrl.wire.values import JsonObject
 FOLLOW_S = 1.0
 
 _IN_LEDGER = {"in_flight": "dispatched", "ready": "finished"}
-"""What the ledger calls these states."""
+"""The ledger's names of these states."""
 
 _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index, rollouts.state, rollouts.reason,
   rollouts.step, rollouts.oldest_version, rollouts.group_id, rollouts.updated_s, rollouts.key, rollouts.run,
@@ -25,7 +25,7 @@ _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index,
 
 
 def find_trace(folder: RunFolder, name: str) -> str | None:
-    """The trace of the one rollout whose id begins with `name`, None where there is none. Raises CliError for more."""
+    """The trace of the one rollout whose id begins with `name`, None without one. Raises CliError for more."""
     if not (folder.path / "ledger.sqlite").exists():
         return None
     with closing(_open(folder)) as ledger:
@@ -138,7 +138,6 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
 
 
 def _trace_of(folder: RunFolder, rollout_id: str) -> str | None:
-    """The trace of the rollout, where its span names it, else None."""
     for _, span in folder.spans():
         if span["name"] == "rl.rollout":
             values = {pair["key"]: pair["value"] for pair in span.get("attributes", ())}
@@ -188,7 +187,7 @@ def best(folder: RunFolder, step: int | None, environment: str | None, as_json: 
 
 
 def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[JsonObject]:
-    """The kept rollouts of a step. Raises CliError when there are none."""
+    """Raises CliError when there are none."""
     steps = folder.sampled_steps()
     if not steps:
         raise CliError(
@@ -244,14 +243,13 @@ def _print_rollout(line: JsonObject) -> None:
 
 
 def _beginning(line: JsonObject) -> str:
-    """The first words that the policy said, or why the rollout failed."""
     if "samples" not in line:
         return f"{line['reason']}: {line['message']}"[:60]
     return first_words(line, 60)
 
 
 def first_words(line: JsonObject, most: int) -> str:
-    """The policy's first reply in a kept rollout, in one line of at most `most` characters; "" for nothing."""
+    """The policy's first reply in a kept rollout, in one line of at most `most` characters."""
     said = (
         message["text"]
         for sample in line.get("samples", ())

@@ -26,14 +26,12 @@ if TYPE_CHECKING:  # gRPC and what goes with it take half a second to import: wh
 
 SCHEMA = Path(__file__).with_name("status.schema.json")
 LATE_S = 1.0
-"""An event loop that answers later is named."""
 ANSWER_S = 3.0
-"""How long a service may take to answer before its row says that it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRow:
-    """One line of the status: a service or an engine. `lag` is in versions behind the trainer; None where unknown.
+    """A service or an engine. `lag` is in versions behind the trainer; None where unknown.
 
     The orchestrator's row is about its last step, when the trainer had that step's version.
     """
@@ -48,14 +46,11 @@ class ServiceRow:
 
     @property
     def is_well(self) -> bool:
-        """Whether it answers and does its work."""
         return self.state in ("serving", "running", "ready")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """A run at one moment."""
-
     output_dir: str
     step: int | None
     max_steps: int | None
@@ -64,7 +59,6 @@ class RunStatus:
     waiting: str = ""
     """Who waits for whom, and programs that are in trouble, in one sentence."""
     ended_by: str = ""
-    """The error that the run has ended with."""
     programs: tuple[ProgramState, ...] = ()
 
     @property
@@ -75,8 +69,7 @@ class RunStatus:
 
 
 async def read_status(folder: RunFolder) -> RunStatus:
-    """Asks every service that the folder names. Raises nothing: a service that does not answer has the error in its
-    row."""
+    """Asks every service that the folder names; one that does not answer has the error in its row."""
     asked: list[Awaitable[list[ServiceRow]]] = [
         _ask(folder, service, address, ask)
         for service, ask in (
@@ -134,7 +127,6 @@ async def _rollout(address: str, options: ChannelOptions) -> list[ServiceRow]:
 
 
 async def _dialled_in(address: str, options: ChannelOptions) -> list[ServiceRow]:
-    """A row for each worker that has dialled in at the orchestrator."""
     from meshrl.client.exchange import ExchangeClient
     from meshrl.wire import convert
     from meshrl.wire.types import RolloutStatus
@@ -230,7 +222,7 @@ async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
 
 
 def _orchestrator(folder: RunFolder, last: JsonObject | None, now_s: float, *, running: bool) -> ServiceRow | None:
-    """What the orchestrator's files say of it; None in a folder that it never wrote to."""
+    """None in a folder that it never wrote to."""
     if not folder.config("orchestrator"):
         return None
     if last is None:
@@ -255,7 +247,7 @@ def _orchestrator(folder: RunFolder, last: JsonObject | None, now_s: float, *, r
 
 
 def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
-    """The row with its lag behind the newest version of the trainer, unless it is about an earlier moment."""
+    """With its lag behind the trainer's newest version, unless it is about an earlier moment."""
     if newest is None or row.version is None or row.lag is not None:
         return row
     return replace(row, lag=max(0, newest - row.version))
@@ -274,7 +266,6 @@ def _headline(folder: RunFolder, last: JsonObject | None, now_s: float, *, runni
 
 
 def show(status: RunStatus) -> None:
-    """Prints a status for people."""
     click.echo(status.headline)
     if status.waiting:
         click.echo(f"now: {status.waiting}")
@@ -288,7 +279,6 @@ def show(status: RunStatus) -> None:
 
 
 def status_schema() -> str:
-    """The JSON schema of what `meshrl status --json` prints."""
     return SCHEMA.read_text()
 
 

@@ -1,7 +1,6 @@
 """Reads the spans that programs write below traces/: OTLP JSON lines, each a zstd frame of its own.
 
-Files of earlier versions are plain lines. A frame that is being written, or that a crash cut off, is left for the next
-look; one that is damaged is left out.
+Files of earlier versions are plain lines. An incomplete frame is left for the next look, a damaged one is left out.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from meshrl.wire.values import JsonObject
 PATTERNS = ("*.jsonl", "*.jsonl.zst")
 _FRAME = b"\x28\xb5\x2f\xfd"
 _FIRST_BYTES = 4096
-"""Bytes in which the end of a frame is looked for first; what is behind it is copied."""
+"""The end of a frame is looked for in these first; what is behind it is copied."""
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The files with spans of a run's traces/, by name; what stands before the first dot names the program."""
+    """By name; what stands before the first dot names the program."""
     return sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
 
 
 def read_lines(path: Path, begin: int = 0) -> tuple[list[bytes], int]:
-    """The whole lines from byte `begin` of a file on, and where to read on. Lines that cannot be read are left out."""
+    """The readable whole lines from byte `begin` on, and where to read on."""
     with path.open("rb") as file:
         file.seek(begin)
         data = file.read()
@@ -51,7 +50,7 @@ def read_lines(path: Path, begin: int = 0) -> tuple[list[bytes], int]:
 
 
 def _frame(data: memoryview) -> tuple[bytes, int] | None:
-    """What the frame at the beginning of `data` holds, and its length; None for one that is not whole."""
+    """The content of the frame at the beginning of `data`, and its length; None for one that is not whole."""
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     parts, at, step = list[bytes](), 0, _FIRST_BYTES
     while at < len(data):
@@ -64,7 +63,7 @@ def _frame(data: memoryview) -> tuple[bytes, int] | None:
 
 
 def spans_of(lines: list[bytes]) -> Iterator[JsonObject]:
-    """Each span of these lines in OTLP's JSON form; a line that is none is left out."""
+    """In OTLP's JSON form; a line that is none is left out."""
     for line in lines:
         try:
             exported = json.loads(line)

@@ -25,7 +25,7 @@ _ID = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpan:
-    """One span: times in seconds since 1970, and in whole microseconds, which nest exactly; ids in hex."""
+    """Times in seconds since 1970, and in whole microseconds, which nest exactly; ids in hex."""
 
     program: str
     name: str
@@ -38,11 +38,10 @@ class RunSpan:
     end_us: int
     attributes: JsonObject = field(default_factory=dict)
     links: tuple[str, ...] = ()
-    """The ids of the spans it links to."""
 
 
 def read_spans(folder: RunFolder) -> list[RunSpan]:
-    """All spans of the run, by their start. Raises CliError when there are none."""
+    """By their start. Raises CliError when there are none."""
     found = sorted((to_run_span(program, raw) for program, raw in folder.spans()), key=lambda span: span.start_s)
     if not found:
         raise CliError(f"{folder.path} has no traces: name a run's output folder with -o")
@@ -50,7 +49,7 @@ def read_spans(folder: RunFolder) -> list[RunSpan]:
 
 
 def to_run_span(program: str, raw: JsonObject) -> RunSpan:
-    """A span of `program` from OTLP's JSON form."""
+    """From OTLP's JSON form."""
     start, end = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
     return RunSpan(
         program=program,
@@ -143,7 +142,7 @@ def slowest(folder: RunFolder, number: int, as_json: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SpanKind:
-    """All spans of one name and program; `longest` has the attributes of the longest of them."""
+    """`longest` has the attributes of the longest span."""
 
     program: str
     name: str
@@ -187,11 +186,10 @@ def export(folder: RunFolder, target: Path) -> None:
 
 
 def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
-    """The spans as Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
+    """Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
 
-    As Perfetto wants it: whole microseconds, since it drops slices of a track that overlap by a rounding; threads whose
-    ids are nobody else's, also no process's; arrows with numbers, which lead from what begins first to what begins
-    later, since it drops others. A rollout begins before a version that comes while it is sampled.
+    Perfetto wants whole microseconds, since it drops slices that overlap by a rounding; ids of threads that no other
+    thread or process has; and numbered arrows from what begins first to what begins later.
     """
     programs = {program: number for number, program in enumerate(sorted({span.program for span in spans}), 1)}
     begin_us = min(span.start_us for span in spans)
@@ -221,11 +219,8 @@ def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
 
 
 def _track(tracks: list[list[tuple[int, int]]], span: RunSpan) -> int:
-    """The first track on which the span nests into what is open there, or follows it; a new one if none has room.
-
-    A track holds start and end of the spans that are open on it, in microseconds, the innermost last. Two that start
-    together are on two tracks: an arrow there would be the inner one's.
-    """
+    """The first track on which the span nests into what is open, or follows it; a new one if none has room. A track
+    holds start and end of its open spans, in microseconds, the innermost last."""
     for number, opened in enumerate(tracks):
         while opened and opened[-1][1] <= span.start_us:
             opened.pop()

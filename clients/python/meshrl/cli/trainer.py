@@ -1,5 +1,4 @@
-"""`meshrl trainer` and `meshrl run`: a trainer saves a checkpoint, or finishes and stops; its runs are listed, added,
-suspended and deleted."""
+"""`meshrl trainer` and `meshrl run`: checkpoints and the end of a trainer, and its runs."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from meshrl.wire.types import AdapterSpec, OptimizerSpec, RunInfo, RunSpec
 
 
 def drain_trainer(folder: RunFolder, address: str | None, deadline_s: float) -> int:
-    """Has a run's trainer train what it has and take no more; returns the step that it ended with. Raises CliError."""
+    """Returns the step that the trainer ended with. Raises CliError."""
 
     async def finish() -> int:
         async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:

@@ -31,14 +31,14 @@ from meshrl.wire.saved_steps import pin_step, pinned_steps, unpin_step
 from meshrl.wire.types import EngineInfo, VersionInfo
 
 QUIET_S = 0.5
-"""The hub's watch sends what has been at once; when nothing came for this long, all of it has come."""
+"""The hub's watch sends the past at once; when nothing came for this long, all of it has come."""
 
 
 step_argument = click.argument("step", type=click.IntRange(min=1))
 
 
 async def _versions(address: str, run_id: str, options: ChannelOptions) -> list[VersionInfo]:
-    """The last event of each version. The hub keeps those that may still be served or fetched."""
+    """The last event of each version."""
     newest: dict[tuple[str, int, int], VersionInfo] = {}
     async with WeightSyncClient(address, options) as client:
         await client.wait_until_serving(CALL_DEADLINE_S)
@@ -169,7 +169,6 @@ def _tell_pinned(folder: RunFolder, as_json: bool) -> None:
 
 
 def _require_saved(folder: RunFolder, step: int, *, to_resume: bool) -> None:
-    """Raises CliError unless the step is saved."""
     saved = folder.saved_steps(to_resume=to_resume)
     if step not in saved:
         what = "no checkpoint to resume from" if to_resume else "no weights"

@@ -1,9 +1,9 @@
 """The certificate authority of one run: made by `meshrl run init`, used to let members in for a day at a time.
 
-The authority's key never leaves its folder, a member's key never leaves the member's host: it sends a request, signed
-with its key, and gets a certificate. Role and name are in the certificate's URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS
-names are those of the role's servers and the hosts that were bound to the member's token. All cryptography is the
-library's: ECDSA on P-256, X.509.
+The authority's key never leaves its folder, a member's key never its host: the member sends a request signed with its
+key, and gets a certificate. Role and name are in the certificate's URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS names
+are those of the role's servers and the hosts bound to the member's token. All cryptography is the library's: ECDSA on
+P-256, X.509.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from meshrl.client.trust import SERVING, Role, Trust, TrustFile
 CERTIFICATE_S = 24 * 3600.0
 AUTHORITY_DAYS = 3650
 BACKDATED_S = 300.0
-"""Certificates count from a little before they are made: hosts' clocks differ."""
+"""Certificates count from a little before they are made: clocks differ."""
 
 SERVER_NAMES = 8
-"""How many of a role's latest names a certificate has: a client may not have learned of the last revocations."""
+"""Latest names of a role that a certificate has: a client may not have learned of the last revocations."""
 
 
 class AuthorityError(ValueError):
@@ -42,7 +42,6 @@ class Authority:
     """The authority in a folder: ca.key, ca.pem and the trust file. Every method raises AuthorityError and OSError."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the authority that `folder` holds."""
         self.folder, self.trust = folder, TrustFile(folder / TRUST_FILE)
         try:
             key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
@@ -85,7 +84,6 @@ class Authority:
 
     @property
     def run(self) -> str:
-        """The name of the run."""
         names = self.certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         return names.get_values_for_type(x509.UniformResourceIdentifier)[0].rpartition("/")[2]
 
@@ -95,7 +93,7 @@ class Authority:
         return key_hash(self.certificate)
 
     def enroll(self, token: str, name: str, request_pem: bytes, hosts: Sequence[str]) -> tuple[Role, bytes]:
-        """The role and the certificate of who joins by a token. Raises TokenError, and ValueError for anything else."""
+        """Raises TokenError, and ValueError for anything else."""
         member = self.trust.enroll(token, name, _key_hash(_key_of(request_pem)), hosts)
         return member.role, self.sign(request_pem, member.role, member.name, hosts=member.hosts)
 
@@ -108,7 +106,7 @@ class Authority:
         self, request_pem: bytes, role: Role, name: str, by: str, *,
         hosts: Sequence[str] = (), ttl_s: float = CERTIFICATE_S,
     ) -> bytes:  # fmt: skip
-        """A certificate for who the authority's owner lets in; `by` is kept in place of a token. Raises ValueError."""
+        """`by` is kept in place of a token. Raises ValueError."""
         bound = tuple(map(canonical_host, hosts))
         member = self.trust.note_member(role, name, by, _key_hash(_key_of(request_pem)), bound)
         return self.sign(request_pem, role, member.name, ttl_s=ttl_s, hosts=member.hosts)
@@ -118,9 +116,9 @@ class Authority:
     ) -> bytes:
         """A member's certificate for the key of a request, followed by the authority's own, in PEM.
 
-        Of the request nothing counts but its key and that its sender has it. `hosts`: DNS names and addresses that the
-        certificate is good for besides. Raises AuthorityError for a request that is none, for a revoked member and
-        for hosts of a role that does not serve, and ValueError for hosts that are none.
+        Of the request only its key counts, and that its sender has it. `hosts`: DNS names and addresses that the
+        certificate is good for besides. Raises AuthorityError for a request that is none, a revoked member and hosts of
+        a role that does not serve, and ValueError for hosts that are none.
         """
         key, name = _key_of(request_pem), member_name(name)
         trust = self.trust.read()  # at one moment: a member that is revoked later has none of the later names
@@ -157,13 +155,12 @@ class Authority:
     def issue(
         self, folder: Path, role: Role, name: str, *, hosts: Sequence[str] = (), ttl_s: float = CERTIFICATE_S
     ) -> None:
-        """Makes a folder of credentials for a member on this host: ca.pem, cert.pem, key.pem."""
         chain = self.certify(request_for(folder, name), role, name, "this host", hosts=hosts, ttl_s=ttl_s)
         save_certificate(folder, chain)
 
 
 def request_for(folder: Path, name: str) -> bytes:
-    """A certificate request in PEM, for the key in `folder`, which is made where it is not there."""
+    """A certificate request in PEM for the key in `folder`, which is made where it is missing."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = folder / "key.pem"
     if not file.exists():
@@ -177,14 +174,12 @@ def request_for(folder: Path, name: str) -> bytes:
 
 
 def save_certificate(folder: Path, chain: bytes) -> None:
-    """Puts a member's certificate, and the authority's, in place of what was there."""
     certificates = x509.load_pem_x509_certificates(chain)
     write_private(folder / "ca.pem", certificates[-1].public_bytes(serialization.Encoding.PEM))
     write_private(folder / "cert.pem", chain)
 
 
 def key_hash(certificate: x509.Certificate) -> str:
-    """sha256:HEX of a certificate's public key."""
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
         return ""  # of no authority of ours
@@ -197,7 +192,7 @@ def _key_hash(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def names_lack(cert: Path, trust: Trust) -> bool:
-    """Whether a member's certificate lacks the name that its role's servers have now. Raises OSError, ValueError."""
+    """Whether a member's certificate lacks its role's present server name. Raises OSError, ValueError."""
     certificate = x509.load_pem_x509_certificate(cert.read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     found = names.get_values_for_type(x509.DNSName)
@@ -206,7 +201,7 @@ def names_lack(cert: Path, trust: Trust) -> bool:
 
 
 def renew_in_s(cert: Path, now: datetime.datetime | None = None) -> float:
-    """Seconds until two thirds of a certificate's life are over; 0 when they are. Raises OSError, ValueError."""
+    """Seconds until two thirds of a certificate's life are over, at least 0. Raises OSError, ValueError."""
     certificate = x509.load_pem_x509_certificate(cert.read_bytes())
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     due = certificate.not_valid_before_utc + life * 2 / 3
@@ -222,7 +217,7 @@ def _host_name(host: str) -> x509.GeneralName:
 
 
 def _key_of(request_pem: bytes) -> ec.EllipticCurvePublicKey:
-    """The key of a certificate request, whose sender has proven that it has it. Raises AuthorityError."""
+    """Raises AuthorityError where the sender has not proven that it has the key."""
     try:
         request = x509.load_pem_x509_csr(request_pem)
         proven = request.is_signature_valid

@@ -28,22 +28,19 @@ from meshrl.wire.trace import TRACEPARENT, format_traceparent
 # A server sends this with the initial metadata of every stream: the sign that the stream stands.
 CONTRACT_KEY = "meshrl-contract"
 RECONNECT_MS = 250
-"""The longest wait between two attempts to connect: a server that comes, or comes back, is found by the next one."""
+"""The longest wait between two attempts to connect."""
 CONNECT_MS = 2000
-"""For one such attempt: to far servers it takes several round trips."""
+"""For one attempt: to far servers it takes several round trips."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelOptions:
-    """How a client talks to its server; the defaults suit a cluster as well as a laptop.
-
-    In seconds: unary_deadline_s for a unary call, upload_deadline_s for a batch, transfer_stall_s without a chunk of a
-    version, stream_margin_s for a group's stream beyond the deadline_s of its request. reconnect_s is how long a watch
-    looks for its server before it gives up. keepalive_s is the time between pings, keepalive_timeout_s the wait for an
-    answer.
-    """
+    """Limits of a client. In seconds: unary_deadline_s for a unary call, upload_deadline_s for a batch,
+    transfer_stall_s without a chunk of a version, stream_margin_s for a group's stream beyond its request's deadline_s,
+    reconnect_s for which a watch looks for its server, keepalive_s between pings, keepalive_timeout_s for their
+    answer."""
 
     unary_deadline_s: float = 30.0
     upload_deadline_s: float = 120.0
@@ -58,11 +55,11 @@ class ChannelOptions:
     retry_backoff_s: float = 0.2
     lookahead_bytes: int = 4 * 2**20
     credentials: Credentials | None = None
-    """How the client and its server trust each other; None takes what the MESHRL_TLS_ variables name."""
+    """None takes what the MESHRL_TLS_ variables name."""
 
 
 def service_config(service: str, methods: Sequence[str], options: ChannelOptions) -> str:
-    """Returns the gRPC service config (JSON) that retries UNAVAILABLE on `methods`, which must be idempotent."""
+    """gRPC's service config (JSON) that retries UNAVAILABLE on `methods`, which must be idempotent."""
     retry = {
         "maxAttempts": options.retry_attempts,
         "initialBackoff": f"{options.retry_backoff_s:.3f}s",
@@ -75,7 +72,6 @@ def service_config(service: str, methods: Sequence[str], options: ChannelOptions
 
 
 def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, int | str]]:
-    """Returns the gRPC channel arguments."""
     return [
         ("grpc.service_config", config),
         ("grpc.enable_retries", 1),
@@ -97,8 +93,7 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
 class Outgoing:
     """The messages of a stream that goes up. Setting `stopped` ends it before the next message.
 
-    An error of their source ends the call as cancelled, which is all that grpc.aio reports: `raise_failure` has the
-    reason.
+    grpc.aio reports an error of their source as a cancelled call alone: `raise_failure` has the reason.
     """
 
     def __init__(self, source: AsyncGenerator[object, None]) -> None:
@@ -107,7 +102,6 @@ class Outgoing:
         self.stopped = False
 
     async def messages(self) -> AsyncGenerator[object, None]:
-        """Yields the messages of the source and closes it at the end."""
         async with aclosing(self._source):
             try:
                 async for message in self._source:
@@ -119,7 +113,6 @@ class Outgoing:
                 raise
 
     def raise_failure(self) -> None:
-        """Raises the error of the source, if it had one."""
         if self._failure is not None:
             raise self._failure
 
@@ -129,8 +122,6 @@ class ServiceClient:
 
     service: str
     server_role: str
-    """The role that its server's certificate names."""
-
     idempotent_methods: tuple[str, ...]
 
     def __init__(
@@ -154,7 +145,6 @@ class ServiceClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the channel; calls in flight are cancelled."""
         await self._channel.close(None)
 
     async def wait_until_connected(self, deadline_s: float) -> None:
@@ -167,10 +157,8 @@ class ServiceClient:
             raise MeshError(Reason.UNREACHABLE, text) from error
 
     async def why_not_serving(self, deadline_s: float) -> str:
-        """Asks the server's health: empty when it answers SERVING within `deadline_s`, else what it answered instead.
-
-        Raises NOT_SUPPORTED for a server that has no health service.
-        """
+        """Empty when the server's health is SERVING within `deadline_s`, else its answer. Raises NOT_SUPPORTED for a
+        server that has no health service."""
         stub = health_pb2_grpc.HealthStub(self._channel)
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=self.service), timeout=deadline_s)
@@ -187,11 +175,8 @@ class ServiceClient:
         return f"its health says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
 
     async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
-        """Returns once the server's health answers SERVING.
-
-        `on_wait` gets the reason, at once and whenever it changes. Raises UNREACHABLE after `deadline_s`, and
-        NOT_SUPPORTED at once for a server that has no health service.
-        """
+        """`on_wait` gets the reason, at once and whenever it changes. Raises UNREACHABLE after `deadline_s`, and
+        NOT_SUPPORTED at once for a server that has no health service."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         last = "no answer"
@@ -233,8 +218,7 @@ class ServiceClient:
     ) -> _T:
         """Streams `messages` up and returns the one answer; stops sending once the server begins to answer.
 
-        Without that stop, a server that refuses early would race with our writes, and grpc.aio would report the write
-        that failed instead of the refusal (grpc/grpc#36066).
+        Without that stop, grpc.aio would report a write that failed instead of an early refusal (grpc/grpc#36066).
         """
         upload = Outgoing(messages)
 
@@ -265,11 +249,8 @@ class ServiceClient:
         on_standing: Callable[[], None] | None = None,
         with_span: bool = False,
     ) -> AsyncGenerator[Any, None]:
-        """Yields the messages of one stream; ending the iteration early cancels the call.
-
-        `on_standing` is called once the server has taken the stream up. Streams that last as long as the process
-        have no span.
-        """
+        """Ending the iteration early cancels the call. `on_standing` is called once the server has taken the stream up.
+        Streams that last as long as the process have no span."""
         with self._span(method, start=with_span) as (span, metadata):
             outgoing = Outgoing(request) if isinstance(request, AsyncGenerator) else None
             stream = call(outgoing.messages() if outgoing else request, timeout=deadline_s, metadata=metadata)
@@ -298,8 +279,8 @@ class ServiceClient:
     ) -> AsyncGenerator[_T, None]:
         """Yields parsed events in order of revision, over as many streams as it takes.
 
-        A stream that breaks is opened again from the last revision seen, for up to `reconnect_s`; an event that
-        `parse` does not know is passed over. Ends when the server ends the stream.
+        A stream that breaks is opened again from the last revision, for up to `reconnect_s`; an event unknown to
+        `parse` is passed over. Ends when the server ends the stream.
         """
         loop = asyncio.get_running_loop()
         last_seen = after_revision
@@ -333,10 +314,8 @@ class ServiceClient:
 
     @contextmanager
     def _span(self, method: str, start: bool = True) -> Iterator[tuple[trace.Span, tuple[tuple[str, str], ...] | None]]:
-        """A client span around a call, and the metadata that carries its context; costs little while tracing is off.
-
-        Looks, which are made every second, have none.
-        """
+        """A client span around a call, and the metadata that carries its context. Gets and lists, made every second,
+        have none."""
         if not start or method.startswith(("Get", "List")):
             yield trace.INVALID_SPAN, self._metadata(trace.get_current_span())
             return
@@ -362,7 +341,6 @@ class ServiceClient:
             span.end()
 
     def _metadata(self, span: trace.Span) -> tuple[tuple[str, str], ...] | None:
-        """What goes with a call: the trace's context and who calls."""
         traceparent = format_traceparent(span.get_span_context())
         metadata = self._credentials.metadata()
         return ((*metadata, (TRACEPARENT, traceparent)) if traceparent else metadata) or None

@@ -1,8 +1,8 @@
 """How two programs of the mesh trust each other: one object opens every channel and adds every port.
 
-Handed to the clients (`ChannelOptions.credentials`) and to the server of a program; where none is handed over, both
-take what the MESHRL_TLS_ variables name, and plain connections where they name nothing. With a certificate of its own a
-server answers only callers whose certificate the same authority has signed; without one, callers show a token.
+By default clients and servers take what the MESHRL_TLS_ variables name, and plain connections where they name nothing.
+With a certificate of its own a server answers only callers whose certificate the same authority has signed; without
+one, callers show a token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRUST_FILE = "trust.sqlite"
 
 
 class CredentialError(ValueError):
-    """A file of credentials is missing, unreadable or none; the message names the file and the remedy."""
+    """The message names the file and the remedy."""
 
 
 class Credentials(Protocol):
@@ -42,13 +42,11 @@ class Credentials(Protocol):
         """Whether nobody on the way can read or change what is sent."""
 
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
-        """Returns a channel to the server at `address`; it connects with its first call.
-
-        `server` is the role that the server's certificate must have; empty takes any name that fits the address.
-        """
+        """A channel that connects with its first call. `server` is the role of the server's certificate; empty takes
+        any name that fits the address."""
 
     def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
-        """The same for code without an event loop, which closes it soon: a new certificate is not looked for."""
+        """For code without an event loop, which closes it soon: a new certificate is not looked for."""
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Has a server that is not started listen at `address`; returns the port. Raises RuntimeError as grpc does."""
@@ -58,7 +56,7 @@ class Credentials(Protocol):
 
 
 class InsecureCredentials:
-    """Plain connections without a caller's identity: for loopback, and networks where every host is trusted."""
+    """For loopback, and networks where every host is trusted."""
 
     encrypted = False
 
@@ -79,10 +77,9 @@ INSECURE = InsecureCredentials()
 
 
 class TokenCredentials(InsecureCredentials):
-    """Plain connections that show a token."""
+    """Plain connections that show a token, ID.SECRET."""
 
     def __init__(self, token: str) -> None:
-        """token: ID.SECRET."""
         self._metadata = bearer(token)
 
     def metadata(self) -> Metadata:
@@ -90,32 +87,29 @@ class TokenCredentials(InsecureCredentials):
 
 
 def bearer(token: str) -> Metadata:
-    """The metadata that shows a token."""
     return ((TOKEN_KEY, f"Bearer {token}"),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CredentialFiles:
-    """The files of one program's credentials; those that are None are not used."""
+    """Those that are None are not used."""
 
     ca: Path | None = None
-    """Certificates of who may sign for a peer, in PEM."""
+    """Of who may sign for a peer, in PEM."""
 
     cert: Path | None = None
-    """This program's certificate, followed by those that lead to the authority, in PEM."""
+    """Followed by those that lead to the authority, in PEM."""
 
     key: Path | None = None
-    """The private key of `cert`, in PEM."""
-
     token: Path | None = None
-    """The token that is shown to servers, ID.SECRET."""
+    """ID.SECRET, shown to servers."""
 
     trust: Path | None = None
-    """What this program knows of tokens and revocations: see `meshrl.client.trust`."""
+    """See `meshrl.client.trust`."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> CredentialFiles:
-        """What MESHRL_TLS_CA, _CERT, _KEY, _TOKEN and _TRUST name, and beside them a folder, MESHRL_TLS_FOLDER."""
+        """MESHRL_TLS_CA, _CERT, _KEY, _TOKEN and _TRUST, else what the folder MESHRL_TLS_FOLDER holds."""
         folder = environ.get(f"{PREFIX}FOLDER")
         found = cls() if not folder else cls.of_folder(Path(folder))
         named = {each.name: environ.get(PREFIX + each.name.upper()) for each in fields(cls)}
@@ -124,12 +118,10 @@ class CredentialFiles:
 
     @classmethod
     def of_folder(cls, folder: Path) -> CredentialFiles:
-        """The files that a folder of credentials holds: ca.pem, cert.pem, key.pem, token, trust.sqlite."""
         places = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "token": "token", "trust": TRUST_FILE}
         return cls(**{name: folder / file for name, file in places.items() if (folder / file).exists()})
 
     def variables(self) -> dict[str, str]:
-        """The variables that name these files."""
         paths = {each.name: getattr(self, each.name) for each in fields(self)}
         return {PREFIX + name.upper(): str(path) for name, path in paths.items() if path is not None}
 
@@ -157,10 +149,7 @@ class CredentialFiles:
 
 
 def credentials_of(files: CredentialFiles, *, by_host: bool = False) -> Credentials:
-    """Credentials made of files. `by_host`: a server's certificate, of another authority, names its host, not its role.
-
-    Raises CredentialError.
-    """
+    """`by_host`: a server's certificate, of another authority, names its host, not its role. Raises CredentialError."""
     if files == CredentialFiles():
         return INSECURE
     files.check()
@@ -173,13 +162,13 @@ def credentials_of(files: CredentialFiles, *, by_host: bool = False) -> Credenti
 
 
 def default_credentials() -> Credentials:
-    """What the variables of this process name. Raises CredentialError."""
+    """By the variables of this process. Raises CredentialError."""
     by_host = os.environ.get(NAMES_VARIABLE) == "hosts"
     return credentials_of(CredentialFiles.from_environ(os.environ), by_host=by_host)
 
 
 class FileCredentials:
-    """Connections by what some files hold; a file that changes is read again, for the next handshake or call."""
+    """A file that changes is read again, for the next handshake or call."""
 
     def __init__(self, files: CredentialFiles, *, by_host: bool = False, asks: bool = True) -> None:
         """asks: whether a server with these wants to know who calls; False for one that lets members in."""
@@ -191,7 +180,6 @@ class FileCredentials:
 
     @property
     def encrypted(self) -> bool:
-        """As in `Credentials`; of a server, whether it has a certificate."""
         return self.files.cert is not None
 
     @property
@@ -205,7 +193,7 @@ class FileCredentials:
         return bearer(self._token.read()[0].decode("ascii").strip())
 
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
-        """As in `Credentials`. TLS where there is a `ca`; a certificate is shown where there is one."""
+        """TLS where there is a `ca`; a certificate is shown where there is one."""
         if self.files.ca is None:
             return grpc.aio.insecure_channel(address, options=arguments)
         reread, name = _Reread(self._shown()), self._name_of(server)
@@ -225,17 +213,17 @@ class FileCredentials:
         return grpc.secure_channel(address, made, options=[*arguments, *_expecting(self._name_of(server))])
 
     def _shown(self) -> list[Path]:
-        """The files that grpc makes a client's credentials of, in its order."""
+        """In grpc's order."""
         return [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
 
     def _name_of(self, server: str) -> str:
-        """The name that the certificate of a server of this role must have now; empty for that of its host."""
+        """The present name of the certificate of a server of this role; empty for that of its host."""
         if not server or self._by_host:
             return ""
         return server_name(server, 0 if self._revocations is None else self._revocations.read().num_revoked(server))
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """As in `Credentials`. A new certificate is used from the next handshake on; streams that stand go on."""
+        """A new certificate is used from the next handshake on; streams that stand go on."""
         if self.files.cert is None or self.files.key is None:
             return int(server.add_insecure_port(address))
         reread = _Reread([self.files.key, self.files.cert, *([self.files.ca] if self.files.ca else [])])
@@ -257,14 +245,12 @@ class FileCredentials:
 
 
 class Revocations:
-    """What a trust file lists as revoked, read again once the file has changed."""
-
     def __init__(self, path: Path) -> None:
         self._file, self._stamp = TrustFile(path), _Reread([path])
         self._trust = Trust(tokens={}, revoked=frozenset())
 
     def read(self) -> Trust:
-        """What the file holds; what it held before, while it cannot be read."""
+        """While the file cannot be read, what it held before."""
         if self._stamp.changed():
             try:
                 self._stamp.read()
@@ -275,12 +261,10 @@ class Revocations:
 
 
 def _expecting(name: str) -> ChannelArguments:
-    """The arguments by which a server's certificate must have this name; none for that of its host."""
     return [("grpc.ssl_target_name_override", name)] if name else []
 
 
 def _is_of_a_run(ca: Path) -> bool:
-    """Whether a file holds the authority of a run, which is in its certificate's URI."""
     from cryptography import x509  # takes long to import, and few programs have certificates
 
     try:
@@ -295,22 +279,20 @@ def _is_of_a_run(ca: Path) -> bool:
 
 
 class _Reread:
-    """Files that are read again once one of them has changed."""
-
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._seen: object = None
         self._contents: list[bytes] = []
 
     def changed(self) -> bool:
-        """Whether a file is another one than was read last; False while one is missing."""
+        """False while a file is missing."""
         try:
             return self._stamp() != self._seen
         except OSError:  # being replaced
             return False
 
     def read(self) -> list[bytes]:
-        """What the files hold. Raises OSError."""
+        """Raises OSError."""
         if self._seen is None or self.changed():
             stamp = self._stamp()
             self._contents = [path.read_bytes() for path in self._paths]
@@ -318,7 +300,6 @@ class _Reread:
         return self._contents
 
     def forget(self) -> None:
-        """Counts the files as changed."""
         self._seen = None
 
     def _stamp(self) -> object:

@@ -1,7 +1,7 @@
 """How a host joins a run and stays in it: it gets a certificate for a join token, and renews it before it expires.
 
-Of the server of the first connection only the hash of its authority's key is known, which came with the token. So the
-authority's certificate is taken from the server and compared with the hash before anything is sent.
+The first connection knows only the hash of the authority's key, which came with the token. So the authority's
+certificate is taken from the server and compared with the hash before anything is sent.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ async def join(
     """Fills `folder` with a member's credentials; returns the run's name and the member's role.
 
     address: host:port of the run's enrollment server. ca_hash: sha256:HEX, as `meshrl token create` prints it. hosts:
-    those of the token that the certificate is to name; empty takes all. Raises MeshError, and ValueError for a name
-    that is none.
+    those of the token that the certificate is to name; empty takes all. Raises MeshError, and ValueError for a bad
+    name.
     """
     name, hosts = member_name(name), list(map(canonical_host, hosts))
     authority = await asyncio.to_thread(pinned_authority, address, ca_hash)
@@ -60,7 +60,7 @@ async def join(
 
 
 async def renew(folder: Path, credentials: Credentials) -> None:
-    """Gets the next certificate of the member whose credentials these are. Raises MeshError, OSError."""
+    """Raises MeshError, OSError."""
     address = renewal_address(folder)
     async with credentials.open_channel(address, [], _SERVER) as channel:
         stub = identity_pb2_grpc.EnrollmentServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
@@ -79,14 +79,13 @@ async def revoked_members(folder: Path, credentials: Credentials) -> set[tuple[s
 
 
 def renewal_address(folder: Path) -> str:
-    """host:port of the hub that renews the certificate in a folder. Raises OSError."""
     return (folder / RENEWAL_FILE).read_text(encoding="ascii").strip()
 
 
 def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
-    """The certificate of the authority whose key has this hash, from the server at an address.
+    """The certificate of the authority whose key has this hash, from the server at an address. Blocking.
 
-    Raises UNREACHABLE for a server that does not answer, and UNAUTHENTICATED for one of another authority. Blocking.
+    Raises UNREACHABLE for a server that does not answer, and UNAUTHENTICATED for one of another authority.
     """
     host, _, port = address.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -30,15 +30,13 @@ class ExchangeClient(ServiceClient):
     async def attach(
         self, messages: AsyncGenerator[pb.AttachRequest | bytes, None]
     ) -> AsyncGenerator[pb.AttachResponse, None]:
-        """Sends `messages`, the hello first, and yields what the orchestrator sends; bytes are an AttachRequest.
-
-        Ends when the orchestrator ends the stream. A line that breaks raises UNREACHABLE.
-        """
+        """Sends `messages`, the hello first, and yields the orchestrator's until it ends the stream; bytes are an
+        AttachRequest. A line that breaks raises UNREACHABLE."""
         async for message in self._stream(self._attach, "Attach", messages, None, with_span=False):
             yield message
 
     async def list_workers(self, deadline_s: float | None = None) -> tuple[pb.AttachedWorker, ...]:
-        """Who has dialled in since the run began, by name."""
+        """All that have dialled in since the run began, by name."""
         response = await self._unary(self._stub.ListWorkers, "ListWorkers", pb.ListWorkersRequest(), deadline_s)
         return tuple(response.workers)
 

@@ -1,7 +1,6 @@
 """Closes connections of an aiohttp server on which no request arrives: aiohttp itself waits for a first one for ever.
 
-Used by engines and by the page of `meshrl ui`. The time counts until a request is complete, however slowly its headers
-and its body come, and again from the end of each answer.
+The time counts until a request is complete, and again from the end of each answer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ IDLE_S = 60.0
 
 
 class IdleConnections:
-    """The connections of one server. `middleware` is the application's first, and `closed` surrounds the serving."""
+    """`middleware` is the application's first, and `closed` surrounds the serving."""
 
     def __init__(self) -> None:
         self._idle_s = IDLE_S
@@ -27,8 +26,6 @@ class IdleConnections:
 
     @property
     def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
-        """Notes which request a connection has."""
-
         @web.middleware
         async def answering(
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -45,7 +42,6 @@ class IdleConnections:
 
     @asynccontextmanager
     async def closed(self, runner: web.AppRunner) -> AsyncIterator[None]:
-        """Closes idle connections of a runner that is set up."""
         closing = asyncio.create_task(self._close(runner))
         try:
             yield

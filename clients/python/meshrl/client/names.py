@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 MAX_HOSTS = 16
 MEMBER_URI = "spiffe://meshrl/"
-"""How the URI of a run's authority, RUN, and that of a member, RUN/ROLE/NAME, begin."""
+"""Start of the URIs of an authority, RUN, and of a member, RUN/ROLE/NAME."""
 
 RESERVED = "meshrl"
-"""The domain of the names of roles, which no host and no member has."""
+"""The domain of roles' names, which no host and no member has."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
@@ -20,16 +20,16 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 
 def server_name(role: str, revoked: int = 0) -> str:
-    """The DNS name of the servers of a role, whatever their hosts are called: ROLE.meshrl.
+    """The DNS name of a role's servers, whatever their hosts are called: ROLE.meshrl.
 
-    revoked: how many members of the role have been revoked. Each revocation gives the role's servers another name, for
-    which the authority signs no certificate of a revoked one.
+    revoked: number of revoked members of the role. Each revocation gives its servers another name, for which the
+    authority signs no certificate of a revoked one.
     """
     return f"{role}-{revoked}.{RESERVED}" if revoked else f"{role}.{RESERVED}"
 
 
 def check_name(name: str) -> str:
-    """The name of a run or a member. Raises ValueError for one that no certificate can carry."""
+    """Raises ValueError for a name of a run or a member that no certificate can carry."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"a member's name has 1 to 63 letters, digits, dots, hyphens or underscores, got {name!r}; give another"
@@ -38,7 +38,7 @@ def check_name(name: str) -> str:
 
 
 def member_name(name: str) -> str:
-    """The name of a member as certificates carry it, in lower case. Raises ValueError for one that names a role."""
+    """In lower case. Raises ValueError for one that names a role."""
     lower = check_name(name).lower()
     if lower.rstrip(".").endswith(f".{RESERVED}"):
         raise ValueError(f"a member's name must not end in .{RESERVED}, which names roles, got {name!r}; give another")
@@ -48,8 +48,8 @@ def member_name(name: str) -> str:
 def canonical_host(host: str) -> str:
     """A DNS name or an address as certificates carry it: lower case, no trailing dot, IDNA; addresses as usual.
 
-    Raises ValueError for what is neither: a wildcard, a blank, a control character, an address in another notation, or
-    a name of the domain `meshrl`.
+    Raises ValueError for a wildcard, a blank, a control character, an address in another notation, or a name of the
+    domain `meshrl`.
     """
     address = _address(host)
     if address is not None:
@@ -72,7 +72,7 @@ def canonical_host(host: str) -> str:
 
 
 def bound_host(host: str) -> str:
-    """A host, or a network such as 10.1.0.0/16, in the form in which a token keeps it. Raises ValueError."""
+    """A host, or a network such as 10.1.0.0/16, as a token keeps it. Raises ValueError."""
     if "/" not in host:
         return canonical_host(host)
     try:
@@ -82,10 +82,8 @@ def bound_host(host: str) -> str:
 
 
 def granted_hosts(bound: Iterable[str], asked: Sequence[str]) -> list[str]:
-    """The hosts of a certificate, of those that were bound to its token: the ones `asked` for, or all but networks.
-
-    Raises ValueError for one that was not bound.
-    """
+    """The hosts of a certificate: the ones `asked` for, or all bound ones but networks. Raises ValueError for one that
+    was not bound."""
     bound = list(bound)
     if not asked:
         return [host for host in bound if "/" not in host]
@@ -104,7 +102,6 @@ def granted_hosts(bound: Iterable[str], asked: Sequence[str]) -> list[str]:
 
 
 def own_hosts() -> list[str]:
-    """The names by which programs on this host call one another."""
     hosts = ["localhost", "127.0.0.1", "::1"]
     try:
         return list(dict.fromkeys([*hosts, canonical_host(socket.gethostname())]))

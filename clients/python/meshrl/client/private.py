@@ -13,7 +13,7 @@ _OTHERS_WRITE = 0o022
 
 
 def private_folder(path: Path) -> Path:
-    """Makes a folder with mode 0700, where it is not there; its parents as usual. Returns `path`.
+    """Makes a missing folder with mode 0700; its parents as usual. Returns `path`.
 
     Raises PermissionError where `path` is a link or no folder, belongs to another user, or others may write to it.
     """
@@ -40,7 +40,7 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Puts a file in place of what was there, whole, on disk, for its owner alone."""
+    """Replaces a file, whole, on disk, for its owner alone."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.unlink(missing_ok=True)
     with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -1,8 +1,8 @@
 """A gRPC channel whose certificate, and whose server's name, may change while it is used.
 
-gRPC's own channels keep what they were made with. This one opens another once the certificate has changed; calls that
-run go on over the old one, which is closed after the last of them. Once a server's certificate has been revoked, the
-servers of its role get another name, and calls over the old channel end.
+gRPC's own channels keep what they were made with. This one opens another once the certificate has changed; running
+calls go on over the old one, which is closed after the last. Once a server's certificate has been revoked, its role's
+servers get another name, and calls over the old channel end.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from weakref import WeakSet
 import grpc
 
 LOOK_S = 1.0
-"""How often it is looked, while calls run, whether their server is still trusted."""
+"""Seconds between looks, while calls run, whether their server is still trusted."""
 
 
 class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no types
-    """Opens a channel with `connect`, and another before the first call after `changed()` or `distrusted()`.
-
-    All raise what reading files raises.
-    """
+    """Opens a channel with `connect`, and another before the first call after `changed()` or `distrusted()`, which
+    raise as reading files does."""
 
     def __init__(
         self,
@@ -56,7 +54,6 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
         return self._current
 
     def _cut_off(self) -> None:
-        """Opens another channel, and ends the calls over all others."""
         try:
             renewed = self._connect()
         except OSError:  # being replaced: the next call looks again
@@ -109,31 +106,24 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
         return call
 
     def unary_unary(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
-        """As of any channel."""
         return self._method("unary_unary", arguments, named)
 
     def unary_stream(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
-        """As of any channel."""
         return self._method("unary_stream", arguments, named)
 
     def stream_unary(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
-        """As of any channel."""
         return self._method("stream_unary", arguments, named)
 
     def stream_stream(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
-        """As of any channel."""
         return self._method("stream_stream", arguments, named)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As of any channel."""
         return self._current.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As of any channel."""
         await self._current.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As of any channel."""
         await self._current.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:

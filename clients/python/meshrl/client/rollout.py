@@ -30,7 +30,7 @@ from meshrl.wire.types import (
 from meshrl.wire.validate import validate_contract_version
 
 _REFUSED = "Connection refused"
-"""In gRPC's words for a server whose process is gone, and with it what it kept."""
+"""gRPC's words for a server whose process is gone, with all that it kept."""
 CANCEL_DEADLINE_S = 2.0
 """For the call that ends a group whose stream was closed and which would go on without it."""
 
@@ -51,13 +51,12 @@ class RolloutClient(ServiceClient):
         """Of the server, as its version, once it has listed its environments."""
 
     async def close(self) -> None:
-        """Ends the channel; calls in flight are cancelled, and groups that were left are ended."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=CANCEL_DEADLINE_S)
         await super().close()
 
     async def list_environments(self, deadline_s: float | None = None) -> tuple[EnvironmentInfo, ...]:
-        """Returns the hosted environments; raises CONTRACT_MISMATCH for a server of another major version."""
+        """Raises CONTRACT_MISMATCH for a server of another major version."""
         request = pb.ListEnvironmentsRequest(
             contract_version=CONTRACT_VERSION, capabilities=capabilities.ROLLOUT_CALLER
         )
@@ -69,9 +68,9 @@ class RolloutClient(ServiceClient):
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Yields the rollouts and failures of one group in order of completion, then its summary.
 
-        A rollout that cannot be read comes as a failure with reason BAD_ROLLOUT; those after it are not lost.
-        Closing the iterator (`contextlib.aclosing`) cancels the group. A stream that breaks is attached to again, for
-        up to `linger_s` of the request, where the server can; else, and if it ends without its summary, it raises
+        An unreadable rollout comes as a failure with reason BAD_ROLLOUT; those after it are not lost. Closing the
+        iterator (`contextlib.aclosing`) cancels the group. A stream that breaks is attached to again, for up to
+        `linger_s` of the request, where the server can; else, and if it ends without its summary, it raises
         UNREACHABLE.
         """
         asked = request if request.traceparent else replace(request, traceparent=current_traceparent())
@@ -119,7 +118,7 @@ class RolloutClient(ServiceClient):
         return self._stream(self._stub.RunRollouts, "RunRollouts", message, deadline_s, with_span=True)
 
     async def _end_group(self, group_id: str) -> None:
-        """Ends a group that goes on without its stream. Where that fails, the server ends it after its linger_s."""
+        """Where that fails, the server ends it after its linger_s."""
         request = pb.CancelRolloutsRequest(request_id=str(uuid.uuid4()), group_ids=[group_id])
         with suppress(MeshError):
             await self._unary(self._stub.CancelRollouts, "CancelRollouts", request, CANCEL_DEADLINE_S)
@@ -131,7 +130,6 @@ class RolloutClient(ServiceClient):
         return int(response.cancelled)
 
     async def get_status(self, deadline_s: float | None = None) -> RolloutStatus:
-        """Returns what the server is doing."""
         request = pb.GetRolloutStatusRequest()
         response = await self._unary(self._stub.GetRolloutStatus, "GetRolloutStatus", request, deadline_s)
         return convert.from_proto(RolloutStatus, response)

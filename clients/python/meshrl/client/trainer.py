@@ -30,14 +30,14 @@ class TrainerClient(ServiceClient):
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     async def get_trainer(self) -> TrainerInfo:
-        """Returns what the trainer is; raises CONTRACT_MISMATCH for a server of another major version."""
+        """Raises CONTRACT_MISMATCH for a server of another major version."""
         request = pb.GetTrainerRequest(contract_version=CONTRACT_VERSION)
         response = await self._unary(self._stub.GetTrainer, "GetTrainer", request)
         validate_contract_version(response.contract_version)
         return convert.from_proto(TrainerInfo, response)
 
     async def submit_batch(self, batch: Batch) -> int:
-        """Uploads a batch; returns the revision of its QUEUED event. Submitting the same batch again is harmless."""
+        """Returns the revision of the batch's QUEUED event. Submitting the same batch again is harmless."""
 
         async def upload() -> AsyncGenerator[pb.SubmitBatchRequest, None]:
             for message in convert.batch_to_messages(batch):
@@ -48,10 +48,10 @@ class TrainerClient(ServiceClient):
         return int(response.revision)
 
     def watch_steps(self, run_id: str = "", after_revision: int = 0) -> AsyncGenerator[StepEvent, None]:
-        """Yields the events of a run after a revision, history first, then live.
+        """Yields the events of a run after a revision, history first, then live, until the trainer drains.
 
-        Reconnects and resumes by itself for up to `reconnect_s`, then raises UNREACHABLE. Ends when the trainer
-        drains. Raises REVISION_EXPIRED when the history no longer reaches back to `after_revision`.
+        Reconnects and resumes for up to `reconnect_s`, then raises UNREACHABLE. Raises REVISION_EXPIRED when the
+        history no longer reaches back to `after_revision`.
         """
         return self._watch(
             self._stub.WatchSteps,
@@ -77,7 +77,7 @@ class TrainerClient(ServiceClient):
         return convert.from_proto(RunInfo, response.run)
 
     async def get_run(self, run_id: str = "") -> RunInfo:
-        """Returns a run; empty is the trainer's own."""
+        """An empty id is the trainer's own."""
         response = await self._unary(self._stub.GetRun, "GetRun", pb.GetRunRequest(run_id=run_id))
         return convert.from_proto(RunInfo, response.run)
 
@@ -88,13 +88,12 @@ class TrainerClient(ServiceClient):
         return convert.from_proto(RunInfo, response.run)
 
     async def resume_run(self, run_id: str) -> RunInfo:
-        """Ends a suspension."""
         request = pb.ResumeRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
         response = await self._unary(self._stub.ResumeRun, "ResumeRun", request)
         return convert.from_proto(RunInfo, response.run)
 
     async def list_runs(self) -> tuple[RunInfo, ...]:
-        """Returns the runs in order of creation."""
+        """In order of creation."""
         response = await self._unary(self._stub.ListRuns, "ListRuns", pb.ListRunsRequest())
         return tuple(convert.from_proto(RunInfo, run) for run in response.runs)
 

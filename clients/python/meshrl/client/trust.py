@@ -1,8 +1,8 @@
-"""The trust file of a run: hashes of its tokens, the members that got certificates, and what is revoked.
+"""The trust file of a run, `trust.sqlite`: hashes of its tokens, the members that got certificates, and what is
+revoked.
 
-One SQLite file, `trust.sqlite`. The run's `rl`, the `meshrl` command and the enrollment server write it. Servers read
-it to check their callers, clients to check servers. A token is ID.SECRET; the secret has 256 random bits, so that its
-plain SHA-256 discloses nothing.
+The run's `rl`, the `meshrl` command and the enrollment server write it. Servers read it to check their callers, clients
+to check servers. A token is ID.SECRET; the secret has 256 random bits, so its plain SHA-256 discloses nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXPIRED = "has expired"
 
 
 class Role(enum.StrEnum):
-    """The role of a member of a run; `meshrl.core.rpc.roles` lists what each role may call."""
+    """`meshrl.core.rpc.roles` lists what each role may call."""
 
     PUBLISHER = "publisher"
     """A trainer: publishes versions."""
@@ -65,7 +65,7 @@ class Role(enum.StrEnum):
 
 
 SERVING = frozenset(Role) - {Role.OPERATOR, Role.VIEWER, Role.TENANT}
-"""The roles whose programs serve, and whose certificates may name hosts."""
+"""Roles whose programs serve, and whose certificates may name hosts."""
 
 
 class TokenError(ValueError):
@@ -74,7 +74,7 @@ class TokenError(ValueError):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a token is good for, beside its role. Kept as one JSON object."""
+    """What a token is good for, beside its role; kept as one JSON object."""
 
     hosts: tuple[str, ...] = ()
     """Hosts, and networks of hosts, that a certificate may name, in canonical form."""
@@ -85,7 +85,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class KnownToken:
-    """What is kept of a token. `expires_s` in seconds of the epoch, None for never."""
+    """`expires_s` in seconds of the epoch, None for never."""
 
     id: str
     hash: str
@@ -97,7 +97,7 @@ class KnownToken:
 
 @dataclass(frozen=True)
 class Member:
-    """Who has a certificate: its role, its name, and the hosts that the certificate names."""
+    """The holder of a certificate, with the hosts that it names."""
 
     role: Role
     name: str
@@ -106,17 +106,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Trust:
-    """The file's content when it was read."""
-
     tokens: dict[str, KnownToken]
     revoked: frozenset[tuple[str, str]]
     """(role, name) of each member whose certificates no longer count."""
 
     runs_of: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    """Patterns of runs, by (role, name), of each member that came by a token that has some."""
+    """Patterns of runs, by (role, name), of members that came by a token that has some."""
 
     def num_revoked(self, role: str) -> int:
-        """How many members of a role are revoked: it decides the name of the role's servers."""
+        """Decides the name of the role's servers."""
         return sum(each == role for each, _ in self.revoked)
 
     def why_not(self, id_: str, secret: str, now_s: float) -> str:
@@ -138,14 +136,13 @@ class TrustFile:
         self.path = path
 
     def create(self) -> None:
-        """Makes the file, for its owner alone, where it is not there."""
+        """Makes a missing file, for its owner alone."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
         with self._open(tables=True) as connection:
             connection.executescript(_TABLES)
 
     def read(self) -> Trust:
-        """What the file holds now."""
         with self._open() as connection:
             tokens = {row[0]: _token(row) for row in connection.execute(_TOKENS)}
             members = connection.execute("SELECT role, name, token, revoked FROM members").fetchall()
@@ -165,7 +162,7 @@ class TrustFile:
         hosts: Sequence[str] = (),
         runs: Sequence[str] = (),
     ) -> str:
-        """A new token of a role, ID.SECRET, which is shown this once. An `id_` that is there is replaced.
+        """A new token of a role, ID.SECRET, which is shown this once. An existing `id_` is replaced.
 
         `hosts`: names, addresses and networks that certificates of its bearers may name; `runs`: patterns of the runs
         that they may name, all without any. Raises ValueError for what is none of these, for hosts of a role that does
@@ -190,8 +187,8 @@ class TrustFile:
     def enroll(self, token: str, name: str, key: str, asked: Sequence[str]) -> Member:
         """Records a member that has joined by a token, with the hash of its key; `asked` as in `granted_hosts`.
 
-        Raises TokenError for a token that does not count, and ValueError where the name is another's or revoked, was
-        enrolled with another key, or is none, and for hosts that were not bound to the token.
+        Raises TokenError for a token that does not count, and ValueError for a name that is another's, revoked,
+        enrolled with another key, or none, and for hosts that were not bound to the token.
         """
         id_, _, secret = token.partition(".")
         name = member_name(name)
@@ -208,10 +205,8 @@ class TrustFile:
         return member
 
     def note_member(self, role: Role, name: str, by: str, key: str = "", hosts: Sequence[str] = ()) -> Member:
-        """Records a member that the authority's owner lets in; `by` stands in place of a token, `hosts` are canonical.
-
-        Raises ValueError where the name is another's or revoked, or is none.
-        """
+        """Records a member let in by the authority's owner; `by` stands in place of a token, `hosts` are canonical.
+        Raises ValueError where the name is another's or revoked, or is none."""
         member = Member(role, member_name(name), tuple(hosts) if role in SERVING else ())
         with self._open() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -230,10 +225,10 @@ class TrustFile:
         return Member(role, name, tuple(json.loads(row[0])))
 
     def revoke(self, what: str) -> list[str]:
-        """Revokes a token (ID or ID.SECRET), or one member, ROLE/NAME.
+        """Revokes a token (ID or ID.SECRET), or one member, ROLE/NAME; returns what is revoked now.
 
-        With a token it revokes all members that came by it, and those of other roles with their names, since they are
-        the same host. Returns what is revoked now: empty when there is no such token or member.
+        With a token it revokes all members that came by it, and those of other roles with their names, which are the
+        same host.
         """
         role, _, name = what.partition("/")
         with self._open() as connection:
@@ -274,7 +269,7 @@ class TrustFile:
 
     @contextmanager
     def _open(self, *, tables: bool = False) -> Iterator[sqlite3.Connection]:
-        """A connection, whose work is one transaction. `tables`: they may be missing."""
+        """A connection, whose work is one transaction."""
         connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=rw", uri=True, timeout=5.0)
         try:
             layout = connection.execute("PRAGMA user_version").fetchone()[0]

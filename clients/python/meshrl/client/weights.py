@@ -40,10 +40,8 @@ _T = TypeVar("_T")
 
 @asynccontextmanager
 async def while_moving(stall_s: float, what: str) -> AsyncIterator[Callable[[], None]]:
-    """Ends what it surrounds when nothing moved for `stall_s`; gives the function to call whenever something does.
-
-    Raises MeshError UNREACHABLE.
-    """
+    """Raises MeshError UNREACHABLE in its block when nothing moved for `stall_s`; yields the function to call whenever
+    something does."""
     loop = asyncio.get_running_loop()
 
     def moved() -> None:
@@ -69,7 +67,6 @@ async def moving(messages: AsyncGenerator[_T, None], stall_s: float, what: str) 
 
 
 EVERY_RUN = "-"
-"""In place of a run, for a watch of all."""
 
 
 class WeightSyncClient(ServiceClient):
@@ -113,17 +110,15 @@ class WeightSyncClient(ServiceClient):
         )
 
     async def register(self, registration: AgentRegistration) -> Lease:
-        """Announces an agent; raises CONTRACT_MISMATCH for a hub of another major version."""
+        """Raises CONTRACT_MISMATCH for a hub of another major version."""
         request = convert.to_proto(registration, contract_version=CONTRACT_VERSION)
         response = await self._unary(self._stub.Register, "Register", request)
         validate_contract_version(response.contract_version)
         return convert.from_proto(Lease, response)
 
     async def session(self, reports: AsyncIterator[AgentReport]) -> AsyncGenerator[AgentCommand, None]:
-        """Sends `reports` and yields the hub's commands until either side ends; a broken line raises UNREACHABLE.
-
-        Commands that this program does not know are passed over. Raises LEASE_EXPIRED: register again.
-        """
+        """Sends `reports` and yields the hub's commands until either side ends; unknown commands are passed over. A
+        broken line raises UNREACHABLE, LEASE_EXPIRED asks to register again."""
 
         async def upward() -> AsyncGenerator[pb.SessionRequest, None]:
             async for report in reports:
@@ -138,10 +133,8 @@ class WeightSyncClient(ServiceClient):
     async def create_version(
         self, manifest: Manifest, chunks: AsyncIterable[Chunk] | None = None, *, stall_s: float | None = None
     ) -> StagedVersion:
-        """Stages a version: its manifest, then `chunks` in any order. The answer lists what is still missing.
-
-        It may take as long as it must while chunks leave; raises UNREACHABLE when none did for `stall_s`.
-        """
+        """Stages a version: its manifest, then `chunks` in any order. The answer lists what is still missing. Raises
+        UNREACHABLE when no chunk left for `stall_s`."""
         limit_s = self.options.transfer_stall_s if stall_s is None else stall_s
         async with while_moving(limit_s, f"the upload of version {manifest.version}") as moves:
 
@@ -171,11 +164,8 @@ class WeightSyncClient(ServiceClient):
         traceparent: str = "",
         deadline_s: float | None = None,
     ) -> VersionInfo:
-        """Declares a staged version complete; raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not.
-
-        The hub may have to hash all of it first: `deadline_s` is for that as well. Asked again meanwhile, it does not
-        begin anew.
-        """
+        """Declares a staged version complete; raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not. The hub may have
+        to hash all of it within `deadline_s`; a second call meanwhile does not begin anew."""
         request = pb.SealVersionRequest(
             request_id=str(uuid.uuid4()),
             run_id=run_id,
@@ -188,7 +178,6 @@ class WeightSyncClient(ServiceClient):
         return convert.version_info_from_proto(response.version)
 
     async def abort_version(self, *, run_id: str, epoch: int, version: int, message: str) -> VersionInfo:
-        """Drops a version that is not decided yet."""
         request = pb.AbortVersionRequest(
             request_id=str(uuid.uuid4()), run_id=run_id, epoch=epoch, version=version, message=message
         )
@@ -212,8 +201,8 @@ class WeightSyncClient(ServiceClient):
     ) -> Activation:
         """Commits a sealed version; returns when `min_ready` engines (0: all) serve it.
 
-        With `artifact_id` it must have that content, else VERSION_CONFLICT: epochs share version numbers.
-        Raises ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`.
+        With `artifact_id` it must have that content, else VERSION_CONFLICT: epochs share version numbers. Raises
+        ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`.
         """
         request = pb.ActivateVersionRequest(
             request_id=str(uuid.uuid4()),
@@ -229,7 +218,7 @@ class WeightSyncClient(ServiceClient):
         return convert.from_proto(Activation, response)
 
     def watch_versions(self, run_id: str = EVERY_RUN, after_revision: int = 0) -> AsyncGenerator[VersionEvent, None]:
-        """Yields changes of version states after a revision; reconnects and resumes for up to `reconnect_s`."""
+        """Changes of version states after a revision; reconnects and resumes for up to `reconnect_s`."""
         return self._watch(
             self._stub.WatchVersions,
             "WatchVersions",
@@ -241,10 +230,8 @@ class WeightSyncClient(ServiceClient):
     async def get_manifest(
         self, run_id: str = "", version: int | None = None, *, artifact_id: str = ""
     ) -> tuple[Manifest, str]:
-        """Returns (manifest, artifact_id) of a version, by default the newest committed one.
-
-        With `artifact_id` it is that content's, also where a later epoch has published the same version anew.
-        """
+        """(manifest, artifact_id) of a version, by default the newest committed one; with `artifact_id` of that
+        content, also where a later epoch has published the version anew."""
         found = await self.find_version(run_id, version, artifact_id=artifact_id)
         return found.manifest, found.artifact_id
 
@@ -292,10 +279,8 @@ class WeightSyncClient(ServiceClient):
         *,
         stall_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yields the chunks of (offset, length) ranges, or of everything; `data` is a view into the message.
-
-        It may take as long as it must while chunks come; raises UNREACHABLE when none did for `stall_s`.
-        """
+        """Yields the chunks of (offset, length) ranges, or of everything; `data` is a view into the message. Raises
+        UNREACHABLE when none came for `stall_s`."""
         request = pb.FetchRequest(
             artifact_id=artifact_id,
             ranges=[pb.ByteRange(offset=offset, length=length) for offset, length in ranges],
@@ -320,9 +305,9 @@ class WeightSyncClient(ServiceClient):
     ) -> OpenedGroup:
         """Has engines join a new group for the nccl transport; returns at once with its generation and members.
 
-        Everybody then meets at `store_address` within `deadline_s`. A group of `engine_ids` is for a re-send of the
-        newest version to these; one of all (minus `without`) is for the versions that are not decided yet: older ones
-        are not prepared in it. Raises GROUP_BROKEN while no engine can take part.
+        All meet at `store_address` within `deadline_s`. A group of `engine_ids` is for a re-send of the newest version
+        to these; one of all (minus `without`) is for versions that are not decided yet: older ones are not prepared in
+        it. Raises GROUP_BROKEN while no engine can take part.
         """
         request = pb.OpenGroupRequest(
             request_id=str(uuid.uuid4()),
@@ -338,10 +323,8 @@ class WeightSyncClient(ServiceClient):
         return convert.from_proto(OpenedGroup, await self._unary(self._stub.OpenGroup, "OpenGroup", request))
 
     async def sleep_engines(self, engine_pool: str = "", *, deadline_s: float) -> SleepOutcome:
-        """Has engines without work give their memory back until the next version or request.
-
-        Engines that have not answered after `deadline_s` count as awake, like those that cannot sleep or have work.
-        """
+        """Has engines without work give their memory back until the next version or request. Those that have not
+        answered after `deadline_s` count as awake, like those that cannot sleep or have work."""
         request = pb.SleepEnginesRequest(engine_pool=engine_pool, deadline_s=deadline_s)
         limit_s = deadline_s + self.options.unary_deadline_s
         return convert.from_proto(
@@ -349,13 +332,13 @@ class WeightSyncClient(ServiceClient):
         )
 
     async def list_engines(self, engine_pool: str = "") -> tuple[EngineInfo, ...]:
-        """Returns the engines that the hub knows, in order of registration."""
+        """In order of registration."""
         response = await self._unary(
             self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest(engine_pool=engine_pool)
         )
         return tuple(convert.from_proto(EngineInfo, engine) for engine in response.engines)
 
     async def epoch(self) -> int:
-        """Returns the epoch of the trainer that publishes; 0 before the first. Who takes over begins the next one."""
+        """The epoch of the trainer that publishes; 0 before the first. A successor begins the next one."""
         response = await self._unary(self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest())
         return int(response.epoch)

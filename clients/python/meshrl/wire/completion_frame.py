@@ -44,7 +44,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrameChoice:
-    """One completion of T tokens; logprobs are None where they were not asked for."""
+    """Of T tokens; logprobs are None where they were not asked for."""
 
     token_ids: NDArray[np.int32]  # (T,)
     logprobs: NDArray[np.float32] | None  # (T,) of the distribution sampled from
@@ -57,15 +57,12 @@ class FrameChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompletionFrame:
-    """The answer to one request: its choices in order."""
-
     request_id: str
     prompt_tokens: int
     choices: tuple[FrameChoice, ...]
 
 
 def encode(frame: CompletionFrame) -> bytes:
-    """The bytes of a frame."""
     name = frame.request_id.encode()
     header = _HEADER.pack(_MAGIC, FORMAT, 0, len(frame.choices), frame.prompt_tokens, len(name), 0)
     parts = [header, name, bytes(-len(name) % 8)]
@@ -99,7 +96,7 @@ def encode(frame: CompletionFrame) -> bytes:
 
 
 def decode(data: bytes) -> CompletionFrame:
-    """Reads the bytes of a frame. Raises MeshError ENGINE_FAILED for bytes that are not one whole frame."""
+    """Raises MeshError ENGINE_FAILED for bytes that are not one whole frame."""
     try:
         magic, version, _, count, prompt_tokens, name_bytes, _ = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != FORMAT:
@@ -124,7 +121,6 @@ def decode(data: bytes) -> CompletionFrame:
 
 
 def _take(data: bytes, at: int) -> tuple[FrameChoice, int]:
-    """The choice that starts at byte `at`, and where the next one does."""
     count, num_spans, stop, finish, kinds = _CHOICE.unpack_from(data, at)
     at += _CHOICE.size
     spans: list[VersionSpan] = []

@@ -1,7 +1,7 @@
 """The error catalogue: every reason for which a call between services can fail, and its translation to gRPC and back.
 
 A servicer raises `MeshError`; the server turns it into a gRPC status with `google.rpc` details, the client turns that
-back into the same `MeshError`. On the wire a reason is its name, in `ErrorInfo` with domain "meshrl".
+back. On the wire a reason is its name, in `ErrorInfo` with domain "meshrl".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Code = grpc.StatusCode
 
 
 class Reason(enum.Enum):
-    """Why a call failed. `code` is its gRPC status, `retryable` whether the same call may succeed later."""
+    """`code` is its gRPC status, `retryable` whether the same call may succeed later."""
 
     INVALID_REQUEST = (_Code.INVALID_ARGUMENT, False, "the request is malformed; every bad field is named")
     MESSAGE_TOO_LARGE = (_Code.RESOURCE_EXHAUSTED, False, "a message is larger than a peer takes")
@@ -145,7 +145,6 @@ class MeshError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """True when the same call may succeed later."""
         return self.reason.retryable
 
     def __str__(self) -> str:
@@ -160,16 +159,12 @@ class MeshError(Exception):
 
 
 def invalid(violations: Sequence[FieldViolation], what: str = "the request") -> MeshError:
-    """Returns the error that names every violated field of `what` at once."""
     plural = "field is" if len(violations) == 1 else "fields are"
     return MeshError(Reason.INVALID_REQUEST, f"{len(violations)} {plural} wrong in {what}", violations=violations)
 
 
 def to_rpc_status(error: MeshError) -> status_pb2.Status:
-    """Returns the `google.rpc.Status` of an error: ErrorInfo, and BadRequest and RetryInfo where they apply.
-
-    Texts that would not fit into gRPC metadata are cut.
-    """
+    """ErrorInfo, and BadRequest and RetryInfo where they apply. Texts that would not fit into gRPC metadata are cut."""
     info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)
     for key, value in list(error.metadata.items())[:_MAX_METADATA_ENTRIES]:
         info.metadata[_cut(key, _MAX_FIELD_BYTES)] = _cut(value, _MAX_METADATA_BYTES)
@@ -196,7 +191,7 @@ def to_rpc_status(error: MeshError) -> status_pb2.Status:
 
 
 def from_rpc_status(status: status_pb2.Status) -> MeshError:
-    """Returns the error that a `google.rpc.Status` carries; a status that is not ours is mapped by its code."""
+    """A status that is not ours is mapped by its code."""
     info: error_details_pb2.ErrorInfo | None = None
     violations: list[FieldViolation] = []
     retry_after_s: float | None = None
@@ -224,10 +219,8 @@ def from_rpc_status(status: status_pb2.Status) -> MeshError:
 def from_rpc_error(
     error: grpc.aio.AioRpcError, *, call: str = "the call", deadline_s: float | None = None
 ) -> MeshError:
-    """Returns the error behind a failed call, whether a servicer raised it or gRPC itself did.
-
-    `call` names the call and `deadline_s` is the deadline it had, for errors that gRPC itself made up.
-    """
+    """The error behind a failed call, raised by a servicer or by gRPC itself. `call` names the call and `deadline_s`
+    its deadline, for gRPC's own errors."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             status = status_pb2.Status()
@@ -243,7 +236,6 @@ def from_rpc_error(
 
 
 def _said_by_grpc(error: grpc.aio.AioRpcError, call: str, deadline_s: float | None) -> str:
-    """Says who ended a call, and why as far as this side knows."""
     details = error.details() or ""
     if error.code() is _Code.CANCELLED and details == _LOCALLY_CANCELLED:
         return f"{call} was cancelled on this side"

@@ -1,8 +1,8 @@
-"""Serializes chunks of weights by hand, with a single copy, since protobuf in Python copies them several times.
+"""Serializes chunks of weights by hand, since protobuf in Python copies them several times.
 
 A `Chunk` inside a CreateVersionRequest or FetchResponse is a few bytes of header, the data and a few bytes of trailer.
-Writing them around the data copies it once, where building protobuf objects copies it several times; reading returns a
-view into the received message. The bytes are exactly what protobuf writes, so either side may use plain messages.
+Writing them around the data copies it once; reading returns a view into the message. The bytes are exactly protobuf's,
+so either side may use plain messages.
 """
 
 from __future__ import annotations
@@ -36,20 +36,18 @@ _M = TypeVar("_M", bound=Message)
 
 
 def frame_upload_chunk(chunk: Chunk) -> bytes:
-    """Returns the serialized CreateVersionRequest that holds `chunk`."""
+    """The serialized CreateVersionRequest that holds `chunk`."""
     return _frame(_UPLOAD_CHUNK_TAG, chunk)
 
 
 def frame_fetch_chunk(chunk: Chunk) -> bytes:
-    """Returns the serialized FetchResponse that holds `chunk`."""
+    """The serialized FetchResponse that holds `chunk`."""
     return _frame(_FETCH_CHUNK_TAG, chunk)
 
 
 def parse_upload(message: bytes) -> pb.Manifest | pb.ManifestPart | Chunk:
-    """Returns what a serialized CreateVersionRequest holds; a chunk's data is a view into `message`.
-
-    Raises MeshError INVALID_REQUEST for bytes that are not such a message or hold none of these.
-    """
+    """What a serialized CreateVersionRequest holds; a chunk's data is a view into `message`. Raises MeshError
+    INVALID_REQUEST for other bytes."""
     chunk = _parse(_UPLOAD_CHUNK_TAG, message)
     if chunk is not None:
         return chunk
@@ -63,33 +61,29 @@ def parse_upload(message: bytes) -> pb.Manifest | pb.ManifestPart | Chunk:
 
 
 def parse_fetch(message: bytes) -> Chunk:
-    """Returns the chunk of a serialized FetchResponse; its data is a view into `message`."""
+    """The chunk of a serialized FetchResponse; its data is a view into `message`."""
     chunk = _parse(_FETCH_CHUNK_TAG, message)
     return chunk if chunk is not None else from_proto(Chunk, _decode(pb.FetchResponse(), message).chunk)
 
 
 def serialize(message: Message | bytes) -> bytes:
-    """Passes bytes that are framed already through and serializes messages."""
+    """Passes bytes that are framed already through."""
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def pass_through(message: bytes) -> bytes:
-    """Leaves received bytes as they are, for `parse_upload` and `parse_fetch`."""
     return message
 
 
 def add_weight_sync(servicer: weights_pb2_grpc.WeightSyncServicer, server: grpc.aio.Server) -> None:
-    """Adds a WeightSync servicer to a server, with raw bytes for the two bulk methods.
-
-    CreateVersion gets an async iterator of `bytes` (see `parse_upload`); Fetch may yield `bytes` (see
-    `frame_fetch_chunk`) or FetchResponse messages. The other methods are as generated.
-    """
+    """Adds a WeightSync servicer with raw bytes for the bulk methods: CreateVersion gets an async iterator of `bytes`
+    (see `parse_upload`); Fetch may yield `bytes` (see `frame_fetch_chunk`) or messages."""
     add: Callable[..., None] = weights_pb2_grpc.add_WeightSyncServicer_to_server  # generated without types
     add(servicer, _RawRegistrar(server))
 
 
 class _RawRegistrar:
-    """Passed to the generated code in place of the server; replaces the serializers of the two bulk methods."""
+    """In place of the server for the generated code; replaces the serializers of the two bulk methods."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
@@ -125,7 +119,7 @@ def _frame(tag: int, chunk: Chunk) -> bytes:
 
 
 def _parse(tag: int, message: bytes) -> Chunk | None:
-    """Reads the one layout that `_frame` writes for a chunk with data; None sends the caller to protobuf."""
+    """Reads the one layout that `_frame` writes for a chunk with data; None leaves it to protobuf."""
     try:
         if message[0] != tag:
             return None

@@ -18,7 +18,7 @@ _READ_BYTES = 2**22
 
 
 class GrowingFile:
-    """A file that is read on from where the last look ended. Not for several threads."""
+    """Not for several threads."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -26,14 +26,14 @@ class GrowingFile:
         """The byte after the last line that was read."""
 
     def shrank(self) -> bool:
-        """Whether the file holds less than was read: it was begun anew, and is read from its beginning then."""
+        """It was begun anew, and is then read from its beginning."""
         try:
             return self.path.stat().st_size < self.offset
         except FileNotFoundError:
             return self.offset > 0
 
     def read_on(self) -> Iterator[bytes]:
-        """The whole lines that are new, without their ends; none of a file that is not there."""
+        """The new whole lines, without their ends; none of a missing file."""
         if self.shrank():
             self.offset = 0
         try:
@@ -50,7 +50,7 @@ class GrowingFile:
 
 
 def whole_size(path: Path) -> int:
-    """The bytes up to the end of the last whole line; 0 where there is no file."""
+    """Bytes up to the end of the last whole line; 0 without a file."""
     try:
         with path.open("rb") as file:
             for start, block in _blocks_from_the_end(file, 0):
@@ -62,7 +62,7 @@ def whole_size(path: Path) -> int:
 
 
 def lines_from_the_end(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The whole lines after `offset`, the last one first; none of a file that is not there."""
+    """The whole lines after `offset`, the last one first; none of a missing file."""
     try:
         with path.open("rb") as file:
             rest = b""
@@ -79,7 +79,7 @@ def lines_from_the_end(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def json_records(lines: Iterable[bytes]) -> Iterator[JsonObject]:
-    """Each line that is a JSON object. Others are damaged, or were cut off where a disk was full."""
+    """Lines that are no JSON object are damaged, or were cut off by a full disk."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -90,7 +90,7 @@ def json_records(lines: Iterable[bytes]) -> Iterator[JsonObject]:
 
 
 def _blocks_from_the_end(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The bytes after `offset` in blocks, the last one first, with the place where each begins."""
+    """The bytes after `offset` in blocks, the last one first, each with its offset."""
     end = file.seek(0, os.SEEK_END)
     while end > offset:
         start = max(offset, end - _BLOCK_BYTES)

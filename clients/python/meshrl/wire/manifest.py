@@ -1,11 +1,8 @@
 """Manifests of weight versions: the tensors, chunks and hashes by which a version's bytes are identified and checked.
 
-The trainer's publisher builds manifests, the hub checks uploads against them, the agent of an engine checks what it
-fetched. Every hash is BLAKE3 over a canonical form: each field is a length-prefixed byte string, so that no two
-different values share an encoding, whatever protobuf or JSON library wrote them.
-
-A version's byte stream is its tensors one after the other, without gaps, the widest element type first (so each
-tensor is aligned to its element size) and by name within a width: the order in which safetensors writes.
+Every hash is BLAKE3 over a canonical form: each field is a length-prefixed byte string, so that no two different values
+share an encoding. A version's byte stream is its tensors without gaps, the widest element type first (so each tensor is
+aligned) and by name within a width: the order in which safetensors writes.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ Each = Callable[..., Iterable[Any]]  # `map` over (offset, length), or the same 
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """Returns the 32-byte BLAKE3 of `data`; releases the GIL while it hashes large inputs."""
+    """The 32-byte BLAKE3; releases the GIL while it hashes large inputs."""
     return blake3(data).digest()
 
 
@@ -69,7 +66,7 @@ def _hash_fields(domain: str, fields: Iterable[bytes | str | int]) -> blake3:
 
 
 def layout_signature(specs: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
-    """Returns one hash over (name, dtype, shape), whatever their order: equal only where a version can be applied."""
+    """One hash over (name, dtype, shape) in any order: equal only where a version can be applied."""
     fields: list[bytes | str] = []
     for name, dtype, shape in sorted(specs, key=lambda spec: spec[0]):
         fields += [name, dtype, _shape(shape)]
@@ -77,16 +74,13 @@ def layout_signature(specs: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def result_root(entries: Iterable[TensorEntry]) -> bytes:
-    """Returns the root of the weights: a hash over (name, dtype, shape, digest) sorted by name.
-
-    It depends on names and values alone, not on offsets, chunks or transport: two engines with equal roots hold
-    equal weights to the bit.
-    """
+    """The root of the weights, by names and values alone: two engines with equal roots hold equal weights to the
+    bit."""
     return root_of((entry.name, entry.dtype, entry.shape, entry.digest) for entry in entries)
 
 
 def root_of(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
-    """Returns the root from (name, dtype, shape, BLAKE3 of the little-endian C-order bytes) of every tensor."""
+    """A hash over (name, dtype, shape, BLAKE3 of the little-endian C-order bytes) of every tensor, sorted by name."""
     fields: list[bytes | str] = []
     for name, dtype, shape, tensor_digest in sorted(tensors, key=lambda tensor: tensor[0]):
         fields += [name, dtype, _shape(shape), tensor_digest]
@@ -94,7 +88,7 @@ def root_of(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
 
 
 def artifact_id(manifest: Manifest) -> str:
-    """Returns the BLAKE3 of the manifest in canonical form, as 64 hexadecimal digits."""
+    """The BLAKE3 of the manifest in canonical form, as 64 hexadecimal digits."""
     fields: list[bytes | str | int] = [
         manifest.run_id,
         manifest.epoch,
@@ -130,10 +124,8 @@ def artifact_id(manifest: Manifest) -> str:
 
 
 def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[TensorEntry, ...]:
-    """Lays tensors out in the order of the byte stream; returns what a manifest lists of them, without digests.
-
-    Raises ValueError for an unknown dtype or a name used twice.
-    """
+    """Lays tensors out in the order of the byte stream; entries without digests. Raises ValueError for an unknown dtype
+    or a name used twice."""
     plans: list[TensorEntry] = []
     seen: set[str] = set()
     offset = 0
@@ -154,7 +146,7 @@ def _stream_order(spec: tuple[str, str, Sequence[int]]) -> tuple[int, str]:
 
 
 def plan_chunks(num_bytes: int, chunk_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Cuts [0, num_bytes) into (offset, length) of at most `chunk_bytes` each, in order."""
+    """(offset, length) of at most `chunk_bytes` each, in order."""
     if chunk_bytes < MIN_CHUNK_BYTES:
         raise ValueError(f"chunk_bytes must be at least {MIN_CHUNK_BYTES}, got {chunk_bytes}")
     return tuple((offset, min(chunk_bytes, num_bytes - offset)) for offset in range(0, num_bytes, chunk_bytes))
@@ -167,10 +159,8 @@ def entries_of(
     *,
     each: Each = map,
 ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
-    """Returns a manifest's tensors and chunks for a byte stream in memory. `each` is `map`, or the same on threads.
-
-    Raises ValueError for a stream that is not as long as its plan.
-    """
+    """A manifest's tensors and chunks for a byte stream in memory. `each` is `map`, or the same on threads. Raises
+    ValueError for a stream that is not as long as its plan."""
     num_bytes = sum(plan.num_bytes for plan in plans)
     if len(stream) != num_bytes:
         raise ValueError(f"the byte stream has {len(stream)} bytes, its plan {num_bytes}")
@@ -182,7 +172,7 @@ def entries_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What makes a version a LoRA adapter; `base_layout` is the layout signature of the model that it belongs to."""
+    """`base_layout` is the layout signature of the model that the adapter belongs to."""
 
     config: AdapterConfig
     base_layout: bytes
@@ -200,11 +190,8 @@ def build_manifest(
     collective: CollectivePlan | None = None,
     adapter: Adapter | None = None,
 ) -> Manifest:
-    """Returns the manifest of a version; its root, and a full version's layout, follow from the tensors.
-
-    The tensors' digests are BLAKE3. With `collective` it travels by broadcast, and they are SUM128; with `adapter` it
-    is a LoRA version.
-    """
+    """The root, and a full version's layout, follow from the tensors. Their digests are BLAKE3. With `collective` the
+    version travels by broadcast, and they are SUM128. With `adapter` it is a LoRA version."""
     own_layout = layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors)
     return Manifest(
         run_id=run_id,
@@ -225,7 +212,7 @@ def build_manifest(
 
 
 def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, ...]) -> Manifest:
-    """Returns the manifest of a delta in `chunks` from the weights of `base` to those of `result`, both of SUM128."""
+    """A delta in `chunks` from the weights of `base` to those of `result`, both of SUM128."""
     return replace(
         result,
         kind=VersionKind.DELTA,
@@ -239,7 +226,7 @@ def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, .
 
 
 def chunks_of(stream: memoryview, chunk_bytes: int, *, each: Each = map) -> tuple[ChunkEntry, ...]:
-    """Returns a manifest's chunks for a byte stream in memory. `each` is `map`, or the same on threads."""
+    """`each` is `map`, or the same on threads."""
 
     def entry(span: tuple[int, int]) -> ChunkEntry:
         offset, length = span

@@ -19,7 +19,7 @@ from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, 
 
 
 def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, str]]:
-    """Checks that a manifest agrees with itself; returns (field, what to change) for everything that does not."""
+    """(field, what to change) for everything in which a manifest does not agree with itself."""
     found = _kind_violations(manifest)
     if manifest.digest_algorithm not in DIGEST_BYTES_OF:
         known = ", ".join(sorted(filter(None, DIGEST_BYTES_OF)))
@@ -67,7 +67,6 @@ def _root_violations(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _byte_violations(manifest: Manifest, max_chunk_bytes: int) -> list[tuple[str, str]]:
-    """Checks the chunks and files of a version whose bytes can be fetched."""
     found: list[tuple[str, str]] = []
     if manifest.collective is not None:
         found.append(("collective", "must be unset unless transport is nccl"))
@@ -93,7 +92,6 @@ def _byte_violations(manifest: Manifest, max_chunk_bytes: int) -> list[tuple[str
 
 
 def _collective_violations(manifest: Manifest) -> list[tuple[str, str]]:
-    """Checks what an nccl version says about its senders; its bytes are nowhere to be fetched."""
     plan = manifest.collective
     if plan is None:
         return [("collective", "must be set for transport nccl")]

@@ -1,7 +1,6 @@
 """The files of a version on disk: its bytes in one or more safetensors files and, beside them, its manifest as JSON.
 
-The publisher writes them, the hub and agents read them. The payload of a file is always its last `num_bytes` bytes,
-whatever header stands before it.
+The payload of a file is always its last `num_bytes` bytes, whatever header stands before it.
 """
 
 from __future__ import annotations
@@ -27,26 +26,19 @@ _NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def payload_names(epoch: int, count: int) -> list[str]:
-    """Returns the names of a version's safetensors files, numbered as Hugging Face numbers them when there are several.
-
-    Epochs never share one, so none overwrites another's.
-    """
+    """Numbered as Hugging Face numbers them when there are several. Epochs never share a name."""
     if count == 1:
         return [f"weights-e{epoch}.safetensors"]
     return [f"weights-e{epoch}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def manifest_path(payload: Path) -> Path:
-    """Returns where the manifest lies that a payload file belongs to."""
     return payload.with_name(_NUMBERED.sub("", payload.stem) + ".json")
 
 
 def safetensors_header(plans: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Returns the start of a safetensors file whose payload is the byte stream of `plans`.
-
-    Layout: 8 bytes little-endian header length, then the header as JSON padded with spaces to a multiple of 8
-    (safetensors README, "Format").
-    """
+    """The start of a safetensors file whose payload is the byte stream of `plans`: 8 bytes little-endian header length,
+    then the header as JSON padded with spaces to a multiple of 8 (safetensors README, "Format")."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     for plan in plans:
         table[plan.name] = {
@@ -60,14 +52,13 @@ def safetensors_header(plans: Sequence[TensorEntry], metadata: Mapping[str, str]
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Returns the manifest as JSON text, for the file beside a version's bytes."""
     table = {field.name: to_plain(getattr(manifest, field.name)) for field in fields(manifest)}
     described = {"format": "meshrl.manifest.v1", "artifact_id": artifact_id(manifest), **table}
     return json.dumps(described, separators=(",", ":")).encode()
 
 
 def from_json(text: bytes) -> Manifest:
-    """Reads what `to_json` wrote. Raises ValueError when it is not that, or its artifact_id does not match."""
+    """Raises ValueError for other text, or an artifact_id that does not match."""
     try:
         table = json.loads(text)
         manifest = Manifest(**{name: from_plain(_TYPES[name], table[name]) for name in _TYPES if name in table})
@@ -79,10 +70,8 @@ def from_json(text: bytes) -> Manifest:
 
 
 def open_regular(path: str | Path) -> int:
-    """Opens a file that somebody else has named, for reading; returns the descriptor.
-
-    Raises OSError for what is not a regular file: opening a pipe would block, and a link may lead anywhere.
-    """
+    """Opens a file that somebody else has named, for reading. Raises OSError for what is not a regular file: opening a
+    pipe would block, and a link may lead anywhere."""
     _check_regular(os.lstat(path), path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
@@ -99,10 +88,8 @@ def _check_regular(found: os.stat_result, path: str | Path) -> None:
 
 
 class PayloadReader:
-    """Reads a version's byte stream from the files that hold it. Blocking: use it off the event loop.
-
-    Raises OSError for a file that is missing, unreadable, too short or not a regular one.
-    """
+    """Reads a version's byte stream from its files. Blocking. Raises OSError for a file that is missing, unreadable,
+    too short or not a regular one."""
 
     def __init__(self, files: Sequence[FileEntry]) -> None:
         self._parts: list[tuple[int, int, int, int]] = []  # offset, length, descriptor, payload start in the file
@@ -128,7 +115,6 @@ class PayloadReader:
                 at += count
 
     def read(self, offset: int, length: int) -> bytes:
-        """Returns `length` bytes of the stream from `offset` on."""
         for start, size, fd, skip in self._parts:
             if start <= offset and offset + length <= start + size:
                 data = os.pread(fd, length, skip + offset - start)

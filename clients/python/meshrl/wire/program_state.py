@@ -1,7 +1,7 @@
 """The state file of a program in its run's folder: what it waits for, since when, and how late its event loop is.
 
-Each program of a run writes `state/PROGRAM.json` every two seconds (`meshrl.core.telemetry.watchdog`); the programs
-themselves and `meshrl status` follow the waits from one program to the next: see `waiting_chain`.
+Each program of a run writes `state/PROGRAM.json` every two seconds (`meshrl.core.telemetry.watchdog`); the programs and
+`meshrl status` follow the waits from one program to the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 FOLDER = "state"
 SILENT_AFTER_S = 10.0
-"""A program writes every two seconds. One that has not for so long is dead, stopped, or its machine is."""
+"""A program that has not written for so long is dead, stopped, or its machine is."""
 STUCK_AFTER_S = 5.0
 """An event loop that has answered nothing for so long serves nobody."""
 
@@ -24,9 +24,9 @@ STUCK_AFTER_S = 5.0
 class WaitState:
     """One wait that lasts now, or several of one kind: `name` names the kind, `what` which one, in words.
 
-    `on` names whom it waits for: programs, as their state files are called, or URLs of engines. `usual_s` is the median
-    of the waits of its kind that are over, None before there were any. `overdue` marks it as worth a line in the log,
-    `reported` marks waits for which the program has a report of its own.
+    `on` names whom it waits for: programs by their state files, or URLs of engines. `usual_s` is the median of ended
+    waits of its kind, None without any. `overdue` is worth a line in the log; for `reported` waits the program has a
+    report of its own.
     """
 
     name: str
@@ -42,8 +42,8 @@ class WaitState:
 class ProgramState:
     """A program's report at `at_s` (time.time).
 
-    `loop_lag_s` is how late its event loop was at most since the state before, `stuck_s` for how long it has not
-    answered at all. `serves` lists addresses by which others may name it.
+    `loop_lag_s` is its event loop's largest lag since the state before, `stuck_s` for how long it has not answered at
+    all. `serves` lists addresses by which others may name it.
     """
 
     program: str
@@ -70,11 +70,10 @@ class ProgramState:
         return ""
 
     def longest(self) -> WaitState | None:
-        """Its wait that lasts longest, one that is overdue before the others; None when it waits for nothing."""
+        """Its longest wait, an overdue one before the others; None when it waits for nothing."""
         return max(self.waits, key=lambda wait: (wait.overdue, wait.seconds), default=None)
 
     def to_json(self) -> str:
-        """As in the file."""
         return json.dumps(asdict(self))
 
 
@@ -89,7 +88,7 @@ def from_json(text: str) -> ProgramState:
 
 
 def read_states(output_dir: Path) -> dict[str, ProgramState]:
-    """The reports of a run's programs, by their names; those that have ended well have left nothing."""
+    """By the programs' names; those that have ended well have left nothing."""
     states = {}
     for path in sorted((output_dir / FOLDER).glob("*.json")):
         try:
@@ -101,10 +100,8 @@ def read_states(output_dir: Path) -> dict[str, ProgramState]:
 
 
 def waiting_chain(states: Mapping[str, ProgramState], start: str, now_s: float) -> str:
-    """Who waits for whom, from `start` on, in one sentence; "" when it waits for nothing.
-
-    Follows each wait to whom it is on. Ends at one that waits for nobody, or of whom nothing can be expected.
-    """
+    """Who waits for whom, from `start` on, in one sentence; "" when it waits for nothing. Ends at one that waits for
+    nobody, or of whom nothing can be expected."""
     said: list[str] = []
     seen: set[str] = set()
     state = _find(states, start)
@@ -122,17 +119,15 @@ def waiting_chain(states: Mapping[str, ProgramState], start: str, now_s: float) 
 
 
 def troubles_for(state: ProgramState, others: Mapping[str, ProgramState], *, every: bool) -> dict[str, str]:
-    """Why nothing can be expected of programs that `state` waits for, or of `every` other one, by their names."""
+    """Troubles of programs that `state` waits for, or of `every` other one, by their names."""
     awaited = {other.program for wait in state.waits for name in wait.on if (other := _find(others, name)) is not None}
     found = {name: other.trouble(state.at_s) for name, other in others.items() if every or name in awaited}
     return {name: trouble for name, trouble in found.items() if trouble and name != state.program}
 
 
 def run_line(states: Mapping[str, ProgramState], now_s: float) -> str:
-    """What a whole run waits for: the chain from the trainer on where it waits for a batch, else from the orchestrator.
-
-    Programs that are in trouble and that the chain does not come by are named after it.
-    """
+    """What a whole run waits for: the chain from the trainer on where it waits for a batch, else from the orchestrator,
+    then other programs in trouble."""
     trainer = states.get("trainer")
     trains = trainer is not None and not any(wait.name == "batch" for wait in trainer.waits)
     starts = ["orchestrator", "trainer"] if trains else ["trainer", "orchestrator"]
@@ -152,7 +147,7 @@ def _find(states: Mapping[str, ProgramState], name: str) -> ProgramState | None:
 
 
 def _next(states: Mapping[str, ProgramState], names: tuple[str, ...], now_s: float) -> ProgramState | None:
-    """Of those that are waited for the one that explains most: in trouble, else waiting itself for longest."""
+    """The awaited one that explains most: in trouble, else waiting itself for longest."""
     found = [state for name in names if (state := _find(states, name)) is not None]
 
     def weight(state: ProgramState) -> tuple[bool, float]:
@@ -163,7 +158,7 @@ def _next(states: Mapping[str, ProgramState], names: tuple[str, ...], now_s: flo
 
 
 def _process_state(pid: int) -> str:
-    """The letter that the kernel has for a process of this machine; "" for one that is gone, "?" where unknown."""
+    """The kernel's letter for a process of this machine; "" for one that is gone, "?" where unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Which steps of a run are saved: those with a folder `step_N`; and which of them are never deleted.
 
-A pinned step has an empty file `weights/step_N.pinned` beside its folder. `meshrl weights pin` makes and removes it; a
-trainer that deletes old checkpoints (`ckpt.keep_last`) looks for it.
+A pinned step has an empty file `weights/step_N.pinned` beside its folder, which a trainer that deletes old checkpoints
+(`ckpt.keep_last`) looks for.
 """
 
 from __future__ import annotations
@@ -12,32 +12,28 @@ SUFFIX = ".pinned"
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """The folder of a step below `root`, the run's `checkpoints` or `weights`."""
     return root / f"step_{step}"
 
 
 def steps_in(root: Path, part: str = "") -> list[int]:
-    """The steps that have a folder below `root`, in order; with `part`, those whose folder holds that folder.
-
-    A checkpoint has a part for each program, and a trainer resumes from its own, `trainer`. Folders that are being
-    written or deleted have other names.
-    """
+    """The steps that have a folder below `root`, in order; with `part`, those whose folder holds that folder: a trainer
+    resumes from its own, `trainer`. Folders that are being written or deleted have other names."""
     names = (folder.name.removeprefix("step_") for folder in root.glob("step_*") if (folder / part).is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def pin_step(weights: Path, step: int) -> None:
-    """Pins a step; `weights` is the folder that its snapshot is in. Raises OSError."""
+    """`weights` is the folder of its snapshot. Raises OSError."""
     _marker(weights, step).touch()
 
 
 def unpin_step(weights: Path, step: int) -> None:
-    """Gives a step free again. Raises OSError."""
+    """Raises OSError."""
     _marker(weights, step).unlink(missing_ok=True)
 
 
 def pinned_steps(weights: Path) -> frozenset[int]:
-    """The steps that are pinned; none where the folder is not there."""
+    """None where the folder is missing."""
     names = (path.name.removeprefix("step_").removesuffix(SUFFIX) for path in weights.glob(f"step_*{SUFFIX}"))
     return frozenset(int(name) for name in names if name.isdecimal())
 

@@ -1,7 +1,7 @@
 """NumPy arrays to `Tensor` messages and back: raw little-endian bytes in C order, never a list of floats.
 
-`DTYPES` is the one table of element types; manifests, safetensors files and torch's names for them come from it.
-Element types that NumPy lacks (bfloat16, float8) travel as views of unsigned integers of the same width.
+`DTYPES` is the one table of element types. Those that NumPy lacks (bfloat16, float8) travel as views of unsigned
+integers of the same width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshrl.wire.values import Array
 
 @dataclass(frozen=True)
 class DType:
-    """One element type: its number on the wire, the little-endian NumPy type that stores it, its safetensors name."""
+    """Its number on the wire, the little-endian NumPy type that stores it, its safetensors name."""
 
     name: str
     number: pb.DataType
@@ -52,27 +52,22 @@ _BY_NUMBER: Mapping[int, DType] = {dtype.number: dtype for dtype in DTYPES.value
 
 
 def itemsize(name: str) -> int:
-    """Returns the bytes an element of type `name` takes; KeyError for a name that is not in `DTYPES`."""
     return DTYPES[name].itemsize
 
 
 def dtype_number(name: str) -> pb.DataType:
-    """Returns the DataType number of `name`; KeyError for a name that is not in `DTYPES`."""
     return DTYPES[name].number
 
 
 def dtype_name(number: int) -> str | None:
-    """Returns the name of a DataType number, or None for one that this program does not know."""
+    """None for a number that this program does not know."""
     dtype = _BY_NUMBER.get(number)
     return None if dtype is None else dtype.name
 
 
 def encode(array: Array, dtype: str | None = None) -> pb.Tensor:
-    """Returns the message that holds `array`.
-
-    `dtype` defaults to the array's own type. For bfloat16 and float8 pass the name and an array of unsigned integers
-    of the same width. Raises ValueError for a type that has no number on the wire or another width.
-    """
+    """`dtype` defaults to the array's own type. For bfloat16 and float8 pass the name and an array of unsigned integers
+    of the same width. Raises ValueError for a type that has no number on the wire or another width."""
     name = array.dtype.name if dtype is None else dtype
     kind = DTYPES.get(name)
     if kind is None:
@@ -84,11 +79,8 @@ def encode(array: Array, dtype: str | None = None) -> pb.Tensor:
 
 
 def decode(tensor: pb.Tensor, *, expect: str | None = None, ndim: int | None = None, field: str = "") -> Array:
-    """Returns the array of a message as a read-only view of its bytes.
-
-    `expect` and `ndim` state what the caller needs; `field` names the tensor in errors. Raises MeshError
-    INVALID_REQUEST when the type, the shape or the number of bytes is wrong.
-    """
+    """The array as a read-only view of the message's bytes. `expect` and `ndim` state the caller's needs; `field` names
+    the tensor in errors. Raises MeshError INVALID_REQUEST when the type, the shape or the number of bytes is wrong."""
     kind = _BY_NUMBER.get(tensor.dtype)
     if kind is None:
         raise _refuse(field, "dtype", f"element type {tensor.dtype} is not known here")

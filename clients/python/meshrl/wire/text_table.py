@@ -7,27 +7,23 @@ from itertools import zip_longest
 
 
 def plain_table(rows: Iterable[Sequence[object]], *, right: Collection[int] = (), indent: str = "") -> str:
-    """The rows as lines of columns, two blanks apart; None is a dash. A row may end before others do.
-
-    The columns numbered in `right` are aligned at their right edge.
-    """
+    """Rows as lines of columns, two blanks apart; None is a dash. A row may end before others. Columns in `right` are
+    aligned at their right edge."""
     return "\n".join(indent + "  ".join(cells).rstrip() for cells in _aligned(rows, right))
 
 
 def markdown_table(rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown whose source is aligned as well; the first row is its head."""
+    """Aligned in its source as well; the first row is its head."""
     head, *body = _aligned(rows)
     rule = "|" + "|".join("-" * (len(cell) + 2) for cell in head) + "|"
     return "\n".join([markdown_row(head), rule, *map(markdown_row, body)])
 
 
 def markdown_row(cells: Iterable[object]) -> str:
-    """A line of a table in Markdown that is printed as its rows come in."""
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def markdown_head(names: Iterable[str]) -> str:
-    """The two lines above such rows."""
     names = list(names)
     return markdown_row(names) + "\n" + "|" + "---|" * len(names)
 

@@ -1,7 +1,4 @@
-"""W3C trace context as text: how a trace crosses gRPC metadata, HTTP headers, queues and restarts.
-
-Uses the OpenTelemetry API alone, so it costs next to nothing while no SDK is set up.
-"""
+"""W3C trace context as text, for gRPC metadata, HTTP headers, queues and restarts; by the OpenTelemetry API alone."""
 
 from __future__ import annotations
 
@@ -16,17 +13,15 @@ _FORMAT = re.compile(r"^(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 
 def format_traceparent(span_context: trace.SpanContext) -> str:
-    """Returns the header value of a span's context, or "" for one that is not valid."""
+    """ "" for a context that is not valid."""
     if not span_context.is_valid:
         return ""
     return f"00-{span_context.trace_id:032x}-{span_context.span_id:016x}-{int(span_context.trace_flags):02x}"
 
 
 def sync_context(version: int, root: bytes) -> trace.SpanContext:
-    """Returns the context of the span of the commit that brought this version, whose weights have this root hash.
-
-    Hub, engines and rollouts work it out alike, so that each can link to it before it is over.
-    """
+    """The context of the span of the commit of this version with this root. Hub, engines and rollouts compute it alike,
+    so that each can link to it before it is over."""
     digest = hashlib.blake2b(b"rl.sync" + version.to_bytes(8, "little") + root, digest_size=24).digest()
     return trace.SpanContext(
         trace_id=int.from_bytes(digest[:16], "little"),
@@ -37,12 +32,11 @@ def sync_context(version: int, root: bytes) -> trace.SpanContext:
 
 
 def current_traceparent() -> str:
-    """Returns the header value of the span that is current here, or "" when there is none."""
     return format_traceparent(trace.get_current_span().get_span_context())
 
 
 def parse_traceparent(traceparent: str) -> trace.SpanContext | None:
-    """Returns the remote span's context, or None for a text that is empty or malformed."""
+    """None for a text that is empty or malformed."""
     match = _FORMAT.match(traceparent)
     if match is None:
         return None
@@ -56,23 +50,22 @@ def parse_traceparent(traceparent: str) -> trace.SpanContext | None:
 
 
 def trace_id_of(traceparent: str) -> str:
-    """Returns the trace's id in hexadecimal, or "" for a text that is empty or malformed."""
+    """In hexadecimal, or "" for a text that is empty or malformed."""
     span_context = parse_traceparent(traceparent)
     return "" if span_context is None else f"{span_context.trace_id:032x}"
 
 
 def context_from(traceparent: str) -> context.Context | None:
-    """Returns a context whose current span is the remote one, to start children in; None when there is no remote."""
+    """A context whose current span is the remote one, to start children in; None without a remote."""
     span_context = parse_traceparent(traceparent)
     return None if span_context is None else trace.set_span_in_context(trace.NonRecordingSpan(span_context))
 
 
 def link_from(traceparent: str) -> trace.Link | None:
-    """Returns a link to the remote span, or None for a text that is empty or malformed."""
+    """None for a text that is empty or malformed."""
     span_context = parse_traceparent(traceparent)
     return None if span_context is None else trace.Link(span_context)
 
 
 def links_from(traceparents: Iterable[str]) -> list[trace.Link]:
-    """Returns a link for each well-formed text."""
     return [link for link in map(link_from, traceparents) if link is not None]

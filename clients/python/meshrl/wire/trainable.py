@@ -1,6 +1,5 @@
-"""The rules that token sequences must keep to be trained on.
-
-The orchestrator checks each rollout by them when it arrives, the trainer checks each batch.
+"""The rules that token sequences must keep to be trained on, for rollouts at the orchestrator and batches at the
+trainer.
 
 Shapes: T tokens of a row of samples packed one after the other, S samples of it.
 """
@@ -31,8 +30,8 @@ def row_problems(
 ) -> Iterator[tuple[str, str]]:
     """(field, what it must be) for every rule that a row breaks; there is at least one token.
 
-    `unpredicted` are the indices of the tokens that nothing predicts; `vocab_size` is None where it is not known,
-    `logprobs` the name of that field.
+    `unpredicted` are indices of tokens that nothing predicts; `vocab_size` is None where it is not known, `logprobs`
+    the name of that field.
     """
     lowest, highest = int(token_ids_T.min()), int(token_ids_T.max())
     if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
@@ -47,12 +46,11 @@ def row_problems(
 
 
 def are_logprobs(values: Array) -> bool:
-    """True when each is the logprob of a token that can be sampled."""
+    """Whether each is the logprob of a token that can be sampled."""
     return bool(np.isfinite(values).all() and (values <= LOGPROB_ROUNDING).all())
 
 
 def bytes_per_token(shape: RoutedShape) -> int:
-    """Of the routes of a token of a model of this shape."""
     return shape.layers * shape.per_token * (1 if shape.experts <= MAX_NARROW_EXPERTS else 2)
 
 
@@ -70,11 +68,8 @@ def routes_problem(routes: Routes | None, shape: RoutedShape) -> str | None:
 def rollout_problems(
     rollout: Rollout, *, vocab_size: int | None, newest_version: int | None = None, routed: RoutedShape | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """(field, what it must be) for everything that keeps a trainer from taking a finished rollout.
-
-    `newest_version` is the newest that there is, `routed` what routes of experts are for the trainer's model; None
-    leaves versions and routes unchecked.
-    """
+    """(field, what it must be) for everything that keeps a trainer from taking a finished rollout. `newest_version` is
+    the newest that exists, `routed` the trainer's routes; None leaves either unchecked."""
     found: list[tuple[str, str]] = []
     for index, sample in enumerate(rollout.samples):
         field = f"samples[{index}]"

@@ -1,7 +1,7 @@
-"""Checks requests against the constraints of the schema: one MeshError names every bad field.
+"""Checks requests against the constraints of the schema (buf.validate in proto/, as the table `meshrl.v1.rules`): one
+MeshError names every bad field.
 
-The constraints are those of buf.validate in proto/, which `meshrl.v1.rules` has as a table. Only what a message shows
-by itself is checked here; whether an environment or a run exists is for the service to check.
+Only what a message shows by itself is checked here; whether an environment or a run exists is for the service.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXPRESSIONS: Mapping[str, Callable[[Any], bool]] = {
     "register.transports": lambda transports: not _TRANSPORTS.isdisjoint(transports),
     "worker.environments": lambda environments: len({each.name for each in environments}) == len(environments),
 }
-"""The rules that the schema gives in CEL, by id."""
+"""Rules in CEL, by id."""
 
 _PATTERNS: Mapping[str, str] = {
     "^[0-9a-f]{64}$": "must be 64 lower-case hexadecimal digits",
@@ -38,7 +38,7 @@ _PATTERNS: Mapping[str, str] = {
     r"^[^/\x00-\x1f\x7f-\x9f]{1,256}$": "must hold no slash or control character and have 1 to 256 characters",
     "^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "must have 1 to 63 letters, digits, dots, hyphens or underscores",
 }
-"""What to write for a value that does not match; a pattern that is not here is shown itself."""
+"""What to write for a value that does not match."""
 
 
 def check(message: Message) -> None:
@@ -48,7 +48,7 @@ def check(message: Message) -> None:
 
 
 def violations(message: Message) -> list[FieldViolation]:
-    """Every field that breaks a constraint, in the order of the schema. Raises CONTRACT_MISMATCH."""
+    """In the order of the schema. Raises CONTRACT_MISMATCH."""
     found: list[FieldViolation] = []
     plan = _plan(message.DESCRIPTOR)
     if plan is not None:
@@ -57,7 +57,7 @@ def violations(message: Message) -> list[FieldViolation]:
 
 
 def validate_contract_version(peer: str) -> None:
-    """Raises CONTRACT_MISMATCH when the peer's major version differs from ours; an empty one is tolerated."""
+    """Raises CONTRACT_MISMATCH when the peer's major version differs; an empty one is tolerated."""
     if peer and peer.split(".")[0] != CONTRACT_VERSION.split(".")[0]:
         raise MeshError(
             Reason.CONTRACT_MISMATCH,
@@ -67,7 +67,7 @@ def validate_contract_version(peer: str) -> None:
 
 
 def at_least(peer: str, version: str) -> bool:
-    """Whether a peer has stated this contract version or a later one; one that stated none has not."""
+    """Whether a peer has stated this contract version or a later one."""
     stated = peer.split(".")
     return all(part.isdigit() for part in stated) and [*map(int, stated)] >= [*map(int, version.split("."))]
 
@@ -86,12 +86,10 @@ class _Test:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """What is asked of a field."""
-
     name: str
     has_presence: bool
     is_optional: bool
-    """Whether zero stands for absent."""
+    """Zero stands for absent."""
     tests: tuple[_Test, ...]
     inner: Callable[[Any, str, list[FieldViolation]], None] | None
     """Checks its message, or each entry of a list."""
@@ -99,12 +97,10 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is asked of a message."""
-
     has_version: bool
     fields: tuple[_Field, ...]
     oneofs: tuple[tuple[str, str], ...]
-    """Those of which a member must be set, with what to write."""
+    """A member must be set; with the text for errors."""
     whole: tuple[_Test, ...]
 
     def walk(self, message: Message, path: str, found: list[FieldViolation]) -> None:
@@ -134,7 +130,7 @@ class _Plan:
 
 @cache
 def _plan(descriptor: Descriptor) -> _Plan | None:
-    """None where nothing is asked of a message of this type, nor of those in it."""
+    """None where there are no constraints on a message of this type, nor on those in it."""
     rules = RULES.get(descriptor.full_name, {})
     plan = _Plan(
         has_version="contract_version" in descriptor.fields_by_name,
@@ -182,7 +178,7 @@ def _tests(rules: Mapping[str, Any]) -> Iterator[_Test]:
 
 
 def _range(rules: Mapping[str, Any]) -> Iterator[_Test]:
-    """Bounds of a number. NaN is within none, and no bound lets infinity in."""
+    """NaN is within no bounds, and no bound lets infinity in."""
     low, high = rules.get("gt", rules.get("gte", -math.inf)), rules.get("lt", rules.get("lte", math.inf))
     parts = []
     if -math.inf < low and high < math.inf:

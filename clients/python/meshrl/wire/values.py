@@ -1,7 +1,4 @@
-"""Types for JSON that is read without a schema, and dataclasses as values that JSON takes.
-
-Readers of a `JsonObject` check the fields that they use.
-"""
+"""Types for JSON that is read without a schema, and dataclasses as values that JSON takes."""
 
 from __future__ import annotations
 
@@ -15,22 +12,17 @@ if TYPE_CHECKING:  # the command line reads JSON, and needs no numpy for it
     from numpy.typing import NDArray
 
 JsonObject: TypeAlias = Mapping[str, Any]
-"""Values by name: a line of a run's files, a row of data, the body of an answer."""
+"""Values by name. Readers check the fields that they use."""
 
 Array: TypeAlias = "NDArray[Any]"
-"""An array whose element type is told by its dtype alone."""
-
 
 YOUNGER: Mapping[str, bool] = {"younger": True}
 """Metadata of a dataclass's field that came after the first release."""
 
 
 def to_plain(value: Any) -> Any:
-    """The value as JSON takes it: the list of a dataclass's fields, bytes in hexadecimal, an enumeration's value.
-
-    For files of our own, which `from_plain` reads. Last fields that are YOUNGER than the first release are left out
-    where they have their defaults.
-    """
+    """The value as JSON takes it: the list of a dataclass's fields, bytes in hexadecimal, an enumeration's value. Last
+    fields that are YOUNGER are left out where they have their defaults."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, tuple):
@@ -46,7 +38,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(annotation: Any, plain: Any) -> Any:
-    """What `to_plain` made of a value of the type in an annotation. Raises ValueError, TypeError."""
+    """Reads `to_plain`'s value by its annotation. Raises ValueError, TypeError."""
     return _reader(annotation)(plain)
 
 

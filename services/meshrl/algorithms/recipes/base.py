@@ -1,8 +1,7 @@
 """The interface of an algorithm (a recipe): who samples, which tokens another model scores, what each token trains.
 
-The orchestrator calls the recipe of an environment when a group is over (`score_requests`) and when a step becomes a
-batch (`streams`: for each sample the weights of its tokens in the terms of the objective). Packing and trainer know
-those three terms and no algorithm.
+The orchestrator calls an environment's recipe when a group is over (`score_requests`) and when a step becomes a batch
+(`streams`). Packing and trainer know the terms of the objective and no algorithm.
 
 Shapes: T tokens of a sample, C tokens of context before it, K candidates of a token.
 """
@@ -20,8 +19,6 @@ from meshrl.wire.types import Rollout
 
 
 class Actor(enum.Enum):
-    """A model that takes part in a run."""
-
     POLICY = "policy"
     """The one that is trained, with the newest weights that its engines serve."""
     TEACHER = "teacher"
@@ -34,7 +31,7 @@ class ScoreRequest:
 
     rollout_id: str
     place: int
-    """Which sample of the rollout."""
+    """Place of the sample in the rollout."""
     token_ids: NDArray[np.int32]  # (C + T,)
     context: int = 0
     """C: tokens before the sample's own, which only the scoring model sees."""
@@ -42,8 +39,6 @@ class ScoreRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenScores:
-    """The scoring model's logprobs of a sample's tokens."""
-
     logprobs: NDArray[np.float32]  # (T,) NaN for a token that has none, as the first of a sequence
     top_ids: NDArray[np.int32] | None = None  # (T, K) the likeliest tokens in the place of each; -1: none
     top_logprobs: NDArray[np.float32] | None = None  # (T, K) with top_ids
@@ -71,33 +66,31 @@ Streams = Mapping[str, Sequence[SampleStreams]]
 
 
 class Recipe:
-    """An algorithm of one environment. Its own are subclasses: `type = "custom"` takes any by its import path."""
+    """Subclasses; `type = "custom"` takes any by its import path."""
 
     sampler: Actor = Actor.POLICY
-    """Who plays the rollouts."""
     scored_by: Actor | None = None
-    """Who scores what `score_requests` names; None: nothing is scored."""
+    """None: nothing is scored."""
     top_k: int = 0
-    """How many of the likeliest tokens in the place of each are scored, too."""
+    """Likeliest tokens in the place of each that are scored, too."""
     least_rollouts: int = 2
-    """A group that lost more than leave so many is dropped: an advantage compares the rollouts of a task."""
+    """A group with fewer left is dropped: an advantage compares the rollouts of a task."""
     needs_signal: bool = True
-    """Whether a group whose rewards are all equal trains nothing, so that filters.zero_signal drops it."""
+    """A group of equal rewards trains nothing, so that filters.zero_signal drops it."""
 
     def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:
-        """What of a group is to be scored before its streams are made."""
         return []
 
     def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
         """What each sample of a group trains; `scores` are those of `score_requests`, for the same rollouts.
 
-        Called once for each group of a step, in the order of the step. Raises ValueError, which ends the run, for
-        rollouts that it cannot be used with.
+        Called once for each group of a step, in order. Raises ValueError, which ends the run, for rollouts that do not
+        fit.
         """
         raise NotImplementedError
 
     def state(self) -> Mapping[str, float]:
-        """What it remembers from step to step; kept with each batch, so that a restart goes on from there."""
+        """Its memory from step to step; kept with each batch, so that a restart goes on from there."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -105,7 +98,6 @@ class Recipe:
 
 
 def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
-    """The rollouts of each agent, in order."""
     agents: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         agents.setdefault(rollout.agent, []).append(rollout)
@@ -113,12 +105,10 @@ def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def sampled_tokens(rollout: Rollout) -> int:
-    """Tokens that were sampled."""
     return int(sum(np.count_nonzero(sample.loss_mask) for sample in rollout.samples))
 
 
 def with_advantages(rollouts: Sequence[Rollout], advantages: Mapping[str, float]) -> Streams:
-    """The rl stream alone, with an advantage for each rollout by its id."""
     return {
         rollout.rollout_id: [SampleStreams(advantage=advantages[rollout.rollout_id])] * len(rollout.samples)
         for rollout in rollouts

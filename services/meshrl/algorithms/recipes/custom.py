@@ -13,7 +13,7 @@ from meshrl.wire.types import Rollout, Sample
 
 
 def load_recipe(import_path: str, kwargs: Mapping[str, object], *, key: str) -> Recipe:
-    """The recipe that `package.module.Class(**kwargs)` makes. Raises ValueError, which names `key`, when it cannot."""
+    """The recipe made by `package.module.Class(**kwargs)`. Raises ValueError, which names `key`."""
     made = load_function(import_path, kwargs, key=key, positional=())(**kwargs)
     if not isinstance(made, Recipe):
         raise ValueError(

@@ -21,7 +21,7 @@ class GroupRelative(Recipe):
 
 
 def group_advantages(rollouts: Sequence[Rollout], advantage: Advantage) -> dict[str, float]:
-    """Advantage of each rollout relative to those of the same agent in its group, by rollout_id."""
+    """By rollout_id, relative to rollouts of the same agent in the group."""
     result: dict[str, float] = {}
     for members in by_agent(rollouts).values():
         values = advantage(

@@ -33,7 +33,6 @@ class RoleBaseline(Recipe):
         return with_advantages(rollouts, advantages)
 
     def state(self) -> Mapping[str, float]:
-        """The baseline of each agent."""
         return dict(self._baselines)
 
     def restore(self, state: Mapping[str, float]) -> None:

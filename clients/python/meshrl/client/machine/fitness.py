@@ -1,4 +1,4 @@
-"""Is this machine fit for the programs? One home for the rules of `meshrl doctor`, of preflight and of a start."""
+"""Rules of a fit machine, for `meshrl doctor`, preflight and a start."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 MIN_OPEN_FILES = 256
-"""With fewer no program works."""
-
 USUAL_OPEN_FILES = 4096
-"""With fewer a run of the usual size, with hundreds of rollouts in flight, fails calls."""
+"""For a run of the usual size, with hundreds of rollouts in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What one look found: `ok`, `warn` (works, but may not for long) or `fail`, and what to do about it."""
+    """`warn` works, but may not for long."""
 
     what: str
     state: Literal["ok", "warn", "fail"]
@@ -26,7 +24,7 @@ class Diagnosis:
 
 
 def open_files() -> Diagnosis:
-    """The hard limit of open files, up to which programs raise their own: each rollout and stream takes one."""
+    """The hard limit of open files, up to which programs raise their own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= USUAL_OPEN_FILES:
         most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
@@ -41,6 +39,6 @@ def open_files() -> Diagnosis:
 
 
 def room_of(folder: Path) -> tuple[Path, int]:
-    """The nearest folder that exists, of one that need not exist yet, and the free bytes of its disk."""
+    """The nearest existing folder, and the free bytes of its disk."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return place, shutil.disk_usage(place).free

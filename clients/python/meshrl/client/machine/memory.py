@@ -14,7 +14,7 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineMemory:
-    """Bytes in all, and bytes that can be taken without swapping. `limited`: a cgroup allows less than there is."""
+    """Bytes; `available` without swapping. `limited`: a cgroup allows less than there is."""
 
     total: int
     available: int
@@ -22,10 +22,9 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory | None:
-    """The memory of this machine, or what the tightest of this process's cgroups allows of it.
+    """This machine's memory, or what the tightest of this process's cgroups allows of it; None if it is unknown.
 
-    Files that the system can drop from memory count as available. `root` is where /proc and /sys are found. Returns
-    None if it is unknown.
+    Files that the system can drop from memory count as available. `root` is where /proc and /sys are found.
     """
     found = _whole_machine(root)
     if found is None:

@@ -8,8 +8,8 @@ import socket
 def bound(host: str, *, shared: bool = False) -> socket.socket:
     """A socket that is bound to a free port of the host, and does not listen. Raises OSError.
 
-    While it is open the kernel gives the port to nobody who asks for any; `shared` lets a server that asks for it by
-    number have it all the same, which only Linux does.
+    While it is open the kernel gives the port to no socket that asks for any; with `shared` a server may have it by
+    number all the same, on Linux alone.
     """
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -22,5 +22,4 @@ def bound(host: str, *, shared: bool = False) -> socket.socket:
 
 
 def port_of(probe: socket.socket) -> int:
-    """The port that a socket is bound to."""
     return int(probe.getsockname()[1])

@@ -1,8 +1,8 @@
 """The only place that turns the dataclasses of `meshrl.wire.types` into protobuf messages and back.
 
 `to_proto` never fails on a value that its type allows. `from_proto` raises MeshError INVALID_REQUEST that names every
-bad field. Functions of their own have the messages of which a newer peer may send a kind that this program does not
-know (None then), and those in bulk.
+bad field. Bulk messages have functions of their own, and so have those of which a newer peer may send an unknown kind
+(None then).
 """
 
 from meshrl.wire.convert.batches import BatchReader, batch_digest, batch_to_messages, step_event_from_proto

@@ -19,7 +19,7 @@ from meshrl.wire.values import Array
 
 
 def batch_digest(batch: Batch) -> str:
-    """Returns the BLAKE3 (64 hexadecimal digits) over the tensors of all micro-batches, in order.
+    """The BLAKE3 (64 hexadecimal digits) over the tensors of all micro-batches, in order.
 
     Hashed are, per tensor in the order of the MicroBatch message: its type name, its number of dimensions, its shape
     (int64) and its little-endian bytes; strings and bytes are preceded by their length (uint64). A tensor that may be
@@ -38,7 +38,7 @@ def batch_digest(batch: Batch) -> str:
 
 
 def routes_digest(batch: Batch) -> str:
-    """Returns the same digest over the routed_experts of all micro-batches; "" where there are none."""
+    """The same digest over the routed_experts of all micro-batches; "" where there are none."""
     routes = [micro_batch.routed_experts for micro_batch in batch.micro_batches]
     if all(each is None for each in routes):
         return ""
@@ -59,7 +59,7 @@ def _hash_tensor(state: blake3, values: Array, dtype: str) -> None:
 
 
 def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
-    """Yields the messages of an upload: the header, then one micro-batch each."""
+    """The header, then one micro-batch each."""
     header = BatchHeader(
         run_id=batch.run_id,
         step=batch.step,
@@ -77,10 +77,7 @@ def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
 
 
 class BatchReader:
-    """Turns the messages of one upload back into a batch: `feed` each in order, then `finish`.
-
-    Every message is checked when it comes, so a bad upload ends early. Holds no I/O.
-    """
+    """Turns the messages of one upload back into a batch: `feed` each in order, which checks it, then `finish`."""
 
     def __init__(self, *, seq_len: int, dp_size: int = 1) -> None:
         self._seq_len = seq_len
@@ -90,11 +87,10 @@ class BatchReader:
 
     @property
     def header(self) -> BatchHeader | None:
-        """The header, once it came."""
         return self._header
 
     def feed(self, message: pb.SubmitBatchRequest) -> None:
-        """Takes the next message; raises MeshError INVALID_REQUEST for one that is wrong or out of order."""
+        """Raises MeshError INVALID_REQUEST for a message that is wrong or out of order."""
         part = message.WhichOneof("part")
         if self._header is None:
             if part != "header":
@@ -123,11 +119,8 @@ class BatchReader:
         self._micro_batches.append(micro_batch)
 
     def finish(self) -> Batch:
-        """Returns the whole batch.
-
-        Raises INVALID_REQUEST when messages are missing, loss_tokens is not the count of the masks or no token is
-        trained at all, and BATCH_DIGEST_MISMATCH when the tensors are not those of the header.
-        """
+        """Raises INVALID_REQUEST when messages are missing, loss_tokens is not the count of the masks or no token is
+        trained at all, and BATCH_DIGEST_MISMATCH when the tensors are not those of the header."""
         header = self._header
         if header is None:
             raise invalid([FieldViolation("header", "must be the first message")], "the batch")
@@ -174,7 +167,7 @@ def _has_weights(micro_batch: MicroBatch) -> bool:
 
 
 def step_event_from_proto(message: pb.WatchStepsResponse) -> StepEvent | None:
-    """The event, or None for a state that this program does not know."""
+    """None for a state that this program does not know."""
     try:
         return from_proto(StepEvent, message)
     except MeshError:  # of a newer trainer; a watch goes on

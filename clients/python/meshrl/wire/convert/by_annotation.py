@@ -1,7 +1,7 @@
 """Turns a dataclass into its message and back, by the annotations of the one and the descriptor of the other.
 
-Fields go by their name. What a field's annotation and its type on the wire have to do with each other is looked up once
-for each kind; a new field of the contract needs its line in the proto and in the dataclass, and nothing here.
+Fields go by their name; how to convert them is looked up once for each kind. A new field of the contract needs its line
+in the proto and in the dataclass, and nothing here.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ _OTHER_NAMES = {
     "TrainerInfo": "GetTrainerResponse",
     "VersionEvent": "WatchVersionsResponse",
 }
-"""Messages that are not called as their dataclass."""
-
 _UNKNOWN: Mapping[type[enum.Enum], enum.Enum] = {
     AgentState: AgentState.JOINING,
     ActivationPolicy: ActivationPolicy.ROLLING,
     RunDrive: RunDrive.BATCHES,
     RunPhase: RunPhase.ACTIVE,  # a trainer of 1.0 states none
 }
-"""What a value of a newer peer is taken for: a state that vouches for nothing, a policy that pauses no other engine."""
+"""Stands for a newer peer's value: a state that vouches for nothing, a policy that pauses no other engine."""
 
 Read = Callable[[Any, FieldReader, str], Any]
 """Reads one field of a message; the last argument is the path to the message in errors, with its dot."""
@@ -65,13 +63,12 @@ Read = Callable[[Any, FieldReader, str], Any]
 
 @cache
 def message_of(kind: type) -> Any:
-    """The class of the message that a dataclass of `wire.types` stands for."""
     name = _OTHER_NAMES.get(kind.__name__, kind.__name__)
     return next(getattr(module, name) for module in _MODULES if hasattr(module, name))
 
 
 def to_proto(value: Any, **others: object) -> Any:
-    """The message of a dataclass; `others` are fields that only the message has."""
+    """`others` are fields that only the message has."""
     kind: Any = type(value)
     fields = {
         name: getattr(value, name) if encode is None else encode(getattr(value, name))
@@ -81,11 +78,8 @@ def to_proto(value: Any, **others: object) -> Any:
 
 
 def from_proto(kind: type[T], message: Message, field: str = "") -> T:
-    """The dataclass of a message; an optional field that is unset is None.
-
-    Raises MeshError INVALID_REQUEST that names every tensor and enum which cannot be read; `field` is what errors call
-    the message.
-    """
+    """An optional field that is unset is None. Raises MeshError INVALID_REQUEST that names every unreadable tensor and
+    enum; `field` names the message in errors."""
     reader = FieldReader(f"the {_words(message.DESCRIPTOR.name).lower()}", field)
     value = read(kind, message, reader, "")
     reader.done()
@@ -93,7 +87,7 @@ def from_proto(kind: type[T], message: Message, field: str = "") -> T:
 
 
 def read(kind: type[T], message: Any, reader: FieldReader, path: str) -> T:
-    """As `from_proto`, with what is wrong left to the reader."""
+    """As `from_proto`, with errors left to the reader."""
     plain, others = _decoders(typing.cast("Any", kind))
     fields = {name: getattr(message, name) for name in plain}
     for name, decode in others:
@@ -142,7 +136,7 @@ _LEAVES: Mapping[str, Callable[[Any], Any]] = {
     "google.protobuf.Timestamp": _timestamp,
     "meshrl.v1.Tensor": tensors.encode,
 }
-"""How a message is made of a value that is no dataclass, by the message's name."""
+"""By the message's name, for values that are no dataclass."""
 
 
 def _numbers(field: FieldDescriptor) -> dict[Any, int]:
@@ -223,7 +217,7 @@ def _one(field: FieldDescriptor, inner: Any) -> Read | None:
 
 
 def _dtype_of(annotation: Any) -> str:
-    """Of NDArray[np.int32], int32; numpy 2.5 keeps the alias that older releases spell out as ndarray[..., dtype]."""
+    """Of NDArray[np.int32], int32; numpy 2.5 keeps the alias that older releases spell out."""
     while arguments := typing.get_args(annotation):
         annotation = arguments[-1]
     name: str = np.dtype(annotation).name
@@ -243,7 +237,7 @@ def _enum(field: FieldDescriptor, inner: Any) -> Read:
 
 
 def _inner(annotation: Any) -> tuple[Any, bool]:
-    """What a field holds without the tuple around it, and whether it may be None."""
+    """A field's type without the tuple around it, and whether it may be None."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(annotation) if option is not types.NoneType]
         return functools.reduce(operator.or_, options), len(options) < len(typing.get_args(annotation))
@@ -269,7 +263,7 @@ def _logprobs_to_proto(logprobs: Mapping[str, Any]) -> list[trainer_pb2.RolloutL
 
 
 def _logprobs(messages: Iterable[trainer_pb2.RolloutLogprobs]) -> dict[str, Any]:
-    """Those that can be read; an event is not given up for what is only looked at."""
+    """Unreadable ones are left out: an event is not given up for what is only looked at."""
     found = {}
     for message in messages:
         reader = FieldReader("the logprobs")

@@ -1,4 +1,4 @@
-"""Reads tensors of messages and collects what is wrong with them, so that one answer names every bad field."""
+"""Reads tensors of messages and collects violations, so that one answer names every bad field."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from meshrl.wire.values import Array
 
 
 class FieldReader:
-    """Decodes tensors and checks conditions; `done` raises for everything that was wrong."""
-
     def __init__(self, what: str, prefix: str = "") -> None:
         self._what = what
         self._prefix = f"{prefix}." if prefix else ""
         self.violations: list[FieldViolation] = []
 
     def vector(self, tensor: tensor_pb2.Tensor, field: str, dtype: str, ndim: int = 1) -> Array:
-        """Returns a tensor of `dtype` with `ndim` dimensions; an empty one stands in for one that cannot be read."""
+        """A tensor of `dtype` with `ndim` dimensions; an empty one in place of an unreadable one."""
         try:
             return tensors.decode(tensor, expect=dtype, ndim=ndim, field=self._prefix + field)
         except MeshError as error:  # collected: the caller gets all violations in one answer
@@ -33,7 +31,7 @@ class FieldReader:
             return np.zeros((0,) * ndim, dtype=tensors.DTYPES[dtype].storage)
 
     def routes(self, tensor: tensor_pb2.Tensor, field: str) -> Routes:
-        """Returns routes of experts (T, L, K), of one of their two types."""
+        """(T, L, K), of one of their two types."""
         narrow = tensors.dtype_name(tensor.dtype) != "int16"
         return self.vector(tensor, field, "uint8" if narrow else "int16", ndim=3)
 
@@ -43,7 +41,6 @@ class FieldReader:
             self.violations.append(FieldViolation(self._prefix + field, description))
 
     def length(self, array: Array, field: str, expected: int, of: str) -> None:
-        """Records a violation unless `array` has as many elements as `of`."""
         self.check(len(array) == expected, field, f"must have {expected} elements like {of}, got {len(array)}")
 
     @property
@@ -57,7 +54,6 @@ class FieldReader:
 
 
 def _check_sample(sample: Sample, reader: FieldReader, path: str) -> None:
-    """Arrays of one length, spans within it, and a version for each sampled token."""
     num_tokens = len(sample.token_ids)
     reader.length(sample.loss_mask, f"{path}loss_mask", num_tokens, "token_ids")
     reader.length(sample.logprobs, f"{path}logprobs", num_tokens, "token_ids")
@@ -94,4 +90,4 @@ def _check_content(reader: FieldReader, span: MessageSpan, field: str) -> None:
 
 
 CHECKS: Mapping[type, Callable[[Any, FieldReader, str], None]] = {Sample: _check_sample}
-"""Rules that a message keeps beyond the types of its fields, by the dataclass that it becomes."""
+"""Rules beyond the types of a message's fields, by the dataclass that it becomes."""

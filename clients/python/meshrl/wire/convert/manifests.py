@@ -10,12 +10,11 @@ from meshrl.wire.convert.by_annotation import from_proto, to_proto
 from meshrl.wire.types import Manifest
 
 PART_BYTES = 2**20
-"""Most bytes of a part; gRPC takes 4 MiB where nobody sets a limit."""
+"""Most bytes of a part; gRPC takes 4 MiB by default."""
 _TAG_BYTES = 4  # of an entry in its list: the field and the length
 
 
 def manifest_header(manifest: Manifest) -> pb.Manifest:
-    """The manifest without tensors, chunks and files."""
     header: pb.Manifest = to_proto(replace(manifest, tensors=(), chunks=(), files=()))
     return header
 
@@ -46,7 +45,7 @@ def manifest_size(manifest: Manifest) -> pb.ManifestSize:
 
 
 def manifest_of(header: pb.Manifest, parts: Iterable[pb.ManifestPart]) -> Manifest:
-    """The manifest of a header and its parts. Raises as `from_proto`."""
+    """Raises as `from_proto`."""
     whole = pb.Manifest()
     whole.CopyFrom(header)
     for part in parts:

@@ -1,7 +1,5 @@
-"""The MicroBatch message to a dataclass and back, with every check of it. T tokens and S samples of a micro-batch.
-
-K candidates of a token.
-"""
+"""The MicroBatch message to a dataclass and back, with every check. T tokens and S samples of a micro-batch, K
+candidates of a token."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ OPTIONAL: Mapping[str, str] = dict.fromkeys(_WEIGHTS, "float32") | dict.fromkeys
 
 
 def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
-    """Returns the message; raises ValueError if an array has not the type that MicroBatch declares."""
+    """Raises ValueError if an array has not the type that MicroBatch declares."""
     encoded: dict[str, Any] = {}
     for name, dtype in {**TENSORS, **OPTIONAL}.items():
         array = getattr(micro_batch, name)
@@ -59,13 +57,12 @@ def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
 def micro_batch_from_proto(
     message: pb.MicroBatch, *, num_environments: int | None = None, field: str = "micro_batch"
 ) -> MicroBatch:
-    """Returns the micro-batch; its arrays are read-only views.
+    """The micro-batch; its arrays are read-only views.
 
-    Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that are not
-    increasing from 0 to T, a number that is not finite, ce or ref_kl weights at a token that nothing predicts, only
-    one of ref_kl_weights and ref_logprobs, of prefix_tokens and prefix_samples or of ref_top_ids and ref_top_logprobs,
-    candidates without ref_kl_weights, a prefix that no sample of the row has, and an env_index outside
-    `num_environments` if that is given.
+    Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that do not increase
+    from 0 to T, a number that is not finite, ce or ref_kl weights at a token that nothing predicts, only one of two
+    tensors that go together, candidates without ref_kl_weights, a prefix that no sample of the row has, and an
+    env_index outside `num_environments` if that is given.
     """
     reader = FieldReader("the micro-batch", field)
     arrays = {name: reader.vector(getattr(message, name), name, dtype) for name, dtype in TENSORS.items()}

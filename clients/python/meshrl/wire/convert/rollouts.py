@@ -24,7 +24,7 @@ def rollout_event_to_proto(event: RolloutEvent) -> pb.RunRolloutsResponse:
 
 
 def rollout_messages(event: RolloutEvent) -> list[pb.RunRolloutsResponse]:
-    """The messages of an event: one, after parts of a rollout's routes of experts where these are too many bytes."""
+    """One message, after parts of a rollout's routes of experts where these are too many bytes."""
     if not isinstance(event, Rollout):
         return [rollout_event_to_proto(event)]
     routes = [sample.routed_experts for sample in event.samples]
@@ -44,18 +44,16 @@ def rollout_messages(event: RolloutEvent) -> list[pb.RunRolloutsResponse]:
 
 
 class RolloutReader:
-    """The events of one stream of RunRolloutsResponse: what came in parts is put together."""
+    """The events of one stream of RunRolloutsResponse, with parts put together."""
 
     def __init__(self, contract_version: str = "") -> None:
-        """`contract_version` of the sender: from 1.1 on a reward and a temperature that are absent were forgotten."""
+        """`contract_version` of the sender: from 1.1 on an absent reward or temperature is an error."""
         self._sends_zeros = at_least(contract_version, "1.1")
         self._parts: dict[str, dict[int, list[Routes]]] = {}  # by rollout and sample
 
     def read(self, message: pb.RunRolloutsResponse) -> RolloutEvent | None:
-        """The event, or None for a part of one and for one of a newer contract.
-
-        A rollout that cannot be read counts as failed: those after it are not lost.
-        """
+        """None for a part of an event and for an event of a newer contract. An unreadable rollout counts as failed:
+        those after it are not lost."""
         try:
             if message.WhichOneof("event") == "routed_experts_part":
                 part = from_proto(RoutedExpertsPart, message.routed_experts_part)
@@ -99,7 +97,7 @@ class RolloutReader:
 
 
 def _unreadable(rollout: pb.Rollout, sends_zeros: bool) -> list[FieldViolation]:
-    """Fields that are missing though their sender can set them, and those that this program would have to ignore."""
+    """Missing fields that the sender can set, and those that this program would have to ignore."""
     found = []
     if sends_zeros and not rollout.HasField("reward"):
         found.append(FieldViolation("reward", "must be set, also where it is 0"))
@@ -115,7 +113,7 @@ def _unreadable(rollout: pb.Rollout, sends_zeros: bool) -> list[FieldViolation]:
 
 
 def rollout_event_from_proto(message: pb.RunRolloutsResponse) -> RolloutEvent | None:
-    """The event, or None for one of a kind that this program does not know. Raises as `from_proto`."""
+    """None for an unknown kind. Raises as `from_proto`."""
     field = message.WhichOneof("event")
     kind = None if field is None else _KINDS.get(field)
     return None if field is None or kind is None else from_proto(kind, getattr(message, field))

@@ -44,7 +44,7 @@ def agent_command_to_proto(command: AgentCommand) -> pb.SessionResponse:
 
 
 def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None:
-    """The command, or None for one that this program does not know."""
+    """None for a command that this program does not know."""
     field = message.WhichOneof("command")
     kind = None if field is None else _COMMANDS.get(field)
     return None if field is None or kind is None else from_proto(kind, getattr(message, field))
@@ -55,12 +55,12 @@ def activation_policy_to_proto(policy: ActivationPolicy) -> pb.ActivationPolicy:
 
 
 def activation_policy_from_proto(number: int) -> ActivationPolicy:
-    """The policy; unset and unknown ones are rolling."""
+    """Unset and unknown ones are rolling."""
     return next((policy for policy, value in _POLICIES.items() if value == number), ActivationPolicy.ROLLING)
 
 
 def version_info_from_proto(message: pb.VersionInfo) -> VersionInfo:
-    """The version; raises CONTRACT_MISMATCH for a state or transport that this program does not know."""
+    """Raises CONTRACT_MISMATCH for a state or transport that this program does not know."""
     try:
         return from_proto(VersionInfo, message)
     except MeshError as error:
@@ -72,7 +72,7 @@ def version_info_from_proto(message: pb.VersionInfo) -> VersionInfo:
 
 
 def version_event_from_proto(message: pb.WatchVersionsResponse) -> VersionEvent | None:
-    """The event, or None for a state or transport that this program does not know."""
+    """None for a state or transport that this program does not know."""
     try:
         return from_proto(VersionEvent, message)
     except MeshError:  # of a newer hub; a watch goes on

@@ -24,7 +24,7 @@ class MicroBatch:
     each of its tokens 1, ce and ref_kl have no tokens. A token of ce or ref_kl is one whose weight is not 0.
 
     A sample with `prefix_tokens` above 0 follows the first so many tokens of the sample `prefix_samples`, which it does
-    not repeat: that one has at least as many tokens of its own, and no prefix. Both are None where no sample does.
+    not repeat: that one has at least as many of its own, and no prefix.
     """
 
     dp_rank: int
@@ -50,12 +50,12 @@ class MicroBatch:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens that samples do not repeat: the row stands for so many more than it holds."""
+        """Tokens that samples do not repeat."""
         return 0 if self.prefix_tokens is None else int(self.prefix_tokens.sum())
 
     @property
     def unpredicted(self) -> NDArray[np.int64]:
-        """Indices of the tokens that nothing predicts: the first of each sample without a prefix."""
+        """Indices of the first token of each sample without a prefix, which nothing predicts."""
         starts = self.sample_offsets[:-1]
         return starts if self.prefix_tokens is None else starts[self.prefix_tokens == 0]
 
@@ -73,7 +73,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One step's data. `loss_tokens` counts loss_mask over all micro-batches: the tokens of the rl term."""
+    """`loss_tokens` counts loss_mask over all micro-batches: the tokens of the rl term."""
 
     run_id: str
     step: int
@@ -84,14 +84,12 @@ class Batch:
     logprob_rollouts: tuple[str, ...] = ()  # whose logprobs the DONE event is to carry
 
     def without_routes(self) -> Batch:
-        """The same batch, of the same digest, in which the trainer's routers choose themselves."""
+        """Of the same digest; the trainer's routers then choose themselves."""
         return replace(self, micro_batches=tuple(replace(row, routed_experts=None) for row in self.micro_batches))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchHeader:
-    """First message of an upload: the identity and size of a batch, without its tensors."""
-
     run_id: str
     step: int
     digest: str
@@ -105,7 +103,7 @@ class BatchHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedShape:
-    """What the routes of a token are for a model: `per_token` of `experts` experts, at each of `layers` routers."""
+    """`per_token` of `experts` experts, at each of `layers` routers."""
 
     layers: int
     per_token: int
@@ -114,8 +112,6 @@ class RoutedShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerInfo:
-    """What a trainer is and where it stands."""
-
     world_size: int
     dp_size: int
     seq_len: int
@@ -144,10 +140,10 @@ class StepState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """One event of a run; `version`, `metrics` and `timings_s` are filled when DONE, `reason` when FAILED.
+    """`version`, `metrics` and `timings_s` are filled when DONE, `reason` when FAILED.
 
-    `logprobs` are the trainer's of rollouts that were asked for (Batch.logprob_rollouts): one a token of loss_mask, in
-    the order of the batch. `entropies` (N,), in nats, are of some of the step's tokens.
+    `logprobs` are the trainer's of rollouts in Batch.logprob_rollouts: one a token of loss_mask, in the order of the
+    batch. `entropies` (N,), in nats, are of some of the step's tokens.
     """
 
     revision: int

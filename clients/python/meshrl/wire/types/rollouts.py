@@ -17,7 +17,7 @@ from meshrl.wire.types.runs import ServedVersion
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample tokens; a field left at None takes the environment's default."""
+    """A field left at None takes the environment's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -28,7 +28,6 @@ class Sampling:
     seed: int | None = None
 
     def over(self, default: Sampling) -> Sampling:
-        """Returns this sampling with its unset fields taken from `default`."""
         return Sampling(
             temperature=default.temperature if self.temperature is None else self.temperature,
             top_p=default.top_p if self.top_p is None else self.top_p,
@@ -42,7 +41,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentInfo:
-    """One hosted environment; `num_tasks` is None when the taskset is infinite."""
+    """`num_tasks` is None when the taskset is infinite."""
 
     name: str
     taskset: str
@@ -56,10 +55,10 @@ class EnvironmentInfo:
 class RolloutRequest:
     """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
 
-    `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training. `conversations`: the
-    rollouts are to hold their messages. `routed_experts`: their samples are to hold the experts that tokens went
-    through. `run_id`: the run whose policy plays, empty for the engines' only one. `linger_s`: the group goes on for so
-    long after its stream broke; `after_seq` attaches to it again, behind that event.
+    `scores_only`: only rewards count, so logprobs need not fit training. `conversations`, `routed_experts`: the
+    rollouts are to hold their messages, or the experts of their tokens. `run_id`: the run whose policy plays, empty for
+    the engines' only one. `linger_s`: the group goes on for so long after its stream broke; `after_seq` attaches to it
+    again, behind that event.
     """
 
     request_id: str
@@ -86,8 +85,8 @@ class RolloutRequest:
 class VersionSpan:
     """Tokens [start, end) were sampled by `version`.
 
-    `prompt_version`, on the first span of a reply: the oldest version that computed a part of the KV cache of the
-    prompt before it, where that is another.
+    `prompt_version`, on the first span of a reply: the oldest version that computed a part of the prompt's KV cache,
+    where that is another.
     """
 
     start: int
@@ -97,16 +96,15 @@ class VersionSpan:
 
     @property
     def oldest(self) -> int:
-        """The older of the two versions."""
         return self.version if self.prompt_version is None else min(self.version, self.prompt_version)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSpan:
-    """Tokens [start, end) belong to one message of `role`; `text` is what people read of it.
+    """Tokens [start, end) belong to one message of `role`; `text` is for people.
 
-    Of them [content_start, content_end) are the message's content, the others markup of the chat template. Both are
-    None if they were not separated.
+    [content_start, content_end) of them are its content, the others markup of the chat template. Both are None if they
+    were not separated.
     """
 
     start: int
@@ -119,8 +117,6 @@ class MessageSpan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One token sequence with what training needs."""
-
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) true where the policy sampled the token
     logprobs: NDArray[np.float32]  # (T,) of the distribution sampled from; 0 where loss_mask is false
@@ -156,16 +152,13 @@ class Rollout:
     end_time: float | None = None
 
     def without_routes(self) -> Rollout:
-        """The same rollout without the experts that its tokens went through."""
         if all(sample.routed_experts is None for sample in self.samples):
             return self
         return replace(self, samples=tuple(replace(sample, routed_experts=None) for sample in self.samples))
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version that sampled a token of this rollout, or computed the prompt of one; None when no token was
-        sampled.
-        """
+        """Oldest version that sampled a token, or computed the prompt of one; None when none was sampled."""
         spans = (span for sample in self.samples for span in sample.version_spans)
         return min((span.oldest for span in spans), default=None)
 
@@ -175,13 +168,12 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled."""
         return sum(int(sample.loss_mask.sum()) for sample in self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFailure:
-    """A rollout that could not be finished; `reason` is from the error catalogue, `traceparent` of its own trace."""
+    """`reason` is from the error catalogue, `traceparent` of its own trace."""
 
     rollout_id: str
     group_id: str
@@ -203,7 +195,7 @@ class RolloutSummary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedExpertsPart:
-    """Rows of `Sample.routed_experts` of a rollout that comes after them, behind those of earlier parts."""
+    """Rows of `Sample.routed_experts` of a later rollout, behind those of earlier parts."""
 
     rollout_id: str
     sample: int
@@ -217,9 +209,9 @@ RolloutEvent = Rollout | RolloutFailure | RolloutSummary
 class EngineEndpoint:
     """One engine as the rollout server sees it.
 
-    `logprobs_mode`: processed_logprobs when its logprobs are of the distribution sampled from, raw_logprobs when of
-    that before temperature and cuts; empty while unknown. `slots`: the sequences that it decodes at once; `kv_tokens`:
-    the tokens that its KV cache holds. None if it does not report them.
+    `logprobs_mode`: processed_logprobs for logprobs of the distribution sampled from, raw_logprobs for that before
+    temperature and cuts; empty while unknown. `slots`: sequences decoded at once. `kv_tokens`: tokens of its KV cache.
+    Both are None if not reported.
     """
 
     url: str
@@ -234,10 +226,8 @@ class EngineEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """What a rollout server is doing; counts of rollouts, not groups.
-
-    At most `max_concurrent` run at once now, for `limit_reason`; None or 0 if the server does not report it.
-    """
+    """Counts of rollouts, not groups. At most `max_concurrent` run at once now, for `limit_reason`; None or 0 if the
+    server does not report it."""
 
     running: int
     queued: int

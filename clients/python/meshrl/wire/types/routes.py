@@ -19,34 +19,30 @@ _UNKNOWN = {"uint8": 255, "int16": -1}
 
 
 def unknown_of(routes: Routes) -> int:
-    """The value that stands for an unknown choice in an array of this type."""
     return _UNKNOWN[routes.dtype.name]
 
 
 def unknown(num_tokens: int, like: Routes) -> Routes:
-    """Routes of tokens of which nothing is known, of the type and shape of others."""
     return np.full((num_tokens, *like.shape[1:]), unknown_of(like), dtype=like.dtype)
 
 
 def signed(routes: Routes) -> NDArray[np.int16]:
-    """The same as int16, so that an unknown choice is -1."""
+    """As int16, so that an unknown choice is -1."""
     if routes.dtype == np.int16:
         return routes.astype(np.int16, copy=False)
     return np.where(routes == unknown_of(routes), np.int16(-1), routes.astype(np.int16))
 
 
 def narrowed(chosen: NDArray[np.integer], num_experts: int) -> Routes:
-    """Chosen experts, unknown ones below 0, in the type that a model of so many experts takes."""
+    """Chosen experts, unknown ones below 0, in the type for a model of so many experts."""
     if num_experts > MAX_NARROW_EXPERTS:
         return chosen.astype(np.int16)
     return chosen.astype(np.uint8)  # of which -1 becomes 255
 
 
 def joined(parts: Iterable[tuple[int, Routes | None]]) -> Routes | None:
-    """Routes of several stretches of tokens, one after the other: of each its number of tokens, and what is known.
-
-    None where nothing is known of any. Raises ValueError for routes of different models.
-    """
+    """Routes of several stretches of tokens, each with its number of tokens and what is known; None where nothing is
+    known of any. Raises ValueError for routes of different models."""
     stretches = list(parts)
     known = [routes for _, routes in stretches if routes is not None]
     if not known:

@@ -20,7 +20,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer; None takes the trainer's own setting."""
+    """None takes the trainer's own setting."""
 
     type: str
     learning_rate: float | None = None
@@ -34,7 +34,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """The learning rate over the steps; None takes the trainer's own setting."""
+    """None takes the trainer's own setting."""
 
     type: str
     warmup_steps: int | None = None
@@ -45,8 +45,6 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """A loss of the trainer by its name, with its constants."""
-
     name: str
     constants: Mapping[str, float] = field(default_factory=dict)
 
@@ -67,7 +65,7 @@ class StartPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """Which checkpoints are written and kept, in steps; None takes the trainer's own setting."""
+    """In steps; None takes the trainer's own setting."""
 
     interval: int | None = None
     keep_last: int | None = None
@@ -76,7 +74,7 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """How a run is trained; None takes the trainer's own setting. Without an adapter it trains every parameter."""
+    """None takes the trainer's own setting. Without an adapter it trains every parameter."""
 
     adapter: AdapterSpec | None = None
     optimizer: OptimizerSpec | None = None
@@ -109,11 +107,9 @@ class Suspension:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """One run of a trainer; `epoch` grows each time the trainer of this run restarts.
-
-    `durable_step` is the last step that a checkpoint on the trainer's disk holds: where it goes on after a crash.
-    `oldest_revision` is the smallest that a watch may begin after. Times are in seconds of the epoch.
-    """
+    """`epoch` grows each time the trainer of this run restarts. `durable_step` is the last step that a checkpoint on
+    the trainer's disk holds. `oldest_revision` is the smallest that a watch may begin after. Times are in seconds of
+    the epoch."""
 
     run_id: str
     step: int
@@ -135,7 +131,7 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedVersion:
-    """A version of a run as an engine holds it; with `newest`, requests for the run without a version get it."""
+    """With `newest`, requests for the run without a version get it."""
 
     run_id: str
     version: int
@@ -154,7 +150,7 @@ class CheckpointState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint of a run. `name` and `request_id` are of the request for it; times are in seconds of the epoch."""
+    """`name` and `request_id` are of the request for it; times are in seconds of the epoch."""
 
     run_id: str
     step: int

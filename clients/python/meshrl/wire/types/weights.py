@@ -47,7 +47,7 @@ class ActivationPolicy(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a version: `dtype` is a name of `tensors.DTYPES`, `digest` is of its bytes, once known."""
+    """`dtype` is a name of `tensors.DTYPES`, `digest` is of its bytes, once known."""
 
     name: str
     dtype: str
@@ -77,7 +77,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivePlan:
-    """How senders share the tensors of an nccl version; see CollectivePlan in weights.proto for the rules."""
+    """Senders' shares of an nccl version's tensors; see weights.proto."""
 
     num_senders: int
     bucket_bytes: int
@@ -98,7 +98,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that identifies the content of a version; `manifest.artifact_id` hashes it."""
+    """The identity of a version's content; `manifest.artifact_id` hashes it."""
 
     run_id: str
     epoch: int
@@ -119,12 +119,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that travel: those of the weights, or of the delta."""
+        """Bytes that travel: the weights', or the delta's."""
         if self.kind is not VersionKind.DELTA:
             return self.num_bytes
         return self.chunks[-1].offset + self.chunks[-1].length if self.chunks else 0
@@ -132,7 +131,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundVersion:
-    """A version at the hub; for a delta, `steps` are the manifests to fetch and apply, in order."""
+    """For a delta, `steps` are the manifests to fetch and apply, in order."""
 
     manifest: Manifest
     artifact_id: str
@@ -141,8 +140,6 @@ class FoundVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentRegistration:
-    """An agent's report to the hub about its engine."""
-
     engine_id: str
     url: str
     engine_pool: str = ""
@@ -170,7 +167,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentFault:
-    """Why an agent could not prepare or apply; `reason` is from the error catalogue."""
+    """`reason` is from the error catalogue."""
 
     reason: str
     message: str
@@ -178,7 +175,7 @@ class AgentFault:
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyReport:
-    """How an engine applied a version. `pause_s`: generation stood still; `prepare_s`: fetch and verify."""
+    """`pause_s`: generation stood still; `prepare_s`: fetch and verify."""
 
     version: int
     root: bytes
@@ -191,12 +188,8 @@ class ApplyReport:
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
     """One message from an agent; doubles as a heartbeat. `target_artifact_id` is the content of `target_version`.
-
-    `run_id` is the run that state, target, fault and applied are of; `served` are the versions of all runs.
-
-    `sleep_answered` is the number of the last Sleep that was carried out or declined; `sleeping` is true if it was
-    carried out.
-    """
+    `run_id` is the run of state, target, fault and applied; `served` are the versions of all runs. `sleep_answered` is
+    the number of the last Sleep that was carried out or declined; `sleeping` is true if it was carried out."""
 
     lease_id: str
     state: AgentState
@@ -276,7 +269,7 @@ AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent | JoinGroup | Slee
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMember:
-    """An engine's ranks in a group: receivers [first_receiver, first_receiver + num_ranks)."""
+    """Receivers [first_receiver, first_receiver + num_ranks)."""
 
     engine_id: str
     first_receiver: int
@@ -285,8 +278,6 @@ class GroupMember:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedGroup:
-    """A group that the hub has asked its engines to join."""
-
     generation: int
     members: tuple[GroupMember, ...]
 
@@ -302,7 +293,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedVersion:
-    """The hub's part of an upload; `missing_offsets` is empty when it can be sealed."""
+    """`missing_offsets` is empty when it can be sealed."""
 
     artifact_id: str
     missing_offsets: tuple[int, ...]
@@ -311,7 +302,7 @@ class StagedVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionInfo:
-    """A version as the hub sees it; `seal_time` is in seconds of the epoch."""
+    """`seal_time` is in seconds of the epoch."""
 
     run_id: str
     epoch: int
@@ -348,8 +339,6 @@ class Activation:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """One engine as the hub sees it."""
-
     engine_id: str
     url: str
     engine_pool: str
@@ -374,7 +363,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SleepOutcome:
-    """How many engines sleep, how many stay awake (no sleep mode, work, or no answer), and the seconds it took."""
+    """Engines that sleep, those that stay awake (no sleep mode, work, or no answer), and the seconds it took."""
 
     asleep: int
     awake: int
