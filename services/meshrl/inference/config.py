@@ -139,6 +139,10 @@ class InferenceConfig(BaseConfig):
     enforce_eager: bool | None = None
     """vLLM: run without CUDA graphs and compilation: slower, and up sooner."""
 
+    head_dtype: Literal["float32", "model"] = "float32"
+    """vLLM: type of the logits. float32 sums them as the trainer does, which lowers the mismatch of a model in
+    bfloat16; model rounds them to the model's own type, and is needed where lm_head is quantized."""
+
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
     embedded engine takes both. `rl` sets it."""
@@ -235,6 +239,9 @@ class InferenceConfig(BaseConfig):
             for key in self.vllm
             if key in (*VLLM_KEYS, *BOTH_ENGINES) and self._own(key) is not None
         ]
+        overrides = self.vllm.get("hf_overrides", {})
+        if "head_dtype" in overrides:
+            problems.append("inference.vllm.hf_overrides.head_dtype is spelled inference.head_dtype here; set that one")
         if self.sleep_while_training and self.vllm.get("enable_sleep_mode") is False:
             problems.append(
                 "inference.sleep_while_training needs vLLM's sleep mode, but inference.vllm.enable_sleep_mode is off;"
@@ -269,6 +276,7 @@ class InferenceConfig(BaseConfig):
         """The keys that are set and that only vLLM knows."""
         own = [key for key in VLLM_KEYS if self._own(key) is not None]
         own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
+        own += ["head_dtype"] if self.head_dtype == "model" else []
         return (*own, *(f"vllm.{key}" for key in self.vllm))
 
     @property
@@ -303,7 +311,12 @@ class InferenceConfig(BaseConfig):
             "kv_cache_memory_bytes": self.kv_cache_bytes,
             "seed": self.seed,
         }
-        return {**{key: value for key, value in given.items() if value is not None}, **self.vllm}
+        overrides = {"head_dtype": self.head_dtype, **self.vllm.get("hf_overrides", {})}
+        return {
+            **{key: value for key, value in given.items() if value is not None},
+            **self.vllm,
+            "hf_overrides": overrides,
+        }
 
     def gpus_per_engine(self) -> int:
         """GPUs of this node that one program with this configuration takes."""

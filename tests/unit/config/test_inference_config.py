@@ -37,12 +37,12 @@ def test_arguments_of_vllm_are_what_is_set_and_the_model() -> None:
         "kv_cache_memory_bytes": 1024,
         "block_size": 32,
         "enable_prefix_caching": False,
-        "hf_overrides": {"rope_theta": 1e4},
+        "hf_overrides": {"head_dtype": "float32", "rope_theta": 1e4},
     }
 
 
 def test_untouched_configuration_leaves_vllm_its_defaults() -> None:
-    assert sorted(load().vllm_arguments()) == ["dtype", "max_model_len", "model", "trust_remote_code"]
+    assert sorted(load().vllm_arguments()) == ["dtype", "hf_overrides", "max_model_len", "model", "trust_remote_code"]
 
 
 def test_nodes_of_a_data_parallel_engine_are_configured_with_vllms_own_flags() -> None:
