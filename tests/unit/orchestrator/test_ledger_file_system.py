@@ -108,7 +108,7 @@ def test_what_was_reported_as_written_is_there_after_a_kill(path: Path, kind: in
     store.open()
     store.begin(RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0))
     store.close()
-    for _ in range(6):
+    for _ in range(3):
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, path, str(kind), str(reported + 1000)], stdout=subprocess.PIPE, text=True
         ) as writer:

@@ -1,5 +1,6 @@
 """What auto chooses for models, rows and machines, and that what a user gave stays as it is."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from meshrl.training.auto_settings import (
     ways_to_fit,
 )
 from meshrl.training.config import OptimConfig
-from meshrl.training.memory_estimate import memory_need
+from meshrl.training.memory_estimate import MemoryNeed, memory_need
 from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import transformer_blocks
 from meshrl.training.parallel.plan import ParallelPlan
@@ -27,6 +28,21 @@ from tiny_families import tiny_config, tiny_model
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 ROWS = (4096, 16384, 65536)
+
+
+@functools.cache
+def outline(shape: str) -> BlockShape:
+    config = TrainerModelConfig(name=str(SHAPES / f"qwen3-{shape}"), device="cpu")
+    return BlockShape.of(empty_model(config, dtype=torch.bfloat16))
+
+
+@functools.cache
+def need_of(shape: str, ranks: int, lora: bool, publishes: bool) -> MemoryNeed:
+    config = TrainerModelConfig(
+        name=str(SHAPES / f"qwen3-{shape}"), device="cpu", dtype="bfloat16", lora=LoraConfig() if lora else None
+    )
+    group = RankGroup(ParallelPlan(dp_shard=ranks, local_world_size=ranks))
+    return memory_need(config, OptimConfig(), group, publishes=publishes)
 
 
 def chosen(
@@ -38,12 +54,7 @@ def chosen(
     lora: bool = False,
     publishes: bool = False,
 ) -> list[Chosen]:
-    config = TrainerModelConfig(
-        name=str(SHAPES / f"qwen3-{shape}"), device="cpu", dtype="bfloat16", lora=LoraConfig() if lora else None
-    )
-    group = RankGroup(ParallelPlan(dp_shard=ranks, local_world_size=ranks))
-    need = memory_need(config, OptimConfig(), group, publishes=publishes)
-    sizes = BlockShape.of(empty_model(config, dtype=torch.bfloat16))
+    need, sizes = need_of(shape, ranks, lora, publishes), outline(shape)
     free = None if gigabytes is None else int(gigabytes * 1e9)
     return [
         choose(sizes, need, seq_len=row, on_gpu=on_gpu, free_bytes=free, itemsize=2 if on_gpu else 4) for row in ROWS
@@ -125,10 +136,7 @@ def test_logits_shrink_with_the_room_and_never_exceed_the_row() -> None:
 def test_estimates_are_near_the_peaks_that_were_measured() -> None:
     """Activations of `bench_trainer.py` on an H200: the peak less static memory (16 bytes a parameter, 12 where one row
     is a step) and 3 GiB of logits."""
-    small, large = (
-        BlockShape.of(empty_model(TrainerModelConfig(name=str(SHAPES / name)), dtype=torch.bfloat16))
-        for name in ("qwen3-0.6b", "qwen3-4b")
-    )
+    small, large = outline("0.6b"), outline("4b")
     for shape, mode, tokens, measured in (
         (small, None, 16384, 22.4),
         (small, "selective", 65536, 35.2),

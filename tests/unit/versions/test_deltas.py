@@ -111,7 +111,7 @@ def test_neighbours_in_the_order_are_one_step_apart_and_every_pattern_comes_back
 
 
 @CUTS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(old=IMAGES, new=IMAGES)
 def test_a_delta_leads_to_any_bit_patterns_and_back(
     old: NDArray[np.uint8], new: NDArray[np.uint8], cut: tuple[int, int, int], threads: ThreadPoolExecutor
@@ -207,7 +207,7 @@ def test_changes_far_apart_and_many_blocks_are_encoded(
 
 
 @CUTS
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(old=IMAGES, new=IMAGES, data=st.data())
 def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing(
     old: NDArray[np.uint8],

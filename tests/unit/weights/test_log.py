@@ -107,7 +107,7 @@ async def test_a_hub_that_is_killed_in_the_middle_of_writes_loses_none_that_it_r
 ) -> None:
     monkeypatch.setattr(sqlite_files, "file_system", lambda folder: kind)
     path, chance, number = tmp_path / "log", random.Random(kind), 0
-    for _ in range(6):
+    for _ in range(3):
         number = await asyncio.to_thread(killed_after, path, kind, chance.randrange(1, 80), number)
         saved = await read(path)
         assert saved is not None
