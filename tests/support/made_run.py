@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,8 @@ def make_run(path: Path, *, steps: int) -> Path:
         with zstandard.open(path / "rollouts" / f"step_{step}.jsonl.zst", "wt", encoding="utf-8") as file:
             file.write(json.dumps(rollout(step, "worst", 0.0, "<img src=x onerror=alert(1)>")) + "\n")
             file.write(json.dumps(rollout(step, "best", 1.0, f"good {step}")) + "\n")
-    _write_span(path, "orchestrator", "rl.step", 100.0, 9.0, [{"key": "rl.step", "value": {"intValue": "3"}}])
-    _write_span(path, "trainer", "rl.train", 107.0, 1.0, [])
+    _write_span(path, "orchestrator", "rl.step", 100.0, 9.0, {"rl.step": 3})
+    _write_span(path, "trainer", "rl.train", 107.0, 1.0, {})
     return path
 
 
@@ -52,13 +55,51 @@ def rollout(step: int, picked: str, reward: float, reply: str, tokens: int = 4) 
     }  # fmt: skip
 
 
+def add_version(path: Path, version: int, engines: dict[str, float], base: int | None = None) -> None:
+    """The traces of a version, full or a delta of `base`; `engines` took it so many seconds after its seal."""
+    seal_s = 10.0 * version
+    about = {"meshrl.version": version, "meshrl.artifact_id": f"content {version}"}
+    kind = {"meshrl.kind": "full"} if base is None else {"meshrl.kind": "delta", "meshrl.base_version": base}
+    _write_span(
+        path,
+        "weights",
+        "meshrl.v1.WeightSync/CreateVersion",
+        seal_s,
+        0.1,
+        {**about, **kind, "meshrl.full_bytes": 8_000_000},
+    )
+    sent = {
+        "meshrl.run_id": "main",
+        "meshrl.num_bytes": 8_000_000 if base is None else 80_000,
+        "meshrl.transport": "stream",
+    }
+    _write_span(path, "weights", "rl.sync", seal_s, 0.5, {**about, **sent})
+    for engine, after_s in engines.items():
+        _write_span(path, "inference", "rl.sync.apply", seal_s + after_s, 0.25, {**about, "meshrl.engine_id": engine})
+
+
+def add_ledger(path: Path, rollouts: Iterable[tuple[str, str, str, float]]) -> None:
+    """A ledger of rollouts by environment, state, reason and when they came to it."""
+    with closing(sqlite3.connect(path / "ledger.sqlite")) as ledger, ledger:
+        ledger.execute(
+            "CREATE TABLE rollouts (key TEXT PRIMARY KEY, environment TEXT, state TEXT, reason TEXT, updated_s REAL)"
+        )
+        ledger.executemany(
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?)", ((str(key), *one) for key, one in enumerate(rollouts))
+        )
+
+
 def _write_span(
-    path: Path, program: str, name: str, start_s: float, seconds: float, attributes: list[dict[str, Any]]
+    path: Path, program: str, name: str, start_s: float, seconds: float, attributes: dict[str, str | int]
 ) -> None:
     span = {
-        "name": name, "traceId": "a" * 32, "spanId": name, "parentSpanId": "", "attributes": attributes,
+        "name": name, "traceId": "a" * 32, "spanId": name, "parentSpanId": "",
+        "attributes": [
+            {"key": key, "value": {"intValue": str(value)} if isinstance(value, int) else {"stringValue": value}}
+            for key, value in attributes.items()
+        ],
         "startTimeUnixNano": str(round(start_s * 1e9)), "endTimeUnixNano": str(round((start_s + seconds) * 1e9)),
     }  # fmt: skip
     (path / "traces").mkdir(exist_ok=True)
-    line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]})
-    (path / "traces" / f"{program}.jsonl").write_text(f"{line}\n")
+    with (path / "traces" / f"{program}.jsonl").open("a") as file:
+        file.write(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}) + "\n")

@@ -42,7 +42,7 @@ from meshrl.weights.coordinator.states import (
     VersionRecord,
 )
 from meshrl.weights.decision_log import DecisionLog, LogError
-from meshrl.weights.spans import record_sync
+from meshrl.weights.spans import describe, record_sync
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -224,6 +224,7 @@ class Hub:
         if found:
             raise invalid([FieldViolation(f"manifest.{field}", text) for field, text in found], "the manifest")
         artifact = await asyncio.to_thread(manifests.artifact_id, manifest)
+        describe(manifest, artifact)
         await asyncio.to_thread(self._store.check_base, artifact, manifest)
         record, actions = self.coordinator.stage(manifest, artifact, self._now())
         await self._actions.put(actions)

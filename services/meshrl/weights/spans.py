@@ -1,4 +1,4 @@
-"""The trace of a commit: `rl.sync` from the seal to the last engine, with what each engine spent where."""
+"""The traces of a version: its upload, and `rl.sync` from the seal to the last engine with each engine's times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ from opentelemetry.context import Context
 
 from meshrl.core.telemetry.tracing import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, chosen_ids, link_from
 from meshrl.wire.trace import sync_context
-from meshrl.wire.types import Activation
+from meshrl.wire.types import Activation, Manifest
+
+
+def describe(manifest: Manifest, artifact: str) -> None:
+    """Adds to the span of an upload whether it is a delta, of which version, and the bytes that it has in full."""
+    attributes: dict[str, str | int] = {
+        "meshrl.run_id": manifest.run_id,
+        "meshrl.version": manifest.version,
+        "meshrl.artifact_id": artifact,
+        "meshrl.kind": manifest.kind.value,
+        "meshrl.full_bytes": manifest.num_bytes,
+    }
+    if manifest.base_version is not None:
+        attributes["meshrl.base_version"] = manifest.base_version
+    trace.get_current_span().set_attributes(attributes)
 
 
 def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None:

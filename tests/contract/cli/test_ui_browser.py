@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from browser import CHROMIUM, Tab, browser_tab
-from made_run import add_step, make_run, rollout
+from made_run import add_ledger, add_step, add_version, make_run, rollout
 from meshrl.cli.report import report_page
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.server import Page
@@ -26,7 +26,18 @@ TEXT = "document.querySelector('#view').innerText"
 
 @pytest.fixture
 def run_path(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "run", steps=10)
+    path = make_run(tmp_path / "run", steps=10)
+    add_version(path, 7, {"e0": 0.1, "e1": 2.6})
+    add_version(path, 8, {"e0": 0.1, "e1": 0.1}, base=7)
+    add_version(path, 9, {"e0": 0.1}, base=8)
+    add_ledger(
+        path,
+        [
+            ("made", "failed" if key % 4 == 0 else "trained", "env_error" * (key % 4 == 0), 0.5 * key)
+            for key in range(40)
+        ],
+    )
+    return path
 
 
 @pytest.fixture
@@ -54,8 +65,15 @@ VIEWS = {
     "rollouts?id=best-10&aside=4%2Fbest-4": f"{TEXT}.includes('good 10') && {TEXT}.includes('good 4')",
     "rollouts?words=good": f"document.querySelectorAll('tbody tr').length == 1 && {TEXT}.includes('best')",
     "timeline": "document.querySelectorAll('rect.span').length == 2 && document.querySelector('.legend i')",
-    "weights": "document.querySelectorAll('.u-wrap').length == 1",
-    "ledger": f"{TEXT}.includes('no ledger')",
+    "rollouts?id=worst-10&aside=4%2Fbest": f"{TEXT}.includes('rollout best-4 of step 4')",
+    "weights": "document.querySelectorAll('.u-wrap').length == 1"
+    " && document.querySelectorAll('svg.rails circle').length == 2"
+    " && document.querySelectorAll('svg.rails rect').length == 1"
+    f" && document.querySelectorAll('svg.rails line').length == 4 && {TEXT}.includes('delta of 8')"
+    " && document.querySelector('.took.late').innerText == '250 ms, 2.5 s after the first'"
+    " && document.querySelectorAll('.took.missed').length == 1",
+    "environments": f"{TEXT}.includes('env_error') && document.querySelectorAll('.funnel .track').length == 3",
+    "hosts": f"{TEXT}.includes('the run is over')",
     "compare?metric=time%2Fstep,reward%2Fall%2Fmean": "document.querySelectorAll('.u-wrap').length == 2"
     f" && document.querySelectorAll('.scroll tbody tr').length == 4 && {TEXT}.includes('nowhere')",
     "runs": "document.querySelectorAll('tbody tr').length == 2",

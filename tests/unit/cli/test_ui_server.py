@@ -14,7 +14,7 @@ from aiohttp import ClientSession, CookieJar
 from aiohttp.test_utils import TestClient, TestServer
 from click.testing import CliRunner
 
-from made_run import add_step, make_run, rollout
+from made_run import add_ledger, add_step, add_version, make_run, rollout
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.trace_file import read_lines
@@ -138,7 +138,7 @@ async def test_the_page_and_what_it_asks_for(client: TestClient) -> None:
     assert {name: [span["name"] for span in lane] for name, lane in timeline["lanes"].items()} == {
         "orchestrator": ["rl.step"], "trainer": ["rl.train"],
     }  # fmt: skip
-    assert await (await client.get("/api/runs/0/ledger")).json() == []
+    assert (await (await client.get("/api/runs/0/ledger")).json())["rows"] == []
 
 
 @pytest.mark.parametrize(
@@ -280,14 +280,42 @@ async def test_tokens_of_a_long_rollout_come_window_by_window(run_path: Path) ->
     await client.close()
 
 
-async def test_which_engine_took_which_version_and_how_late(run_path: Path, client: TestClient) -> None:
-    spans = [swap(7, "e0", 100.0), swap(7, "e1", 102.5), swap(8, "e0", 110.0)]
-    line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
-    (run_path / "traces/inference.jsonl").write_text(f"{line}\n")
-    found = await (await client.get("/api/runs/0/swaps")).json()
-    assert (found["versions"], found["engines"]) == ([8, 7], ["e0", "e1"])
-    assert found["cells"][0] == [{"pause": pytest.approx(0.25), "after": 0.0}, None]
-    assert found["cells"][1][1]["after"] == pytest.approx(2.5)
+async def test_versions_are_anchors_and_deltas_with_the_engines_that_took_them(
+    run_path: Path, client: TestClient
+) -> None:
+    add_version(run_path, 7, {"e0": 0.1, "e1": 2.6})
+    add_version(run_path, 8, {"e0": 0.1}, base=7)
+    found = await (await client.get("/api/runs/0/versions")).json()
+    assert found["engines"] == ["e0", "e1"]
+    delta, anchor = found["versions"]
+    assert {"version": 8, "kind": "delta", "base": 7, "bytes": 80_000, "full_bytes": 8_000_000}.items() <= delta.items()
+    assert (anchor["version"], anchor["kind"], anchor["lag"]) == (7, "full", pytest.approx(0.5))
+    assert anchor["engines"]["e1"] == {"pause": 0.25, "at": pytest.approx(72.6), "after": pytest.approx(2.5)}
+    assert delta["engines"].keys() == {"e0"}
+
+
+def test_of_many_versions_the_newest_are_kept_in_whatever_order_files_are_read(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "KEPT_VERSIONS", 5)
+    for version in range(1, 31):
+        add_version(run_path, version, {"e0": 0.1})
+    traces = views.Traces(RunFolder(run_path))
+    traces.read_on()
+    found = traces.versions(5)["versions"]
+    assert [(one["version"], one["bytes"], *one["engines"]) for one in found] == [
+        (version, 8_000_000, "e0") for version in range(30, 25, -1)
+    ]
+
+
+async def test_rollouts_of_an_environment_are_counted_by_what_became_of_them_and_lately(
+    run_path: Path, client: TestClient
+) -> None:
+    add_ledger(run_path, [("made", "trained", "", 100.0 + second) for second in range(100)])
+    found = await (await client.get("/api/runs/0/ledger")).json()
+    assert found == {
+        "rows": [{"environment": "made", "state": "trained", "reason": "", "count": 100, "lately": 60}], "over_s": 60.0,
+    }  # fmt: skip
 
 
 def test_traces_that_are_moved_aside_while_they_are_read_are_read_the_next_time(
@@ -305,15 +333,6 @@ def test_traces_that_are_moved_aside_while_they_are_read_are_read_the_next_time(
     monkeypatch.undo()
     traces.read_on()
     assert traces.steps == untroubled.steps != []
-
-
-def swap(version: int, engine: str, start_s: float) -> dict[str, object]:
-    about = {"meshrl.version": {"intValue": str(version)}, "meshrl.engine_id": {"stringValue": engine}}
-    return {
-        "name": "rl.sync.apply", "traceId": "a" * 32, "spanId": f"{version}{engine}",
-        "startTimeUnixNano": str(int(start_s * 1e9)), "endTimeUnixNano": str(int((start_s + 0.25) * 1e9)),
-        "attributes": [{"key": key, "value": value} for key, value in about.items()],
-    }  # fmt: skip
 
 
 async def test_a_request_that_is_cancelled_leaves_no_two_readings_of_the_same_files(tmp_path: Path) -> None:

@@ -8,9 +8,19 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from meshrl.core.telemetry.tracing import SpanIds
-from meshrl.weights.spans import record_sync
+from meshrl.weights.spans import describe, record_sync
 from meshrl.wire.trace import sync_context
-from meshrl.wire.types import Activation, ApplyReport, EngineReport, Transport, VersionInfo, VersionState
+from meshrl.wire.types import (
+    Activation,
+    ApplyReport,
+    EngineReport,
+    Manifest,
+    TensorEntry,
+    Transport,
+    VersionInfo,
+    VersionKind,
+    VersionState,
+)
 
 TRACE, SPAN = "a" * 32, "b" * 16
 
@@ -36,6 +46,25 @@ def spans_of(activation: Activation) -> dict[str, ReadableSpan]:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     record_sync(provider.get_tracer("test"), activation, 100.0)
     return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_the_span_of_an_upload_has_the_base_of_a_delta() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tensor = TensorEntry(name="w", dtype="F32", shape=(4,), offset=0, num_bytes=16, digest=b"")
+    of_delta = {"kind": VersionKind.DELTA, "base_version": 3, "base_root": b"r"}
+    for more in ({}, of_delta):
+        manifest = Manifest(run_id="run", epoch=1, version=4, transport=Transport.STREAM, result_root=b"",
+                            layout_signature=b"", tensors=(tensor,), chunks=(), **more)  # fmt: skip
+        with provider.get_tracer("test").start_as_current_span("CreateVersion"):
+            describe(manifest, "artifact")
+    full, delta = (dict(span.attributes or {}) for span in exporter.get_finished_spans())
+    assert full == {
+        "meshrl.run_id": "run", "meshrl.version": 4, "meshrl.artifact_id": "artifact", "meshrl.kind": "full",
+        "meshrl.full_bytes": 16,
+    }  # fmt: skip
+    assert delta == {**full, "meshrl.kind": "delta", "meshrl.base_version": 3}
 
 
 def seconds(span: ReadableSpan) -> tuple[float, float]:

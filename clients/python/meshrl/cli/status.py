@@ -136,6 +136,8 @@ async def _dialled_in(address: str, options: ChannelOptions) -> list[ServiceRow]
     rows = []
     for worker in workers:
         row = _rollout_row(f"exchange/{worker.worker}", convert.from_proto(RolloutStatus, worker.status))
+        hosted = {"environments": list(worker.environments), "silent_s": worker.silent_s}
+        row = replace(row, figures={**row.figures, **hosted})
         if not worker.attached:
             row = replace(row, state="away", detail=f"nothing heard for {ago(worker.silent_s)}, {worker.calls} groups")
         elif worker.left_out:
@@ -215,7 +217,13 @@ async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
                 state=engine.state.value,
                 version=engine.serving_version,
                 detail=f"{engine.engine_id}, seen {ago(engine.last_seen_s)} ago{serves}{asleep}{fault}",
-                figures={"engine_id": engine.engine_id, "pool": engine.engine_pool, "routable": engine.routable},
+                figures={
+                    "engine_id": engine.engine_id,
+                    "pool": engine.engine_pool,
+                    "host": engine.host,
+                    "routable": engine.routable,
+                    "serves": {held.run_id: held.version for held in engine.served if held.newest},
+                },
             )
         )
     return rows

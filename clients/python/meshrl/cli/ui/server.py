@@ -155,7 +155,7 @@ class Page:
                 web.get("/api/runs/{run}/rollouts/{step}/{rollout_id}", self._rollout),
                 web.get("/api/runs/{run}/rollouts/{step}/{rollout_id}/tokens", self._tokens),
                 web.get("/api/runs/{run}/timeline", self._timeline),
-                web.get("/api/runs/{run}/swaps", self._swaps),
+                web.get("/api/runs/{run}/versions", self._versions),
                 web.get("/api/runs/{run}/ledger", self._ledger),
                 web.get("/api/runs/{run}/events", self._events),
                 web.get("/static/{name}", self._static),
@@ -255,10 +255,10 @@ class Page:
             raise web.HTTPNotFound(text=f"no rollout {rollout_id} is kept of step {request.match_info['step']}")
         return run, found
 
-    async def _swaps(self, request: web.Request) -> web.Response:
+    async def _versions(self, request: web.Request) -> web.Response:
         run = self._run(request)
         await run.read(run.traces.read_on)
-        return _json(await run.read(run.traces.swaps))
+        return _json(await run.read(run.traces.versions))
 
     async def _timeline(self, request: web.Request) -> web.Response:
         """The spans of `step`, by default the last that has ended."""

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from meshrl.cli.rollouts import first_words
 from meshrl.cli.run_folder import RunFolder
@@ -24,13 +25,14 @@ MOST_SPANS = 4000
 KEPT_SPANS = 300_000
 """Spans that are held, the newest; `meshrl trace` reads all there are."""
 
-MOST_VERSIONS = 40
+MOST_VERSIONS, KEPT_VERSIONS = 40, 400
 
 WINDOW = 1024
 """Tokens that the page fetches at once."""
 PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs")
 """What a sample has a list of, with one entry a token."""
 
+LATELY_S = 60.0
 FUNNEL_S, SLOW_S = 10.0, 0.2
 """A count that took longer than SLOW_S stands for FUNNEL_S."""
 
@@ -123,22 +125,29 @@ class LedgerFunnel:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._counted: list[JsonObject] = []
+        self._counted: JsonObject = {"rows": [], "over_s": 0.0}
         self._of: tuple[tuple[int, int], ...] = ()
         self._until_s = 0.0
 
-    def read(self) -> list[JsonObject]:
-        """The counts; none in a folder without a ledger."""
+    def read(self) -> JsonObject:
+        """Rows of environment, state, reason, count, and `lately`, the count in the last `over_s` seconds of the
+        ledger. No rows in a folder without a ledger."""
         now = tuple(_state(self._folder.path / name) for name in ("ledger.sqlite", "ledger.sqlite-wal"))
         if now == self._of or time.monotonic() < self._until_s:
             return self._counted
         ledger = self._folder.ledger()
         if ledger is None:
-            return []
-        query = "SELECT environment, state, reason, COUNT(*) AS count FROM rollouts GROUP BY environment, state, reason"
+            return self._counted
         began = time.monotonic()
         with closing(ledger):
-            self._counted = [dict(row) for row in ledger.execute(query)]
+            first_s, last_s = ledger.execute("SELECT MIN(updated_s), MAX(updated_s) FROM rollouts").fetchone()
+            over_s = min(LATELY_S, last_s - first_s) if last_s else 0.0
+            query = (
+                "SELECT environment, state, reason, COUNT(*) AS count, SUM(updated_s > ?) AS lately FROM rollouts"
+                " GROUP BY environment, state, reason"
+            )
+            rows = [dict(row) for row in ledger.execute(query, ((last_s or 0.0) - over_s,))]
+        self._counted = {"rows": rows, "over_s": over_s}
         self._of = now
         self._until_s = time.monotonic() + (FUNNEL_S if time.monotonic() - began > SLOW_S else 0.0)
         return self._counted
@@ -161,6 +170,7 @@ class Traces:
         self._offsets: dict[int, int] = {}
         self._spans: deque[RunSpan] = deque(maxlen=KEPT_SPANS)
         self._steps: dict[int, RunSpan] = {}
+        self._versions: dict[tuple[str, int], dict[str, Any]] = {}  # by content and number
 
     @property
     def steps(self) -> list[int]:
@@ -181,27 +191,41 @@ class Traces:
             for raw in spans_of(lines):
                 span = to_run_span(path.name.partition(".")[0], raw)
                 self._spans.append(span)
+                if "meshrl.version" in span.attributes:
+                    self._take_version(span)
                 if span.name == "rl.step" and "rl.step" in span.attributes:
                     self._steps[int(span.attributes["rl.step"])] = span
 
-    def swaps(self, most: int = MOST_VERSIONS) -> JsonObject:
-        """Which engine took which of the newest versions, and when: `cells` has a list for each version, newest first,
-        with the pause in seconds of each engine and its seconds behind the first one; None for one that did not.
+    def versions(self, most: int = MOST_VERSIONS) -> JsonObject:
+        """The newest versions, the newest first, and the engines that took some of them.
+
+        Each has whether it is a delta and of which version, its bytes, those it has in full, its lag, and for each
+        engine its pause in seconds and its seconds behind the first engine. What no trace has is left out.
         """
-        taken: dict[int, dict[str, RunSpan]] = {}
-        for span in self._spans:
-            if span.name == "rl.sync.apply" and "meshrl.engine_id" in span.attributes:
-                taken.setdefault(int(span.attributes["meshrl.version"]), {})[span.attributes["meshrl.engine_id"]] = span
-        versions = sorted(taken, reverse=True)[:most]
-        engines = sorted({engine for version in versions for engine in taken[version]})
-        cells = []
-        for version in versions:
-            first_s = min(span.start_s for span in taken[version].values())
-            found = [taken[version].get(engine) for engine in engines]
-            cells.append(
-                [None if one is None else {"pause": one.seconds, "after": one.start_s - first_s} for one in found]
-            )
-        return {"versions": versions, "engines": engines, "cells": cells}
+        found = sorted(self._versions.values(), key=lambda one: (one["version"], one["sealed"]), reverse=True)[:most]
+        return {"versions": found, "engines": sorted({engine for one in found for engine in one["engines"]})}
+
+    def _take_version(self, span: RunSpan) -> None:
+        """Notes what a span has of a version: its upload at the hub, its commit, or that an engine took it."""
+        about = span.attributes
+        key = (about.get("meshrl.artifact_id", ""), int(about["meshrl.version"]))
+        one = self._versions.setdefault(key, {"version": key[1], "sealed": span.start_s, "engines": {}})
+        one.update(
+            {name: about[f"meshrl.{name}"] for name in ("run_id", "kind", "transport") if f"meshrl.{name}" in about}
+        )
+        for name, attribute in (("base", "base_version"), ("full_bytes", "full_bytes"), ("bytes", "num_bytes")):
+            if f"meshrl.{attribute}" in about:
+                one[name] = int(about[f"meshrl.{attribute}"])
+        if span.name == "rl.sync":
+            one |= {"sealed": span.start_s, "lag": span.seconds}
+        elif span.name == "rl.sync.apply" and "meshrl.engine_id" in about:
+            one["engines"][about["meshrl.engine_id"]] = {"pause": span.seconds, "at": span.start_s}
+            first = min(engine["at"] for engine in one["engines"].values())
+            for engine in one["engines"].values():
+                engine["after"] = engine["at"] - first
+        if len(self._versions) > 2 * KEPT_VERSIONS:
+            newest = sorted(self._versions.items(), key=lambda kept: kept[1]["sealed"])[-KEPT_VERSIONS:]
+            self._versions = dict(newest)
 
     def timeline(self, step: int) -> JsonObject | None:
         """The spans during a step, by the program that they ran in; None for a step without a span.

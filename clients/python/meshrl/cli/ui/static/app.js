@@ -1,6 +1,7 @@
 // The page of `meshrl ui`: one view at a time, chosen by the address after #, drawn from the server's JSON.
 import { drawCompare, drawRuns } from "./compare.js";
-import { drawLedger } from "./ledger.js";
+import { drawEnvironments } from "./environments.js";
+import { drawHosts } from "./hosts.js";
 import { drawOverview } from "./overview.js";
 import { element, get } from "./page.js";
 import { drawRollouts } from "./rollouts.js";
@@ -13,10 +14,13 @@ const VIEWS = {
   rollouts: { title: "Rollouts", draw: drawRollouts },
   timeline: { title: "Timeline", draw: drawTimeline },
   weights: { title: "Weights", draw: drawWeights, live: true },
-  ledger: { title: "Ledger", draw: drawLedger, live: true },
+  environments: { title: "Environments", draw: drawEnvironments, live: true },
+  hosts: { title: "Hosts", draw: drawHosts, live: true },
   compare: { title: "Compare", draw: drawCompare },
   runs: { title: "Runs", draw: drawRuns, live: true },
 };
+
+const OLDER = { ledger: "environments" }; // names of views in addresses that somebody may have kept
 
 let runs = [];
 let stream = null;
@@ -26,7 +30,8 @@ let refresh = null;
 // #/RUN/VIEW?key=value, so that every view has an address that can be sent to somebody.
 function where() {
   const [path, query] = (location.hash.slice(2) || "0/overview").split("?");
-  const [run, view] = path.split("/");
+  const [run, named] = path.split("/");
+  const view = OLDER[named] ?? named;
   return { run: Math.min(Number(run) || 0, runs.length - 1), view: VIEWS[view] ? view : "overview", query: new URLSearchParams(query) };
 }
 

@@ -34,10 +34,25 @@ export async function drawCompare(box, { runs, query, go }) {
   );
 }
 
-export async function drawRuns(box, { go, open }) {
+export async function drawRuns(box, { run, open }) {
   const runs = await get("/api/runs");
   box.append(table(
     [["run", (one) => one.path], ["state", (one) => (one.live ? "running" : one.ended_by ? `died: ${one.ended_by}` : "over")], ["step", (one) => one.step, "number"], ["of", (one) => one.max_steps, "number"], ["reward", (one) => number(one.reward), "number"], ["seconds a step", (one) => number(one.step_s), "number"], ["rollouts/s", (one) => number(one.rollouts_per_s), "number"], ["failed", (one) => number(one.errored), "number"], ["environments", (one) => one.environments.join(", ")]],
     runs, { open: (one) => open("overview", {}, runs.indexOf(one)) },
   ));
+  const mesh = element("div");
+  box.append(mesh);
+  get(`/api/runs/${run}/now`).then(({ rows }) => drawMesh(mesh, rows), (error) => mesh.append(element("p", { class: "error" }, error.message)));
+}
+
+// All runs of the trainer that this run names, wherever their folders are.
+function drawMesh(box, rows) {
+  const found = rows.filter((row) => row.service === "trainer" && row.figures.run_id).map((row) => row.figures);
+  const engines = rows.filter((row) => row.service === "engine");
+  const held = (engine, run_id) => engine.figures.serves[run_id] ?? (found.length === 1 ? engine.version : null); // of one run, engines name no runs
+  const served = ({ run_id }) => engines.filter((engine) => held(engine, run_id) !== null).map((engine) => `${engine.figures.engine_id}: ${held(engine, run_id)}`).join(", ");
+  if (found.length) box.append(element("h2", {}, "Runs at this run's trainer"), table(
+    [["run", (one) => one.run_id], ["phase", (one) => one.suspension ? `${one.phase}: ${one.suspension.message ?? ""}` : one.phase], ["step", (one) => one.step, "number"], ["version", (one) => one.version, "number"], ["versions at engines", served],
+      ["checkpoint", (one) => one.durable_step || "none", "number"], ["batches that wait", (one) => one.queued_batches, "number"], ["tokens trained", (one) => number(one.tokens), "number"], ["share of the trainer", (one) => (one.used_share === null ? "-" : `${number(100 * one.used_share, 1)}%`), "number"]],
+    found));
 }

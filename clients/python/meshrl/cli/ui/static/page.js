@@ -11,6 +11,15 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
+// An element of a picture, in `parent` if there is one.
+export function node(name, attributes, parent, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text) made.textContent = text;
+  parent?.append(made);
+  return made;
+}
+
 export async function get(address) {
   const answer = await fetch(address);
   if (!answer.ok) throw new Error(await answer.text());

@@ -21,17 +21,25 @@ export async function drawRollouts(box, { run, query, go }) {
   const id = now.id ?? shown.find((row) => row.rollout_id)?.rollout_id;
   const place = (step, rollout) => `/api/runs/${run}/rollouts/${step}/${encodeURIComponent(rollout)}`;
   // Rollouts beside each other: the group of the one that is looked at, or one that was kept aside, of any step.
-  const [asideStep, asideId] = (now.aside ?? "").split("/");
+  const [asideStep, named] = (now.aside ?? "").split("/");
+  const asideId = named === "best" ? await bestOf(run, asideStep, now.env) : named;
   const beside = now.group ? shown.filter((row) => row.rollout_id && row.rollout_id !== id).map((row) => [found.step, row.rollout_id]) : asideId ? [[asideStep, asideId]] : [];
   const columns = element("div", { class: beside.length ? "beside" : "" });
   box.append(filters(found, now, choose), element("div", { class: now.group ? "" : "two" }, list, columns));
   keys(box, shown.filter((row) => row.rollout_id).map((row) => row.rollout_id), id, found, choose);
   if (!id) return;
+  if (named && !asideId) columns.append(element("p", { class: "none" }, `step ${asideStep} has no rollout to show beside it`));
   for (const [step, rollout] of [[found.step, id], ...beside]) {
     const column = element("article", {});
     columns.append(column);
     drawRollout(column, await get(place(step, rollout)), now, choose, place(step, rollout), step);
   }
+}
+
+async function bestOf(run, step, environment) {
+  const { rollouts } = await get(`/api/runs/${run}/rollouts?step=${step}`);
+  const played = rollouts.filter((row) => row.rollout_id && (!environment || row.environment === environment));
+  return played.sort((one, other) => other.reward - one.reward)[0]?.rollout_id;
 }
 
 // j and k go through the list, [ and ] through the steps; not while somebody types.
@@ -62,6 +70,7 @@ function filters(found, now, choose) {
     select("env", "environment", [...new Set(found.rollouts.map((row) => row.environment))]),
     select("picked", "kept as", [...new Set(found.rollouts.map((row) => row.picked))]),
     bound("least", "reward from"), bound("most", "reward to"),
+    element("input", { type: "number", min: steps[0], max: steps.at(-1), placeholder: "beside the best of step", "aria-label": "beside the best of step", onchange: (event) => choose({ aside: event.target.value && `${nearest(Number(event.target.value))}/best` }) }),
     ...(now.group ? [element("button", { onclick: () => choose({ group: "" }) }, "all groups")] : []),
     ...(now.aside ? [element("button", { onclick: () => choose({ aside: "" }) }, "nothing beside it")] : []),
     element("span", { class: "none" }, "keys: j k, [ ]"),

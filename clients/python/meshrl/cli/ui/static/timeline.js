@@ -1,12 +1,11 @@
 // Timeline: what every program did during a step, a lane each, and what it waited for.
-import { element, get, number } from "./page.js";
+import { element, get, node, number } from "./page.js";
 
 const ROW = 14;
 const MOST_ROWS = 8;
 const FIRST = ["trainer", "weights", "inference", "orchestrator"]; // lanes that tell most come first
 const LABELS = 130;
 const WIDTH = 1400;
-const NS = "http://www.w3.org/2000/svg";
 
 export async function drawTimeline(box, { run, query, go, open }) {
   const step = query.get("step");
@@ -19,7 +18,7 @@ export async function drawTimeline(box, { run, query, go, open }) {
       element("label", {}, "step ", element("input", { type: "number", min: first, max: last, value: found.step, onchange: (event) => go({ step: event.target.value }) })),
       element("button", { onclick: () => go({ step: Math.min(last, found.step + 1) }) }, "later"),
       element("button", { onclick: () => open("rollouts", { step: found.step }) }, "its rollouts"),
-      element("button", { onclick: () => open("weights", {}) }, "who serves its version"),
+      element("button", { onclick: () => open("weights", { version: found.step }) }, "who serves its version"),
       element("span", {}, `${number(found.seconds)} s${found.left_out ? `; ${found.left_out} shorter spans are left out` : ""}`)),
     element("ul", { class: "waits" }, ...found.waits.map((words) => element("li", {}, words))),
     element("div", { class: "scroll" }, picture(found, about)), legend(found), about,
@@ -57,16 +56,8 @@ function color(name) {
   return `hsl(${hash} 55% 55%)`;
 }
 
-function node(name, attributes, parent, text) {
-  const made = document.createElementNS(NS, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text) made.textContent = text;
-  parent.append(made);
-  return made;
-}
-
 function picture(found, about) {
-  const svg = document.createElementNS(NS, "svg");
+  const svg = node("svg", {});
   let top = 16;
   const spans = [];
   const rank = (program) => (FIRST.includes(program) ? FIRST.indexOf(program) : FIRST.length);
