@@ -4,7 +4,7 @@ Makes the folder, serves it, asks for each route, and drives a headless Chromium
 each view's time from the change of address to its last element, and a rollout of 32,768 tokens. Prints two tables;
 needs Chromium on PATH.
 
-    python tests/benchmarks/bench_ui.py [--steps N] [--rollouts N] [--repeats N] [--pictures FOLDER]
+    python tests/benchmarks/bench_ui.py [--steps N] [--rollouts N] [--repeats N]
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import argparse
 import asyncio
 import json
 import random
-import sqlite3
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import zstandard
@@ -29,7 +27,7 @@ from aiohttp.test_utils import TestServer
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from browser import browser_tab
-from made_run import make_run, rollout
+from made_run import add_ledger, make_run, rollout
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.server import Page
 
@@ -44,7 +42,7 @@ VIEWS = {
     ),
     "timeline": ("timeline?n={step}", "document.querySelectorAll('rect.span').length > 1"),
     "weights": ("weights?n={step}", "document.querySelectorAll('.u-wrap').length >= 1"),
-    "ledger": ("ledger?n={step}", "document.querySelectorAll('#view table').length == 2"),
+    "environments": ("environments?n={step}", "document.querySelectorAll('#view table').length == 2"),
     "compare": ("compare?n={step}", "document.querySelectorAll('.u-wrap').length == 1"),
 }  # fmt: skip
 NAMES = ("reward/all/mean", "time/step", "time/wait_for_rollouts", "perf/throughput", "mismatch_kl/all/mean",
@@ -61,26 +59,19 @@ def fill(folder: Path, steps: int, rollouts: int) -> None:
             file.write(json.dumps({"step": step, **{name: round(draw.random(), 6) for name in names}}) + "\n")
     with zstandard.open(folder / "rollouts/step_2.jsonl.zst", "wt", encoding="utf-8") as lines:
         lines.write(json.dumps(rollout(2, "random", 0.5, "long", tokens=32768)) + "\n")
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger, ledger:
-        ledger.execute(
-            "CREATE TABLE rollouts (key TEXT PRIMARY KEY, run INTEGER, group_id TEXT, environment TEXT, task_index"
-            " INTEGER, for_step INTEGER, state TEXT, rollout_id TEXT, oldest_version INTEGER, step INTEGER,"
-            " reason TEXT, updated_s REAL)"
-        )
-        ledger.executemany(
-            "INSERT INTO rollouts VALUES (?, 1, ?, ?, ?, ?, ?, ?, 0, ?, ?, 0)",
-            (
-                (str(n), f"group-{n // 8}", f"env_{n % 3}", n, n // 130, "trained" if n % 7 else "dropped", str(n),
-                 n // 130, "" if n % 7 else "zero_signal")
-                for n in range(rollouts)
-            ),
-        )  # fmt: skip
+    add_ledger(
+        folder,
+        (
+            (f"env_{n % 3}", "trained" if n % 7 else "dropped", "" if n % 7 else "zero_signal", 0.01 * n)
+            for n in range(rollouts)
+        ),
+    )
 
 
 ROUTES = (
     "runs", "runs/0/now", "runs/0/metrics", f"runs/0/metrics?names={','.join(NAMES)}",
     f"runs/0/metrics?along=time&names={','.join(NAMES)}", "runs/0/doctor", "differences?runs=0,0", "runs/0/rollouts",
-    "runs/0/rollouts?step=2", "runs/0/timeline", "runs/0/swaps", "runs/0/ledger",
+    "runs/0/rollouts?step=2", "runs/0/timeline", "runs/0/versions", "runs/0/ledger",
 )  # fmt: skip
 
 
@@ -105,7 +96,7 @@ async def measure_routes(base: str, repeats: int) -> None:
             print(row(route.partition("names=")[0], times), flush=True)
 
 
-async def measure(folder: Path, repeats: int, pictures: Path | None) -> None:
+async def measure(folder: Path, repeats: int) -> None:
     server = TestServer(Page([RunFolder(folder)]).application(hosts=None, token=None))
     await server.start_server()
     base = str(server.make_url("/"))
@@ -127,8 +118,6 @@ async def measure(folder: Path, repeats: int, pictures: Path | None) -> None:
                 await tab.until(ready)
                 times.append((time.perf_counter() - began) * 1e3)
             print(row(name, times), flush=True)
-            if pictures is not None:
-                await tab.picture(pictures / f"{name.replace(' ', '_')}.png")
         assert tab.errors == [], tab.errors
     await server.close()
 
@@ -138,11 +127,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rollouts", type=int, default=1_300_000)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--pictures", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         fill(Path(folder) / "run", options.steps, options.rollouts)
-        asyncio.run(measure(Path(folder) / "run", options.repeats, options.pictures))
+        asyncio.run(measure(Path(folder) / "run", options.repeats))
 
 
 if __name__ == "__main__":
