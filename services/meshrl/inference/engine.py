@@ -134,6 +134,19 @@ class TokenChunk:
     routed_experts: Routes | None = None  # (N, L, K) with the last chunk: from the token asked for to the last but one
     times: RequestTimes | None = None  # with the last chunk, where the engine knows them
 
+    @property
+    def version(self) -> int | None:
+        """Version that sampled the last token."""
+        return self.version_spans[-1].version if self.version_spans else None
+
+    @property
+    def prompt_version(self) -> int | None:
+        """Oldest version that computed a part of the prompt's KV cache; None where this is no beginning."""
+        if not self.version_spans or self.version_spans[0].start > 0:
+            return None
+        first = self.version_spans[0]
+        return first.version if first.prompt_version is None else first.prompt_version
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:

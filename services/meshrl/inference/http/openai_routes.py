@@ -20,7 +20,6 @@ from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.chat_replies import NEEDS_A_PARSER
 from meshrl.inference.http.request_keys import UnknownKeys
 from meshrl.inference.http.runs import (
-    Completion,
     Serving,
     gather,
     interleave,
@@ -57,7 +56,7 @@ class _Piece:
 
     choice: _Choice
     text: str
-    tokens: Completion
+    tokens: TokenChunk
     finish_reason: str | None
 
 
@@ -253,7 +252,7 @@ class OpenAIRoutes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._codec.bytes.of(token_id))
         return text
 
-    def _chat_logprobs(self, body: ChatBody, tokens: Completion) -> list[dict[str, object]]:
+    def _chat_logprobs(self, body: ChatBody, tokens: TokenChunk) -> list[dict[str, object]]:
         def entry(token_id: int, logprob: float) -> dict[str, object]:
             name, raw = self._name(body, token_id), self._codec.bytes.of(token_id)
             return {"token": name, "logprob": said(logprob), "bytes": list(raw)}

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
-from meshrl.wire.types.routes import Routes
 
 RUN_HEADER = "X-Policy-Run"
 VERSION_HEADER = "X-Policy-Version"
@@ -38,39 +37,8 @@ Result = TypeVar("Result")
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
-    """One completion, or a stretch of one when it is streamed: as `TokenChunk`, over all its tokens."""
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    raw_logprobs: NDArray[np.float32] | None
-    top_ids: NDArray[np.int32] | None
-    top_logprobs: NDArray[np.float32] | None
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason | None
-    stop_token_id: int | None
-    prompt_logprobs: NDArray[np.float32] | None
-    prompt_top_ids: NDArray[np.int32] | None
-    prompt_top_logprobs: NDArray[np.float32] | None
-    routed_experts: Routes | None
-
-    @property
-    def version(self) -> int | None:
-        """Version that sampled the last token."""
-        return self.version_spans[-1].version if self.version_spans else None
-
-    @property
-    def prompt_version(self) -> int | None:
-        """Oldest version that computed a part of the prompt's KV cache; None where this is no beginning."""
-        if not self.version_spans or self.version_spans[0].start > 0:
-            return None
-        first = self.version_spans[0]
-        return first.version if first.prompt_version is None else first.prompt_version
-
-
-def join(chunks: Sequence[TokenChunk]) -> Completion:
-    """Puts the chunks of a completion together, in order."""
+def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """Puts chunks of a completion that follow each other together."""
     first, last = chunks[0], chunks[-1]
     spans: list[VersionSpan] = []
     for span in (span for chunk in chunks for span in chunk.version_spans):
@@ -78,27 +46,26 @@ def join(chunks: Sequence[TokenChunk]) -> Completion:
             spans[-1] = replace(spans[-1], end=span.end)
         else:
             spans.append(span)
-    return Completion(
-        token_ids=first.token_ids if len(chunks) == 1 else np.concatenate([chunk.token_ids for chunk in chunks]),
-        logprobs=first.logprobs if len(chunks) == 1 else np.concatenate([chunk.logprobs for chunk in chunks]),
+    if len(chunks) == 1:
+        return replace(first, version_spans=tuple(spans))
+    return replace(
+        first,
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
         raw_logprobs=_joined([chunk.raw_logprobs for chunk in chunks]),
         top_ids=_joined([chunk.top_ids for chunk in chunks]),
         top_logprobs=_joined([chunk.top_logprobs for chunk in chunks]),
         version_spans=tuple(spans),
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
-        prompt_logprobs=first.prompt_logprobs,
-        prompt_top_ids=first.prompt_top_ids,
-        prompt_top_logprobs=first.prompt_top_logprobs,
         routed_experts=last.routed_experts,
+        times=last.times,
     )
 
 
 def _joined(parts: Sequence[NDArray[Scalar] | None]) -> NDArray[Scalar] | None:
     present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    return present[0] if len(present) == 1 else np.concatenate(present)
+    return np.concatenate(present) if present else None
 
 
 class Serving:
@@ -154,7 +121,7 @@ class Serving:
                 f"the request took longer than request_deadline_s ({self.request_deadline_s:g} s) and was cancelled",
             ) from error
 
-    async def complete(self, request: GenerateRequest) -> Completion:
+    async def complete(self, request: GenerateRequest) -> TokenChunk:
         """The whole completion. Raises: MeshError DRAINING when it was cut by a shutdown."""
         async with aclosing(self.spans.generate(request)) as chunks:
             completion = whole([chunk async for chunk in chunks])
@@ -169,7 +136,7 @@ def served_version(engine: Engine) -> int | None:
     return next(iter(newest.values())).version if len(newest) == 1 else engine.version
 
 
-def whole(chunks: Sequence[TokenChunk]) -> Completion:
+def whole(chunks: Sequence[TokenChunk]) -> TokenChunk:
     """The chunks of a finished completion as one. Raises: MeshError ENGINE_FAILED when the last one is missing."""
     if not chunks or chunks[-1].finish_reason is None:
         raise MeshError(Reason.ENGINE_FAILED, UNFINISHED)

@@ -25,10 +25,9 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from meshrl.inference.engine import GenerateRequest
+from meshrl.inference.engine import GenerateRequest, TokenChunk
 from meshrl.inference.http.request_keys import UnknownKeys
 from meshrl.inference.http.runs import (
-    Completion,
     Serving,
     frame_answer,
     gather,
@@ -97,7 +96,7 @@ class TokenRoute:
             return frame_answer(frame, version, syncs=self._serving.spans.syncs(spans))
         return json_answer(self._answer(body, request_id, completions), version)
 
-    def _answer(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> str:
+    def _answer(self, body: GenerateBody, request_id: str, completions: list[TokenChunk]) -> str:
         prompt_logprobs = None
         if body.sampling_params.prompt_logprobs is not None:
             first = completions[0]
@@ -132,7 +131,7 @@ class TokenRoute:
                 yield json.dumps({**head, "choices": [choice]}, separators=(",", ":"))
 
 
-def _choice(index: int, completion: Completion, sampling: TokenSampling) -> dict[str, object]:
+def _choice(index: int, completion: TokenChunk, sampling: TokenSampling) -> dict[str, object]:
     spans = completion.version_spans
     fields: dict[str, object] = {
         "index": index,
@@ -163,7 +162,7 @@ def _packed(values: NDArray[np.float32]) -> dict[str, object]:
     return {"data": data, "shape": [len(values)], "dtype": "float32"}
 
 
-def _logprobs(completion: Completion) -> list[dict[str, object]]:
+def _logprobs(completion: TokenChunk) -> list[dict[str, object]]:
     def entry(token: int, logprob: float) -> dict[str, object]:
         return {"token": f"token_id:{token}", "logprob": said(logprob), "bytes": None}
 
