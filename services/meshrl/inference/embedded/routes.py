@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,16 +17,10 @@ from meshrl.models.routers import UNKNOWN, RouterChoice, Routers
 from meshrl.wire.types.routes import Routes, narrowed
 
 
-class ClearableStore(SlotStore, Protocol):
-    """A cache of slots that can be emptied."""
-
-    def clear_slot(self, slot: int) -> None: ...
-
-
 class RouteStore:
     """Routes of the slots of one model, of the forward passes that run within `noting`."""
 
-    def __init__(self, routers: Routers, inner: ClearableStore, *, num_slots: int, max_len: int) -> None:
+    def __init__(self, routers: Routers, inner: SlotStore, *, num_slots: int, max_len: int) -> None:
         """Raises ValueError for a model without experts."""
         if routers.shape is None:
             raise ValueError(

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -57,12 +56,6 @@ class StepOutput:
     alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # (R, K) each
 
 
-class RowStore(SlotStore, Protocol):
-    """Whatever a runner keeps of the slots between two steps."""
-
-    def clear_slot(self, slot: int) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptScores:
     """The model's logprobs of a prompt's tokens but the first; K alternatives a token, likeliest first."""
@@ -75,7 +68,7 @@ class PromptScores:
 class ModelRunner(ABC):
     """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
 
-    cache: RowStore
+    cache: SlotStore
     routes: RouteStore | None  # where the experts that tokens go through are kept; it then stands before the cache
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int) -> None:

@@ -44,11 +44,13 @@ _SLOT_DTYPE = np.dtype(
 
 
 class SlotStore(Protocol):
-    """The cache behind the slots."""
+    """The cache behind the slots: what a runner keeps of them between two steps."""
 
     def copy_slot(self, source: int, target: int, length: int) -> None: ...
 
     def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None: ...
+
+    def clear_slot(self, slot: int) -> None: ...
 
 
 @dataclass(eq=False)
