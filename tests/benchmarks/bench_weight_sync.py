@@ -101,7 +101,7 @@ def run_rank(args: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     parallel = RankGroup.start(os.environ, device=device, dp_replicate=1)
     model = build(Path(args.shape), device, parallel)
-    learner = SimpleNamespace(model=model, parallel=parallel)
+    learner = SimpleNamespace(model=model, parallel=parallel, take_up=lambda run: None)
     run = SimpleNamespace(run_id="main", step_done=0)
     parts: Any = SimpleNamespace(learner=learner, run=run, compute_dtype=torch.bfloat16, parallel=parallel)
     if parallel.rank:
