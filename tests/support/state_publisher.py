@@ -45,8 +45,9 @@ class StatePublisher:
                 line, calls, rows, chunk_bytes=chunk_bytes, num_threads=num_threads, anchor_every=anchor_every
             )
         else:
-            share = FileShare(folder, epoch=epoch, chunk_bytes=chunk_bytes, num_threads=num_threads)
-            way = FilesystemTransport(line, RankCalls(share, None, num_ranks=1), share, stall_s=60.0)
+            share = FileShare(folder, epoch=epoch, num_threads=num_threads)
+            calls = RankCalls(share, None, num_ranks=1)
+            way = FilesystemTransport(line, calls, share, chunk_bytes=chunk_bytes, stall_s=60.0)
         self.client, self._transport = client, way
         self.progress = way.progress
         self.publisher = Publisher(client, way, retry_for_s=retry_for_s)

@@ -248,8 +248,6 @@ def _transport(
         )
     line = VersionLine(run_id=run_id, epoch=settings.epoch, adapter=adapter)
     broadcast, share = options.broadcast, snapshotter.share
-    if share is None:  # rank 0 gathers what it streams
-        share = StreamShare(Path(settings.folder), epoch=settings.epoch, num_threads=settings.num_threads)
     senders, calls_store = parts.parallel.plan.num_senders if settings.in_shares else 1, None
     if senders > 1:
         calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
@@ -266,7 +264,9 @@ def _transport(
             stall_s=options.publish_deadline_s,
         )
     if not isinstance(share, BroadcastShare):
-        return FilesystemTransport(line, calls, share, stall_s=options.publish_deadline_s)
+        return FilesystemTransport(
+            line, calls, share, chunk_bytes=settings.chunk_bytes, stall_s=options.publish_deadline_s
+        )
     assert store is not None, "the engines meet the trainer at its store"
     place = MeetingPoint(
         store=store, address=settings.store_address, backend=settings.backend, deadline_s=settings.deadline_s

@@ -116,7 +116,7 @@ class Snapshotter:
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
     ) -> None:
-        self.share: FileShare | BroadcastShare | StreamShare | None = None
+        self.share: FileShare | BroadcastShare | StreamShare
         self._model, self._dtype, self._parallel = model, dtype, parallel
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
         senders = parallel.plan.num_senders
@@ -136,22 +136,13 @@ class Snapshotter:
                 backend=settings.backend,
                 deadline_s=settings.deadline_s,
             )
-        elif settings.transport == Transport.FILESYSTEM.value:
-            self.share = FileShare(
+        else:
+            kind = FileShare if settings.transport == Transport.FILESYSTEM.value else StreamShare
+            self.share = kind(
                 Path(settings.folder),
                 epoch=settings.epoch,
                 share=parallel.rank if settings.in_shares else 0,
                 num_shares=senders if settings.in_shares else 1,
-                chunk_bytes=settings.chunk_bytes,
-                num_threads=settings.num_threads,
-                deadline_s=settings.deadline_s,
-            )
-        elif settings.in_shares:
-            self.share = StreamShare(
-                Path(settings.folder),
-                epoch=settings.epoch,
-                share=parallel.rank,
-                num_shares=senders,
                 num_threads=settings.num_threads,
                 deadline_s=settings.deadline_s,
             )
@@ -166,7 +157,6 @@ class Snapshotter:
             else:
                 state = gather_state(self._model, self._dtype, keep=keep)
             return Captured(gathered=GatheredWeights(state) if keep else None)
-        assert self.share is not None, "a rank that captures rows has a share"
         began_s = time.perf_counter()
         reuse = self.share.release_snapshot()
         senders = self._parallel.plan.num_senders
@@ -200,7 +190,6 @@ def open_snapshotter(
     """This rank's snapshotter; on the sender ranks but the first it comes with the thread that does its share."""
     snapshotter = Snapshotter(model, dtype, parallel, settings)
     if settings.in_shares and 0 < parallel.rank < parallel.plan.num_senders:
-        assert snapshotter.share is not None, "a rank that captures rows has a share"
         store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
         RankCallThread(snapshotter.share, store, rank=parallel.rank)
     return snapshotter

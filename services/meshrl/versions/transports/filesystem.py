@@ -18,10 +18,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from blake3 import blake3
@@ -251,86 +251,104 @@ def _share(sizes: Sequence[int], share: int, shares: int) -> list[int]:
     return found
 
 
-class WriteFiles(VersionCall):
-    """Write the rank's rows of a version into its files."""
+@dataclass(eq=False)
+class RowShare:
+    """One rank's share of versions whose bytes go through the host: share `share` of `num_shares`.
 
+    `held` is what it captured last; `deadline_s`: how long its training may lag behind rank 0's.
+    """
 
-class HashFiles(VersionCall):
-    """Hash the rank's share of what all have written."""
+    folder: Path
+    _: KW_ONLY
+    epoch: int
+    share: int = 0
+    num_shares: int = 1
+    num_threads: int = 1
+    deadline_s: float = 60.0
+    held: HeldSnapshot[Any] = field(default_factory=HeldSnapshot, init=False)
+    progress: Progress = field(default_factory=Progress, init=False)
 
-
-class FileShare:
-    """One rank's share of the files."""
-
-    calls = (WriteFiles, HashFiles)
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        epoch: int,
-        share: int = 0,
-        num_shares: int = 1,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-        num_threads: int = 1,
-        deadline_s: float = 60.0,
-    ) -> None:
-        """This is share `share` of `num_shares`; `deadline_s`: how long its training may lag behind rank 0's."""
-        self.held: HeldSnapshot[Snapshot | GatheredWeights] = HeldSnapshot()
-        self.progress = Progress()
-        self._folder = folder.absolute()
-        self._epoch, self._chunk_bytes = epoch, chunk_bytes
-        self._share, self._num_shares = share, num_shares
-        self._num_threads, self._deadline_s = num_threads, deadline_s
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-file")
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()
+        self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="version-rows")
         self._host_copies = HostCopies()
-
-    def release_snapshot(self) -> torch.Tensor | None:
-        """Drops the last snapshot, since the training thread makes the next, and returns its buffer."""
-        last = self.held.drop()
-        return last.flat if isinstance(last, Snapshot) else None
-
-    def files(self, version: int) -> VersionFiles:
-        """The files of the version that this rank holds."""
-        return VersionFiles(
-            self._folder,
-            version=version,
-            epoch=self._epoch,
-            tensors=self.held.get(version, deadline_s=self._deadline_s).tensors,
-            chunk_bytes=self._chunk_bytes,
-            threads=self._threads,
-            num_threads=self._num_threads,
-            progress=self.progress,
-        )
-
-    def carry_out(self, call: WriteFiles | HashFiles) -> Answer:
-        """Writes or hashes; the answer to HashFiles are digests of tensors and chunks by index."""
-        files = self.files(call.version)
-        if isinstance(call, WriteFiles):
-            held = self.held.get(call.version, deadline_s=self._deadline_s)
-            if isinstance(held, GatheredWeights):
-                files.write((tensor.offset, held.bytes_of(tensor)) for tensor in held.tensors)
-            else:
-                files.write(self._host_copies.pieces_of(held))
-            return {}
-        tensors, chunks = files.hash(self._share, self._num_shares)
-        return {
-            "tensors": {str(index): digest.hex() for index, digest in tensors.items()},
-            "chunks": {str(index): digest.hex() for index, digest in chunks.items()},
-        }
 
     def close(self) -> None:
         """Ends its threads."""
         self._threads.shutdown(wait=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WriteFiles(VersionCall):
+    """Write the rank's rows of a version into its files."""
+
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashFiles(VersionCall):
+    """Hash the rank's share of what all have written."""
+
+    chunk_bytes: int
+
+
+class FileShare(RowShare):
+    """One rank's share of the files."""
+
+    held: HeldSnapshot[Snapshot | GatheredWeights]
+    calls = (WriteFiles, HashFiles)
+
+    def release_snapshot(self) -> torch.Tensor | None:
+        """Drops the last snapshot, since the training thread makes the next, and returns its buffer."""
+        last = self.held.drop()
+        return last.flat if isinstance(last, Snapshot) else None
+
+    def files(self, version: int, chunk_bytes: int) -> VersionFiles:
+        """The files of the version that this rank holds."""
+        return VersionFiles(
+            self.folder,
+            version=version,
+            epoch=self.epoch,
+            tensors=self.held.get(version, deadline_s=self.deadline_s).tensors,
+            chunk_bytes=chunk_bytes,
+            threads=self._threads,
+            num_threads=self.num_threads,
+            progress=self.progress,
+        )
+
+    def carry_out(self, call: WriteFiles | HashFiles) -> Answer:
+        """Writes or hashes; the answer to HashFiles are digests of tensors and chunks by index."""
+        files = self.files(call.version, call.chunk_bytes)
+        if isinstance(call, WriteFiles):
+            held = self.held.get(call.version, deadline_s=self.deadline_s)
+            if isinstance(held, GatheredWeights):
+                files.write((tensor.offset, held.bytes_of(tensor)) for tensor in held.tensors)
+            else:
+                files.write(self._host_copies.pieces_of(held))
+            return {}
+        tensors, chunks = files.hash(self.share, self.num_shares)
+        return {
+            "tensors": {str(index): digest.hex() for index, digest in tensors.items()},
+            "chunks": {str(index): digest.hex() for index, digest in chunks.items()},
+        }
+
+
 class FilesystemTransport:
     """Rank 0's side: has the ranks write and hash the files, and writes the manifest."""
 
-    def __init__(self, line: VersionLine, ranks: AllRanks, share: FileShare, *, stall_s: float) -> None:
+    def __init__(
+        self,
+        line: VersionLine,
+        ranks: AllRanks,
+        share: FileShare,
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        stall_s: float,
+    ) -> None:
         """`share` is rank 0's own; `stall_s`: how long a rank may do nothing of its share."""
         self.progress = share.progress
         self._line, self._ranks, self._share, self._stall_s = line, ranks, share, stall_s
+        self._chunk_bytes = chunk_bytes
         self._written: Manifest | None = None
 
     async def prepare(self, version: int, captured: Captured) -> Prepared:
@@ -357,10 +375,10 @@ class FilesystemTransport:
         self._share.close()
 
     def _write(self, version: int) -> Manifest:
-        files = self._share.files(version)
+        files = self._share.files(version, self._chunk_bytes)
         files.begin()
-        self._ranks.call(WriteFiles(version=version), stall_s=self._stall_s)
-        answers = self._ranks.call(HashFiles(version=version), stall_s=self._stall_s)
+        self._ranks.call(WriteFiles(version=version, chunk_bytes=self._chunk_bytes), stall_s=self._stall_s)
+        answers = self._ranks.call(HashFiles(version=version, chunk_bytes=self._chunk_bytes), stall_s=self._stall_s)
         tensors, chunks = files.listed(_joined("tensors", answers), _joined("chunks", answers))
         manifest = self._line.manifest(version, Transport.FILESYSTEM, tensors, chunks, files=files.entries)
         files.finish(manifest)

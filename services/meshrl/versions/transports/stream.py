@@ -32,10 +32,9 @@ from meshrl.versions.deltas.codec import Packed, Rows, encode, read_stream, stre
 from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after, with_lanes
 from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.rule import DeltaRule
-from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, SideStream, Snapshot
+from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, SideStream, Snapshot
 from meshrl.versions.transports.base import AllRanks, Answer, Prepared, VersionCall, VersionLine
-from meshrl.versions.transports.filesystem import in_slices, in_threads
+from meshrl.versions.transports.filesystem import RowShare, in_slices, in_threads
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest, entries_of
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
 
@@ -64,30 +63,16 @@ class SetBase(VersionCall):
     """The version was published: the next delta is from it."""
 
 
-class StreamShare:
+class StreamShare(RowShare):
     """One rank's share of streamed versions."""
 
+    held: HeldSnapshot[Snapshot]
     calls = (EncodeRows, WriteDelta, WriteRows, SetBase)
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        epoch: int,
-        share: int = 0,
-        num_shares: int = 1,
-        num_threads: int = 1,
-        deadline_s: float = 60.0,
-    ) -> None:
-        """This is share `share` of `num_shares`; `deadline_s`: how long its training may lag behind rank 0's."""
-        self.held: HeldSnapshot[Snapshot] = HeldSnapshot()
-        self.progress = Progress()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.pieces: list[Packed] = []  # of the version encoded last
-        self._folder, self._epoch = folder.absolute(), epoch
-        self._share, self._num_shares, self._deadline_s = share, num_shares, deadline_s
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-stream")
         self._rows: Rows | None = None
-        self._host_copies = HostCopies()
         self._side = SideStream()
         self._spare: torch.Tensor | None = None  # for the next snapshot
         self._base: torch.Tensor | None = None  # the rows published last
@@ -104,14 +89,14 @@ class StreamShare:
 
     def carry_out(self, call: EncodeRows | WriteDelta | WriteRows | SetBase) -> Answer:
         """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
-        snapshot = self.held.get(call.version, deadline_s=self._deadline_s)
+        snapshot = self.held.get(call.version, deadline_s=self.deadline_s)
         with self._side.reading(snapshot):
             match call:
                 case EncodeRows():
                     return self._encode(snapshot, call.base)
                 case WriteDelta():
-                    if self._share:
-                        self.delta_path(self._share).write_bytes(write_stream(self.pieces).data)
+                    if self.share:
+                        self.delta_path(self.share).write_bytes(write_stream(self.pieces).data)
                 case WriteRows():
                     self._write(snapshot)
                 case SetBase():
@@ -120,24 +105,20 @@ class StreamShare:
 
     def delta_path(self, share: int) -> Path:
         """The file of a share's pieces."""
-        return self._folder / f"delta-{self._epoch}.{share}"
+        return self.folder / f"delta-{self.epoch}.{share}"
 
     @property
     def full_path(self) -> Path:
         """The file of a version in full; rank 0 makes it."""
-        return self._folder / f"full-{self._epoch}"
+        return self.folder / f"full-{self.epoch}"
 
     def tensors_of(self, version: int) -> tuple[TensorEntry, ...]:
         """The tensors of a version that this rank holds, without digests."""
-        return self.held.get(version, deadline_s=self._deadline_s).tensors
+        return self.held.get(version, deadline_s=self.deadline_s).tensors
 
     def on_host(self, version: int) -> Bytes:
         """This rank's rows of a version in host memory."""
-        return self._host_copies.bytes_of(self.held.get(version, deadline_s=self._deadline_s))
-
-    def close(self) -> None:
-        """Ends its threads."""
-        self._threads.shutdown(wait=False)
+        return self._host_copies.bytes_of(self.held.get(version, deadline_s=self.deadline_s))
 
     def _encode(self, snapshot: Snapshot, base_version: int | None) -> Answer:
         """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows.
