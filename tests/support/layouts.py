@@ -89,7 +89,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"loss": partial(gspo_loss, clip_low=3e-2, clip_high=4e-2), "model": {}},
     "grpo of adapters": {  # and mixtures replay routes, and have adapters of their experts
         "loss": partial(grpo_loss, clip_low=0.2, clip_high=0.2),
-        "model": {"lora": {"rank": 8}, "ac": {"mode": "selective", "freq": 2}},
+        "model": {
+            "lora": {"rank": 8, "modules_to_save": ["lm_head", "model.norm"]},
+            "ac": {"mode": "selective", "freq": 2},
+        },
     },
 }
 SAVED = "gspo"

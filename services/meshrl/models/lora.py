@@ -13,7 +13,7 @@ of experts, such as model.layers.0.mlp.experts.down_proj (`expert_lora`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from meshrl.models.adapters import A, AdapterHolder, AdapterScale, AdapterSet, B
 from meshrl.models.expert_lora import ExpertAdapter, expert_adapters, expert_parameters
-from meshrl.models.sharded import by_parts
+from meshrl.models.sharded import by_parts, fill_part, gather_whole, own_part
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
 
@@ -72,20 +72,29 @@ class LoraLinear(nn.Linear, AdapterHolder):
 
 
 def prepare_lora(
-    model: nn.Module, *, target_modules: Iterable[str], target_parameters: Sequence[str] = ()
+    model: nn.Module,
+    *,
+    target_modules: Iterable[str],
+    target_parameters: Sequence[str] = (),
+    modules_to_save: Sequence[str] = (),
 ) -> dict[str, LoraLinear | ExpertAdapter]:
     """Freezes the model and prepares the layers that sets may adapt; returns those that the targets name.
 
     A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Without any, each linear
     layer of the text model's blocks is one, but for gates, which choose experts; these are prepared in any case.
-    `target_parameters` name parameters of experts in the same way, and without any these stay as they are. Works on the
-    meta device and must come before sharding. Raises ValueError, with the model as it was, when a target names nothing
-    or a layer that shares its weight with another module, or when there is no layer to adapt.
+    `target_parameters` name parameters of experts in the same way, and without any these stay as they are.
+    `modules_to_save` name modules, which stay trainable, in float32. Works on the meta device and must come before
+    sharding. Raises ValueError, with the model as it was, when a target names nothing or what shares its weight with
+    another module, or when there is no layer to adapt.
     """
     chosen = _chosen_layers(model, target_modules)
     _refuse_tied(model, chosen)
+    whole = _whole_parameters(model, modules_to_save, {*chosen, *expert_parameters(model, target_parameters)})
     of_experts = expert_adapters(model, target_parameters)
     model.requires_grad_(False)
+    for parameter in whole:
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
     shared = _owners(model)
     free = {name: layer for name, layer in _block_layers(model).items() if len(shared[id(layer.weight)]) == 1}
     prepared: dict[str, LoraLinear | ExpertAdapter] = dict(of_experts)
@@ -128,13 +137,16 @@ def apply_lora(
     dropout: float,
     target_modules: Iterable[str],
     target_parameters: Sequence[str] = (),
+    modules_to_save: Sequence[str] = (),
 ) -> dict[str, LoraLinear | ExpertAdapter]:
     """Prepares a model that is not sharded and mounts a set on it; `reset_lora` gives it its first values.
 
     Returns the adapted layers. Raises ValueError as `prepare_lora` does.
     """
     targets = tuple(target_modules)
-    prepared = prepare_lora(model, target_modules=targets, target_parameters=target_parameters)
+    prepared = prepare_lora(
+        model, target_modules=targets, target_parameters=target_parameters, modules_to_save=modules_to_save
+    )
     scale = AdapterScale(rank=rank, alpha=alpha, dropout=dropout)
     make_set(model, scale, target_modules=targets, target_parameters=target_parameters).mount()
     return prepared
@@ -159,6 +171,38 @@ def _chosen_layers(model: nn.Module, target_modules: Iterable[str]) -> dict[str,
             "model.lora: this model has no linear layer in its blocks to adapt; train it without model.lora"
         )
     return {name: module for name, module in linear.items() if name in chosen}
+
+
+def _whole_parameters(model: nn.Module, targets: Sequence[str], adapted: Collection[str]) -> list[nn.Parameter]:
+    """The parameters of the modules that the targets name. Raises ValueError for those that cannot be trained whole."""
+    owners, found = _owners(model), dict[str, nn.Parameter]()
+    for target in targets:
+        modules = {name: m for name, m in model.named_modules() if name == target or name.endswith("." + target)}
+        own = {f"{name}.{part}": p for name, m in modules.items() for part, p in m.named_parameters()}
+        if not own:
+            raise ValueError(f"model.lora.modules_to_save: {target!r} names no module with parameters; leave it out")
+        for name, parameter in own.items():
+            if others := [other for other in owners[id(parameter)] if other not in own]:
+                raise ValueError(
+                    f"model.lora.modules_to_save: {name} is {others[0]} as well, since the model's configuration ties "
+                    "them, and PEFT would keep a copy of one alone; leave it out"
+                )
+            if name in adapted or name.rpartition(".")[0] in adapted:
+                raise ValueError(
+                    f"model.lora.modules_to_save: {name} has an adapter, by model.lora.target_modules or "
+                    "target_parameters; name it in one of them"
+                )
+        found |= own
+    return list(found.values())
+
+
+def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained whole beside adapters, by name."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not is_adapter(name)
+    }
 
 
 def _block_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -205,6 +249,7 @@ def coverage(model: nn.Module) -> str:
         f"adapters on {len(adapted) - of_experts} of {len(linear)} linear layers"
         + (f" and {of_experts} parameters of experts" if of_experts else "")
         + (f"; without: {', '.join(without)}" if without else "")
+        + (f"; trained whole: {', '.join(saved)}" if (saved := saved_parameters(model)) else "")
     )
 
 
@@ -258,11 +303,13 @@ def reset_lora(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The matrices of the mounted set, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`.
+    """The matrices of the mounted set, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`; and what
+    is trained whole, under its own names.
 
-    Only a rank that asks to `keep` the state gets it, the others get an empty one.
+    Only a rank that asks to `keep` the state gets it, the others get an empty one. Every rank calls it.
     """
-    return {
+    saved = {name: gather_whole(parameter.detach()) for name, parameter in saved_parameters(model).items()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in (saved if keep else {}).items()} | {
         f"{name}.{part}": getattr(layer, part).detach().to("cpu", copy=True)
         for name, layer in (adapted_layers(model) if keep else {}).items()
         for part in (A, B)
@@ -282,7 +329,8 @@ def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
     described = AdapterConfig(
         rank=first.rank, lora_alpha=first.alpha, target_modules=tuple(sorted(targets)), base_model=base_name
     )
-    return peft.config_table(described, dropout=first.dropout)
+    saved = sorted({name.rpartition(".")[0] for name in saved_parameters(model)})
+    return peft.config_table(described, dropout=first.dropout) | {"modules_to_save": saved or None}
 
 
 def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -290,6 +338,9 @@ def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     named: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         layer, _, part = name.rpartition(".lora_")
+        if not layer:
+            named[f"{peft.PREFIX}{name}"] = tensor
+            continue
         stored = peft.stored_experts(tensor, part) if tensor.ndim == 3 else tensor
         named[peft.tensor_name(peft.wrapper_of(layer) if tensor.ndim == 3 else layer, part)] = stored.contiguous()
     return named
@@ -315,6 +366,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"rank {layer.rank} and alpha {layer.alpha}; set model.lora.rank and model.lora.alpha to the folder's"
             )
     own = {f"{name}.{part}": getattr(layer, part) for name, layer in adapted.items() for part in (A, B)}
+    own |= saved_parameters(model)
     as_stored = {next(iter(peft_state({name: value.detach()}))): name for name, value in own.items()}
     stored = {}
     for name, tensor in tensors.items():
@@ -325,8 +377,8 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         stored[known] = peft.read_experts(tensor, own[known].shape[0], name[-len("A.weight")]) if whole else tensor
     if strange := sorted(own.keys() ^ stored.keys()):
         raise ValueError(
-            f"{folder} does not fit model.lora.target_modules: only one of the two has {strange[0]} "
-            f"({len(strange)} differ); the folder's are {config.get('target_modules')}"
+            f"{folder} does not fit model.lora.target_modules and modules_to_save: only one of the two has "
+            f"{strange[0]} ({len(strange)} differ); the folder's are {config.get('target_modules')}"
         )
     for name, parameter in own.items():
         if stored[name].shape != parameter.shape:
@@ -334,4 +386,5 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"{folder}: {name} has shape {tuple(stored[name].shape)}, in this model {tuple(parameter.shape)}"
             )
     for name, parameter in own.items():
-        parameter.copy_(stored[name])
+        if (part := own_part(parameter)) is not None:
+            fill_part(parameter, stored[name][part])

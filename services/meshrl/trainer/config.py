@@ -145,4 +145,15 @@ class TrainerConfig(BaseConfig):
                 "trainer.max_concurrent_runs above 1 needs trainer.model.lora: only adapters of one model train side by"
                 " side; set it, or leave max_concurrent_runs out"
             )
+        if self.model.lora is not None and self.model.lora.modules_to_save:
+            if self.max_concurrent_runs > 1:
+                raise ValueError(
+                    "trainer.model.lora.modules_to_save trains modules of the one model that several runs share; leave"
+                    " it out, or max_concurrent_runs"
+                )
+            if self.weight_broadcast.lora_adapter_only:
+                raise ValueError(
+                    "trainer.model.lora.modules_to_save trains whole modules, which engines take in merged versions"
+                    " alone; set trainer.weight_broadcast.lora_adapter_only to false"
+                )
         return self

@@ -58,7 +58,12 @@ def build_learner(
         )
     check_layout(model, config, parallel.plan)
     if config.lora is not None:
-        prepare_lora(model, target_modules=config.lora.target_modules, target_parameters=config.lora.target_parameters)
+        prepare_lora(
+            model,
+            target_modules=config.lora.target_modules,
+            target_parameters=config.lora.target_parameters,
+            modules_to_save=config.lora.modules_to_save,
+        )
     policy = PackedPolicy(
         model,
         compute_dtype=compute_dtype,

@@ -196,7 +196,7 @@ class Learner:
         with self._all_or_nothing(run, "while the gradient was clipped"):
             if run.adapters is not None:
                 run.adapters.sum_gradient()
-            elif self.parallel.tensor is not None:
+            if self.parallel.tensor is not None:
                 settle_gradients(run.parameters, self._partial, self.parallel.tensor)
             grad_norm = clip_gradients(run.parameters, run.optim.max_norm)
             if not math.isfinite(grad_norm):

@@ -18,7 +18,7 @@ import torch
 from meshrl.client.machine.memory import machine_memory
 from meshrl.models.experts import expert_layers
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
-from meshrl.models.lora import prepare_lora
+from meshrl.models.lora import prepare_lora, saved_parameters
 from meshrl.training.build import new_set
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
@@ -73,8 +73,16 @@ def memory_need(
         gathered += parameter.numel() * alike // plan.tp
     lora, adapters, trained = config.lora, 0, held
     if lora is not None:
-        prepare_lora(model, target_modules=lora.target_modules, target_parameters=lora.target_parameters)
-        adapters = trained = new_set(model, lora, device=torch.device("meta")).numel
+        prepare_lora(
+            model,
+            target_modules=lora.target_modules,
+            target_parameters=lora.target_parameters,
+            modules_to_save=lora.modules_to_save,
+        )
+        saved = sum(parameter.numel() for parameter in saved_parameters(model).values()) // plan.shards
+        base += saved * (torch.float32.itemsize - stored_dtype.itemsize)
+        adapters = new_set(model, lora, device=torch.device("meta")).numel
+        trained = adapters + saved
     in_host_memory = config.fsdp_cpu_offload or lora is not None  # where the snapshot is; an adapter is small
     state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
     if config.fsdp_cpu_offload:  # a set lies on the device

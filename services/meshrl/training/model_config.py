@@ -60,6 +60,11 @@ class LoraConfig(BaseConfig):
     mlp.experts.down_proj, or all. `rl` sets all where its engines serve that: embedded ones, and vLLM by merged
     versions (trainer.weight_broadcast.lora_adapter_only false)."""
 
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules to train whole beside the adapters, by the last part of their name or a whole one: lm_head, embed_tokens.
+    PEFT's folders hold them under this key. Engines take them merged alone: set
+    trainer.weight_broadcast.lora_adapter_only to false."""
+
 
 class TrainerModelConfig(ModelConfig):
     """The model that is trained. Master weights are float32; dtype is what it computes in and publishes."""

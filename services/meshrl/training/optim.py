@@ -163,7 +163,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     if own:
         squares = torch.stack(torch._foreach_norm(own)).double().square()
         square = (squares / squares.new_tensor([copies(gradient) for gradient in held])).sum()
-    if any(isinstance(gradient, DTensor) for gradient in gradients):  # then every rank has some, and waits for the sum
+    if dist.is_initialized():
         dist.all_reduce(square)
     value = float(square.sqrt())
     if own and max_norm is not None and value > max_norm and value != float("inf"):
@@ -172,9 +172,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """How many ranks of the group have this rank's part of a tensor; 1 where it is not sharded, as in no group."""
+    """How many ranks of the group have this rank's part of a tensor: all of one that is not sharded."""
     if not isinstance(tensor, DTensor):
-        return 1
+        return dist.get_world_size() if dist.is_initialized() else 1
     mesh = tensor.device_mesh
     parts = math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
     return dist.get_world_size() // parts

@@ -292,6 +292,53 @@ def test_files_bring_the_adapters_back(tmp_path: Path) -> None:
     assert torch.equal(logits(other), logits(model))
 
 
+def with_whole(modules: list[str], *, tied: bool = False) -> Qwen3ForCausalLM:
+    model = build(tied=tied, dtype=torch.bfloat16)
+    apply_lora(model, rank=4, alpha=6.0, dropout=0.0, target_modules=TARGETS, modules_to_save=modules)
+    reset_lora(model, 1)
+    return model
+
+
+def test_modules_beside_the_adapters_are_trained_whole_and_kept_in_the_folder_as_peft_has_them(tmp_path: Path) -> None:
+    model = with_whole(["lm_head", "model.norm"])
+    whole = ["model.norm.weight", "lm_head.weight"]
+    assert coverage(model).endswith(f"trained whole: {', '.join(whole)}")
+    assert {model.get_parameter(name).dtype for name in whole} == {torch.float32}
+    before = {name: tensor.clone() for name, tensor in hf_state(model).items()}
+    trained = Trained.by(
+        Learner(PackedPolicy(model, compute_dtype=torch.bfloat16)), Objective(loss=cross_entropy_loss),
+        OptimConfig(lr=1e-2),
+    )  # fmt: skip
+    losses = [trained.step(rows()).loss for _ in range(4)]
+    assert losses[-1] < losses[0]
+    adapted_names = {f"{name}.weight" for name in adapted_layers(model)}
+    changed = {name for name, tensor in hf_state(model).items() if not torch.equal(tensor, before[name])}
+    assert changed == {*whole, *adapted_names}
+    save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["lm_head", "model.norm"]
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(torch.equal(stored[f"base_model.model.{name}"], model.get_parameter(name)) for name in whole)
+    again = with_whole(["lm_head", "norm"])
+    load_adapter(again, tmp_path)
+    own, loaded = adapter_state(model), adapter_state(again)
+    assert {name: torch.equal(loaded[name], tensor) for name, tensor in own.items()} == dict.fromkeys(own, True)
+    with pytest.raises(ValueError, match=r"only one of the two has lm_head"):
+        load_adapter(adapted(tied=False), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tied", "modules", "message"),
+    [
+        (True, ["lm_head"], r"lm_head\.weight is model\.embed_tokens\.weight as well.*leave it out"),
+        (False, ["mlp"], r"mlp\.down_proj\.weight has an adapter, by model\.lora\.target_modules"),
+        (False, ["score"], "'score' names no module"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole_are_refused(tied: bool, modules: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_whole(modules, tied=tied)
+
+
 def test_files_of_other_adapters_are_refused_and_change_nothing(tmp_path: Path) -> None:
     model = adapted()
     before = adapter_state(model)

@@ -63,3 +63,19 @@ def test_a_wrong_mode_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None
         problems = [line for line in capsys.readouterr().err.splitlines() if "model.ac" in line]
         assert len(problems) == 1
         assert problem in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, "alone; set trainer.weight_broadcast.lora_adapter_only to false"),
+        ({"max_concurrent_runs": 2}, "several runs share; leave it out, or max_concurrent_runs"),
+    ],
+)
+def test_modules_that_are_trained_whole_are_refused_where_no_engine_takes_them(
+    changed: dict[str, object], why: str
+) -> None:
+    values = {"model": {"lora": {"modules_to_save": ["lm_head"]}}}
+    TrainerConfig.model_validate(values | {"weight_broadcast": {"lora_adapter_only": False}})
+    with pytest.raises(ValueError, match=why):
+        TrainerConfig.model_validate(values | changed)

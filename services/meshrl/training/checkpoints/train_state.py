@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from meshrl.models.lora import is_adapter
 from meshrl.training.checkpoints.files import CheckpointError
 from meshrl.training.run_state import RunState
 
@@ -23,13 +22,13 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
     """What the run trains and its optimizer's state, sharing memory with model and run; every rank's own shards.
 
-    A run over a set has its adapters, which must be mounted: it leaves all else as the model's folder has it. Another
-    has all parameters and persistent buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within
-    `run.optimizer.state_open()`.
+    A run over a set has its adapters, which must be mounted, and what is trained whole beside them: it leaves all else
+    as the model's folder has it. Another has all parameters and persistent buffers. Keys are `model/NAME` and
+    `optimizer/KEY/NAME`. For use within `run.optimizer.state_open()`.
     """
     parameters = dict(model.named_parameters())
     if run.adapters is not None:
-        parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
+        parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     tensors = {f"{_MODEL}/{name}": parameter.detach() for name, parameter in parameters.items()}
     if run.adapters is None:
         every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # tied ones too
@@ -63,8 +62,6 @@ def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Pa
     Raises CheckpointError when the state is one of another model, or of other trainable parameters.
     """
     found = dict(saved.state_dict_metadata)
-    if run.adapters is not None:  # checkpoints from before there were sets hold the base model as well
-        found = {name: entry for name, entry in found.items() if is_adapter(name)}
     present = run_tensors(model, run)
     fill = {name: tensor for name, tensor in present.items() if name.startswith(f"{_MODEL}/")}
     held = {name: entry for name, entry in found.items() if name.startswith(f"{_MODEL}/")}
@@ -97,7 +94,7 @@ def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Pa
 
 def _check_same_model(own: Mapping[str, torch.Tensor], held: Mapping[str, object], folder: Path) -> None:
     advice = "resume with the model.name and model.lora that it was trained with"
-    for one, other, what in ((held, own, "which this model has not"), (own, held, "which it lacks")):
+    for one, other, what in ((own, held, "which it lacks"), (held, own, "which this model has not")):
         strange = sorted(name.removeprefix(f"{_MODEL}/") for name in one.keys() - other.keys())
         if strange:
             holder = "holds" if one is held else "is for a model without"
