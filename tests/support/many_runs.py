@@ -1,8 +1,9 @@
 """A trainer of several runs without a hub: real learner, loop, commands and host; versions go into a table.
 
-    torchrun many_runs.py MODEL OUTPUT_DIR RESULT.safetensors '{"runs": ["small", ...], "steps": 4}'
+    torchrun many_runs.py MODEL OUTPUT_DIR RESULT '{"runs": [["small", ...], ...], "steps": 4, "joined": [0]}'
 
-As a program it trains the named runs on the ranks of torchrun, and rank 0 writes what they became.
+As a program it trains each list of runs on the ranks of torchrun, those at the `joined` places in shared passes, and
+rank 0 writes what they became into RESULT.0 and so on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.lora import adapter_state
-from meshrl.trainer.loop import TrainerLoop
+from meshrl.trainer.loop import Joining, TrainerLoop
 from meshrl.trainer.objectives import build_objective
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
@@ -54,6 +55,7 @@ from meshrl.wire.types import Batch, StepState
 
 DEADLINE_S = 120.0
 VOCAB, SEQ_LEN = 48, 32
+JOINING = Joining(below=SEQ_LEN + 1, room=4 * SEQ_LEN)
 OWN = LoraConfig(rank=8, alpha=16.0)
 
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -175,6 +177,7 @@ class ManyRuns:
         room_bytes: int | None,
         stall_s: float,
         hooks: RunHooks | None,
+        joining: Joining | None,
     ) -> None:
         self.learner, self.output_dir = learner, output_dir
         self.publishing, self.stall_s = Publishing(), stall_s
@@ -185,7 +188,7 @@ class ManyRuns:
         own = self._training(self.own, self.table.own, settings("main"), own=True)
         self.loop = TrainerLoop(
             self.table, [own], self.commands, quantum_tokens=SEQ_LEN * learner.parallel.plan.dp_size,
-            on_end=learner.parallel.barrier,
+            joining=joining, on_end=learner.parallel.barrier,
         )  # fmt: skip
         self.host = RunHost(
             self.table,
@@ -287,8 +290,11 @@ async def many_runs(
     room_bytes: int | None = None,
     stall_s: float = DEADLINE_S,
     hooks: RunHooks | None = None,
+    joining: Joining | None = None,
 ) -> AsyncIterator[ManyRuns]:
-    mesh = ManyRuns(learner, output_dir, max_runs=max_runs, room_bytes=room_bytes, stall_s=stall_s, hooks=hooks)
+    mesh = ManyRuns(
+        learner, output_dir, max_runs=max_runs, room_bytes=room_bytes, stall_s=stall_s, hooks=hooks, joining=joining
+    )
     mesh.thread.start()
     try:
         yield mesh
@@ -301,9 +307,11 @@ async def many_runs(
         assert not mesh.thread.is_alive()
 
 
-async def trained(learner: Learner, output_dir: Path, names: Sequence[str], steps: int) -> dict[str, torch.Tensor]:
+async def trained(
+    learner: Learner, output_dir: Path, names: Sequence[str], steps: int, joining: Joining | None = None
+) -> dict[str, torch.Tensor]:
     """What the runs become that are created in this order and then train side by side."""
-    async with many_runs(learner, output_dir) as mesh:
+    async with many_runs(learner, output_dir, joining=joining) as mesh:
         for name in names:
             await mesh.create(name)
         await asyncio.gather(*(mesh.train(name, range(1, steps + 1)) for name in names))
@@ -328,7 +336,9 @@ def main() -> None:
     for number, names in enumerate(asked["runs"]):
         folder = Path(output_dir) / str(number)
         if parallel.plan.leads:
-            save_file(asyncio.run(trained(load(model, parallel), folder, names, asked["steps"])), f"{result}.{number}")
+            joining = JOINING if number in asked["joined"] else None
+            found = asyncio.run(trained(load(model, parallel), folder, names, asked["steps"], joining))
+            save_file(found, f"{result}.{number}")
         else:
             learner = load(model, parallel)
             maker = SilentMaker(learner, folder, base_name="base")

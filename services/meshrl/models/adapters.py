@@ -3,20 +3,25 @@
 A set has a rank, an alpha and layers of its own, and can be made at any time, also once the model is sharded: its
 matrices are no part of FSDP, every rank has all of them, and ranks sum their gradient once a step. A layer has the
 adapter of the set that was mounted last, or none. What is mounted stays from a forward pass to the end of its backward
-pass, since activation checkpointing computes the forward pass again.
+pass, since activation checkpointing computes the forward pass again. For a row that several runs share, `JoinedSets`
+mounts each set on the tokens of its run.
 
-Shapes: P scalars of a set, each matrix padded to 64 bytes.
+Shapes: P scalars of a set, each matrix padded to 64 bytes; T tokens of a row, G sets on it, R their highest rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+
+from meshrl.core.config.shared import EXPERT_RANK_STEP
 
 A, B = "lora_A", "lora_B"
 ALIGNED = 16  # float32 scalars: matrices begin where tensors of their own would, so products have the same bits
@@ -41,6 +46,7 @@ class AdapterHolder(nn.Module):
         """Takes the adapter away."""
         self.rank, self.alpha, self.dropout, self.scale = 0, 0.0, 0.0, 0.0
         self.adapter_set: AdapterSet | None = None
+        self.joined: JoinedLayer | None = None
         for part in (A, B):
             self.register_parameter(part, None)
 
@@ -49,7 +55,7 @@ class AdapterHolder(nn.Module):
         scale = adapter_set.scale
         self.rank, self.alpha, self.dropout = scale.rank, scale.alpha, scale.dropout
         self.scale = scale.alpha / scale.rank
-        self.adapter_set = adapter_set
+        self.adapter_set, self.joined = adapter_set, None
         self.lora_A, self.lora_B = low, high
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -66,7 +72,7 @@ class AdapterSet:
     ) -> None:  # fmt: skip
         """`layers` are all layers of the model that sets may adapt; `chosen` are those of this set."""
         self.scale = scale
-        self._layers, self._chosen = dict(layers), set(chosen)
+        self.layers, self._chosen = dict(layers), set(chosen)
         shapes = {name: layer.shapes(scale.rank) for name, layer in chosen.items()}
         self.flat = torch.zeros(
             sum(_padded(shape) for pair in shapes.values() for shape in pair), dtype=torch.float32, device=device
@@ -91,11 +97,11 @@ class AdapterSet:
     @property
     def mounted(self) -> bool:
         """Whether the layers have the adapters of this set."""
-        return self._layers[next(iter(self._chosen))].adapter_set is self
+        return self.layers[next(iter(self._chosen))].adapter_set is self
 
     def mount(self) -> None:
         """Gives each layer its adapter of this set; the others lose theirs."""
-        for name, layer in self._layers.items():
+        for name, layer in self.layers.items():
             if name in self._chosen:
                 layer.hold(self, *self.matrices[name])
             else:
@@ -120,6 +126,126 @@ class AdapterSet:
         self.gradient = None
         for parameter, _ in self._places:
             parameter.grad = None
+
+
+grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # public since torch 2.13
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segments:
+    """Which tokens of a row are whose, for the G sets on it."""
+
+    tokens: tuple[slice, ...]
+    scales: tuple[AdapterScale, ...]
+    ends: torch.Tensor | None  # int32 (G,), for grouped products; None: a product for each set
+    factors: torch.Tensor  # alpha / rank of each token, (T, 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedLayer:
+    """A layer's adapters for a row of several sets: A `low` (G, R, in), B `high` (G, out, R), zeros beyond each rank
+    and for a set that is not on this layer."""
+
+    segments: Segments
+    low: torch.Tensor
+    high: torch.Tensor
+    held: tuple[bool, ...]  # by each set
+
+    def added(self, output: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """The base's output (..., T, out) with what the adapters add for inputs (..., T, in)."""
+        segments, dtype = self.segments, output.dtype
+        widths = self.low.shape[2], self.high.shape[1]
+        if (
+            segments.ends is not None
+            and dtype is torch.bfloat16
+            and not any(width % EXPERT_RANK_STEP for width in widths)
+        ):
+            inputs_TI = inputs.flatten(0, -2).to(dtype)
+            reduced_TR = grouped_mm(inputs_TI, self.low.to(dtype).transpose(1, 2), offs=segments.ends)
+            reduced_TR = (reduced_TR * segments.factors).to(dtype)
+            added_TO = grouped_mm(reduced_TR, self.high.to(dtype).transpose(1, 2), offs=segments.ends)
+            return output + added_TO.view_as(output)
+        parts = []
+        for place, (tokens, scale) in enumerate(zip(segments.tokens, segments.scales, strict=True)):
+            part = output[..., tokens, :]
+            if self.held[place]:
+                reduced = F.linear(inputs[..., tokens, :], self.low[place, : scale.rank].to(inputs.dtype))
+                added = F.linear(reduced, self.high[place, :, : scale.rank].to(reduced.dtype))
+                part = torch.add(part, added, alpha=scale.alpha / scale.rank)
+            parts.append(part)
+        return torch.cat(parts, dim=-2)
+
+
+class JoinedSets:
+    """Sets of several runs on a model's layers while it is entered: each adapts the tokens of its run; no dropout.
+
+    Passes train copies, so one that fails leaves the gradients of the sets as they were.
+    """
+
+    def __init__(self, sets: Sequence[AdapterSet], lengths: Sequence[int], *, grouped: bool) -> None:
+        """A row's first `lengths[0]` tokens are those of the first set. `grouped`: one product for all sets, which
+        takes bfloat16 on a GPU."""
+        some = any(lengths)  # grouped products cannot have empty groups, and a rank's row may be empty
+        here = [(each, length) for each, length in zip(sets, lengths, strict=True) if length or not some]
+        self._sets = [each for each, _ in here]
+        self._layers, device = sets[0].layers, sets[0].flat.device
+        scales = tuple(each.scale for each in self._sets)
+        counts_G = torch.tensor([length for _, length in here], device=device)
+        factors_G = torch.tensor([scale.alpha / scale.rank for scale in scales], device=device)
+        starts = accumulate((length for _, length in here), initial=0)
+        segments = Segments(
+            tokens=tuple(slice(start, start + length) for start, (_, length) in zip(starts, here, strict=False)),
+            scales=scales,
+            ends=counts_G.cumsum(0).to(torch.int32) if grouped and some else None,
+            factors=factors_G.repeat_interleave(counts_G)[:, None],
+        )
+        rank = max(scale.rank for scale in scales)
+        shapes = {
+            name: [(len(here), *shape) for shape in layer.shapes(rank + -rank % EXPERT_RANK_STEP)]
+            for name, layer in self._layers.items()
+            if any(name in each.matrices for each in self._sets)
+        }
+        sizes = [math.prod(shape) for pair in shapes.values() for shape in pair]
+        stacks = iter(torch.split(torch.zeros(sum(sizes), device=device), sizes))
+        self._joined = {
+            name: JoinedLayer(
+                segments=segments,
+                low=next(stacks).view(low).requires_grad_(),
+                high=next(stacks).view(high).requires_grad_(),
+                held=tuple(name in each.matrices for each in self._sets),
+            )
+            for name, (low, high) in shapes.items()
+        }
+        with torch.no_grad():
+            for place in range(len(here)):
+                own, copies = zip(*((own, stack[at]) for own, stack, at in self._parts(place)), strict=True)
+                torch._foreach_copy_(copies, own)
+
+    def __enter__(self) -> JoinedSets:
+        for name, layer in self._layers.items():
+            layer.hold_none()
+            layer.joined = self._joined.get(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers.values():
+            layer.hold_none()
+
+    def add_gradients(self) -> None:
+        """Adds what backward passes have left to the gradients of the sets."""
+        for place, adapter_set in enumerate(self._sets):
+            adapter_set.open_gradient()
+            made = [(own.grad, stack.grad[at]) for own, stack, at in self._parts(place) if stack.grad is not None]
+            if made:
+                torch._foreach_add_(*zip(*made, strict=True))
+
+    def _parts(self, place: int) -> Iterator[tuple[nn.Parameter, torch.Tensor, tuple[int | slice, ...]]]:
+        """Each matrix of a set, the stack that has its copy, and where."""
+        own = slice(self._sets[place].scale.rank)
+        for name, (low, high) in self._sets[place].matrices.items():
+            layer = self._joined[name]
+            yield low, layer.low, (place, own)
+            yield high, layer.high, (place, slice(None), own)
 
 
 def mounted_set(model: nn.Module) -> AdapterSet | None:

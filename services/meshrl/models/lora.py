@@ -48,6 +48,8 @@ class LoraLinear(nn.Linear, AdapterHolder):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # nn.Linear's name for it
         output = super().forward(input)
+        if self.joined is not None:
+            return self.joined.added(output, input)
         return self.adapted(output, input, self.lora_A, self.lora_B) if self.rank else output
 
     def adapted(

@@ -61,6 +61,11 @@ class TrainerConfig(BaseConfig):
     """Most runs that train at once. 1: the trainer's own. More, with model.lora: so many beside its own, each with an
     adapter, an optimizer and checkpoints of its own; CreateRun adds them, or `run_*` folders (`discover_runs`)."""
 
+    join_rows: Literal["auto", "never", "always"] = "auto"
+    """Pass short rows of several runs through the model together. auto: on a GPU, rows shorter than a quarter of
+    seq_len. always: rows shorter than seq_len. never: each pass belongs to one run, whose results then are to the bit
+    those of the run alone. Mixtures of experts, adapters with dropout, cp and tp never join."""
+
     discover_runs: bool = True
     """With max_concurrent_runs above 1: take up the runs whose folders output_dir/run_*/control/orch.toml lie there,
     and forget those whose folders are gone."""

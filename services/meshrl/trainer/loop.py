@@ -9,8 +9,9 @@ a version once its step is DONE.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent import futures
+from dataclasses import dataclass
 
 from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.ranks.commands import HEARTBEAT_S, CommandSender, HeartbeatCommand, StopCommand
@@ -18,6 +19,14 @@ from meshrl.trainer.run_training import RunTraining
 from meshrl.trainer.runs.scheduler import FairScheduler
 from meshrl.trainer.runs.table import RunTable, Taken
 from meshrl.trainer.runs.work_queue import SaveRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """Slices whose longest row has fewer tokens than `below` share a pass, of `room` tokens at most on each rank."""
+
+    below: int
+    room: int
 
 
 class TrainerLoop:
@@ -30,15 +39,16 @@ class TrainerLoop:
         commands: CommandSender,
         *,
         quantum_tokens: int | None = None,
+        joining: Joining | None = None,
         waits: Waits | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`quantum_tokens` of a turn; None: whole batches, for a trainer of one run. `on_end` is called after the last
-        collective."""
+        """`quantum_tokens` of a turn; None: whole batches, for a trainer of one run. `joining` None: a pass has rows of
+        one run. `on_end` is called after the last collective."""
         self._table, self._commands, self._waits = table, commands, waits or Waits()
         self._runs: dict[str, RunTraining] = {}
         self._scheduler = FairScheduler(quantum_tokens or 1)
-        self._whole_batches = quantum_tokens is None
+        self._whole_batches, self._joining = quantum_tokens is None, joining
         self._on_end = on_end
         for run in runs:
             self.add(run)
@@ -87,9 +97,27 @@ class TrainerLoop:
         if run_id is None:
             return
         run = self._runs[run_id]
+        beside = self._beside(run, ready)
         with self._waits.waiting("step", f"its own work on step {run.state.next_step}"):
-            run.advance(run.slices_left if self._whole_batches else 1)
-        self._scheduler.charge(run_id, ready[run_id])
+            run.advance(run.slices_left if self._whole_batches else 1, beside)
+        for each in (run, *beside):
+            self._scheduler.charge(each.state.run_id, ready[each.state.run_id])
+
+    def _beside(self, run: RunTraining, ready: Container[str]) -> list[RunTraining]:
+        """The runs whose next slices share the pass of this one's, in the order of their turns, while there is room."""
+        if self._joining is None or self._whole_batches or (first := run.joinable) is None:
+            return []
+        longest, alike = first
+        room, beside = self._joining.room - longest, []
+        if longest >= self._joining.below:
+            return []
+        for other in (self._runs[run_id] for run_id in self._scheduler.ring if run_id in ready):
+            if other is run or (found := other.joinable) is None or found[1] != alike:
+                continue
+            if found[0] < self._joining.below and found[0] <= room:
+                room -= found[0]
+                beside.append(other)
+        return beside
 
     def _take(self) -> Taken | None:
         """What clients want done: of each run without a step at hand the next work. Waits only if no run can train."""

@@ -28,7 +28,7 @@ from meshrl.core.telemetry.waits import Waits, waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
 from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix, replayed_shape
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.loop import TrainerLoop
+from meshrl.trainer.loop import Joining, TrainerLoop
 from meshrl.trainer.publishing.build import (
     Publication,
     PublishOptions,
@@ -152,7 +152,13 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             )
             quantum = config.seq_len * plan.dp_size if config.max_concurrent_runs > 1 else None
             training_loop = TrainerLoop(
-                table, [training], commands, quantum_tokens=quantum, waits=waits, on_end=parts.leave
+                table,
+                [training],
+                commands,
+                quantum_tokens=quantum,
+                joining=joining(config.join_rows, config.seq_len, learner.device),
+                waits=waits,
+                on_end=parts.leave,
             )
             maker, discovering = run_maker(learner, config.model, config.output_dir, config.run_hooks), None
             if config.max_concurrent_runs > 1:
@@ -218,6 +224,13 @@ def run_maker(learner: Learner, model: TrainerModelConfig, output_dir: Path, hoo
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return RunMaker(learner, output_dir, base_name=model.name, optim_cpu_offload=model.optim_cpu_offload, hooks=loaded)
+
+
+def joining(join_rows: str, seq_len: int, device: torch.device) -> Joining | None:
+    """Which slices share a pass, by `trainer.join_rows`."""
+    if join_rows == "never" or (join_rows == "auto" and device.type != "cuda"):
+        return None
+    return Joining(below=seq_len // 4 if join_rows == "auto" else seq_len, room=seq_len)
 
 
 def room_for_adapters(max_gib: float | None, device: torch.device) -> int | None:

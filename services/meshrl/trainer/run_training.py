@@ -8,7 +8,7 @@ that is not the trainer's own suspends that run alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,14 @@ from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.metrics import rollout_logprobs, step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
-from meshrl.trainer.ranks.batch_step import BatchStep
+from meshrl.trainer.ranks.batch_step import BatchStep, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
 from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue
 from meshrl.trainer.spans import TrainSpan, TrainSpans
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
+from meshrl.training.joined_rows import kinds
 from meshrl.training.learner import Learner, StepError, StepResult
 from meshrl.training.run_state import RunState
 from meshrl.versions.progress import Progress
@@ -122,13 +123,21 @@ class RunTraining:
         if self._step is None:
             return None
         if self._step.result is None:
-            return self._step.work.next_tokens()
+            return sum(len(row.token_ids) for row in self._step.work.next_rows())
         published = self._publishing is None or self._publishing.done()
         return 0 if published and not self._failed_publication() else None
 
     @property
     def slices_left(self) -> int:
         return 0 if self._step is None else self._step.work.slices_left
+
+    @property
+    def joinable(self) -> tuple[int, Hashable] | None:
+        """The longest row of its next slice, and what rows that share a pass have alike; None: it shares none."""
+        if self._step is None or self._step.result is not None or not self._learner.joins(self.state):
+            return None
+        rows = self._step.work.next_rows()
+        return max(len(row.token_ids) for row in rows), kinds(rows)
 
     def publication_left_s(self) -> float:
         """Seconds until the publication under way has stood still for too long; infinite where there is none."""
@@ -177,7 +186,7 @@ class RunTraining:
         self._commands.send(TrainCommand(run_id=self.state.run_id, batch=batch))
         broadcast_s = time.perf_counter() - began
         self._step = _StepAtHand(
-            work=BatchStep(self._learner, self.state, batch),
+            work=BatchStep(self.state, batch),
             span=self._spans.start(batch),
             wait_s=began - self._free_since,
             began=began,
@@ -185,29 +194,41 @@ class RunTraining:
             busy_s=broadcast_s,
         )
 
-    def advance(self, slices: int) -> None:
+    def advance(self, slices: int, beside: Sequence[RunTraining] = ()) -> None:
         """Trains the next slices of the step at hand, and makes it with the last; or captures its version.
 
-        Raises what the trainer cannot survive: the failure of an earlier publication or of a save, and UpdateError.
+        The next slices of runs `beside` it, which are `joinable`, share the pass. Raises what the trainer cannot
+        survive: the failure of an earlier publication or of a save, and UpdateError.
         """
-        step = self._step
-        assert step is not None, "a turn is given to a run that has something to do"
+        assert self._step is not None, "a turn is given to a run that has something to do"
+        if self._step.result is not None:
+            self._capture(self._step, self._step.result)
+            return
+        runs, works = [self, *beside], []
+        for run in runs:
+            assert run._step is not None
+            works.append(run._step.work)
+        tokens = [run.tokens or 0 for run in runs]
         started = time.perf_counter()
-        if step.result is None:
-            self._commands.send(PassCommand(run_id=self.state.run_id, slices=slices))
-            try:
-                step.result = step.work.advance(slices)
-            except StepError as error:  # the batch's fault: the run goes on with the weights as they are
-                self._fail(step, str(error))
-                return
-            step.made_at = time.perf_counter()
-            step.busy_s += step.made_at - started
-            if step.result is None:
-                return
-            step.span.child("forward_backward", step.result.forward_backward_s, before_s=step.result.optimizer_s)
-            step.span.child("optimizer", step.result.optimizer_s)
-        if self.tokens is not None:
-            self._capture(step, step.result)
+        others = tuple(run.state.run_id for run in beside)
+        self._commands.send(PassCommand(run_id=self.state.run_id, slices=slices, beside=others))
+        made = pass_slices(self._learner, works, slices)
+        busy_s = time.perf_counter() - started
+        for run, of_it, result in zip(runs, tokens, made, strict=True):
+            run._passed(result, busy_s * of_it / max(1, sum(tokens)))
+
+    def _passed(self, made: StepResult | StepError | None, busy_s: float) -> None:
+        step = self._step
+        assert step is not None
+        step.busy_s += busy_s
+        if isinstance(made, StepError):  # the batch's fault: the run goes on with the weights as they are
+            self._fail(step, str(made))
+        elif made is not None:
+            step.result, step.made_at = made, time.perf_counter()
+            step.span.child("forward_backward", made.forward_backward_s, before_s=made.optimizer_s)
+            step.span.child("optimizer", made.optimizer_s)
+            if self.tokens is not None:
+                self._capture(step, made)
 
     def _fail(self, step: _StepAtHand, message: str) -> None:
         logger.error("run {!r}: {}", self.state.run_id, message)

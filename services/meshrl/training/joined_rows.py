@@ -1,4 +1,4 @@
-"""Joins rows of a step that go through the model together: fewer passes, each of more tokens; for the learner.
+"""Joins rows that go through the model together, of one step or of several runs: fewer passes, each of more tokens.
 
 A pass has its own costs, whatever its tokens: parameters are gathered, kernels launched, and of a mixture's experts all
 weights read and all gradients written. Losses do not depend on how samples are divided over rows.
@@ -40,19 +40,22 @@ def join_rows(micro_batches: Sequence[MicroBatch], *, max_tokens: int | None) ->
     for place in zip(*by_rank, strict=True):
         last = passes[-1] if passes else []
         sizes = [sum(len(row.token_ids) for row in rows) for rows in zip(*last, place, strict=True)]
-        if last and max(sizes) <= max_tokens and _kinds(last[-1]) == _kinds(place):
+        if last and max(sizes) <= max_tokens and kinds(last[-1]) == kinds(place):
             last.append(place)
         else:
             passes.append([place])
-    return [_joined(rows) for each in passes for rows in zip(*each, strict=True)]
+    return [joined_row(rows) for each in passes for rows in zip(*each, strict=True)]
 
 
-def _kinds(rows: Sequence[MicroBatch]) -> list[list[tuple[int, ...] | None]]:
-    """Which optional quantities each row has, and of how many values a token."""
-    return [[None if (array := getattr(row, name)) is None else array.shape[1:] for name in _OPTIONAL] for row in rows]
+def kinds(rows: Sequence[MicroBatch]) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
+    """Which optional quantities each row has, and of how many values a token: rows that are alike can be joined."""
+    return tuple(
+        tuple(None if (array := getattr(row, name)) is None else array.shape[1:] for name in _OPTIONAL) for row in rows
+    )
 
 
-def _joined(rows: Sequence[MicroBatch]) -> MicroBatch:
+def joined_row(rows: Sequence[MicroBatch]) -> MicroBatch:
+    """One row of the tokens of all; its names and numbers of ranks and environments are the first one's."""
     if len(rows) == 1:
         return rows[0]
     tokens = np.cumsum([0, *(len(row.token_ids) for row in rows)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import SupportsFloat
 
@@ -22,12 +22,15 @@ from numpy.typing import NDArray
 from torch import nn
 
 from meshrl.algorithms.objective import BatchCounts, RowLoss, RowTokens, count, objective_loss
+from meshrl.models.adapters import JoinedSets
 from meshrl.models.attention import Kernels, PackedLayout
+from meshrl.models.expert_lora import ExpertAdapter
+from meshrl.models.families import positions_grow_beyond
 from meshrl.models.fused_attention import upload
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
 from meshrl.training.checkpoints.random_state import random_state, restore_random_state
-from meshrl.training.joined_rows import join_rows
+from meshrl.training.joined_rows import join_rows, joined_row
 from meshrl.training.optim import clip_gradients, gradient_zeros
 from meshrl.training.parallel.fsdp import StepPasses, reshard
 from meshrl.training.parallel.rank_group import RankGroup
@@ -75,6 +78,15 @@ class RowRecord:
     env_index: NDArray[np.int32]  # of the rl tokens
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunRows:
+    """Rows that a run passes, and the counts of the batch that they are of."""
+
+    run: RunState
+    micro_batches: Sequence[MicroBatch]
+    counts: BatchCounts
+
+
 class Learner:
     """A policy on the ranks of a group, and the passes that train it for a run.
 
@@ -104,6 +116,15 @@ class Learner:
         self._unseen_named = False
         self._run: RunState | None = None
         self._partial = partial
+        config, plan = self.model.config.get_text_config(), self.parallel.plan
+        self._rows_join = (  # each token is at one place of one row, and no random number depends on others
+            policy.packed
+            and positions_grow_beyond(config) is None
+            and not policy.routers.experts
+            and plan.cp == plan.tp == 1
+            and not getattr(config, "attention_dropout", 0.0)
+            and not any(isinstance(module, nn.Dropout) and module.p for module in self.model.modules())
+        )
         policy.train()
 
     def take_up(self, run: RunState) -> None:
@@ -126,6 +147,17 @@ class Learner:
             self._run.random_state = random_state(self.device)
         self._run = None
 
+    def joins(self, run: RunState) -> bool:
+        """Whether a row of the run may share a pass with rows of other runs: of a dense model, without dropout, under
+        adapters of its linear layers."""
+        adapters = run.adapters
+        return (
+            self._rows_join
+            and adapters is not None
+            and adapters.scale.dropout == 0.0
+            and not any(isinstance(adapters.layers[name], ExpertAdapter) for name in adapters.matrices)
+        )
+
     def step(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Makes a step from the micro-batches of a whole batch. Raises StepError and UpdateError as its two halves."""
         self.forward_backward(run, micro_batches)
@@ -144,40 +176,75 @@ class Learner:
         device memory; in a group that ends the group, whose ranks wait for each other in the middle of a pass. A call
         that fails drops the run's whole gradient, that of earlier passes included.
         """
+        return self.pass_rows([RunRows(run=run, micro_batches=micro_batches, counts=counts or count(micro_batches))])[0]
+
+    def pass_rows(self, parts: Sequence[RunRows]) -> list[PassResult]:
+        """Passes rows of one run as `forward_backward`, or of several runs that `joins` holds for: then the first rows
+        of all are one row of the pass, and so on, and each run's gradient is that of its own objective.
+
+        Raises StepError as `forward_backward`, but where it was of several runs, their gradients are as before.
+        """
         started = time.perf_counter()
-        self.take_up(run)
-        counts = counts or count(micro_batches)
-        own = self.parallel.plan.own_rows(join_rows(micro_batches, max_tokens=self._pass_tokens))
-        longest = max((len(micro_batch.token_ids) for micro_batch in own), default=0)
+        runs, alone = [part.run for part in parts], len(parts) == 1
+        joins = [join_rows(part.micro_batches, max_tokens=self._pass_tokens) for part in parts]
+        rows = list(zip(*map(self.parallel.plan.own_rows, joins), strict=True))
+        longest = max((sum(len(each.token_ids) for each in row) for row in rows), default=0)
         if self.parallel.plan.leads and not self._unseen_named:
-            self._name_unseen_positions(micro_batches)
+            self._name_unseen_positions([micro_batch for part in parts for micro_batch in part.micro_batches])
+        if alone:
+            self.take_up(runs[0])
+            if runs[0].adapters is not None:
+                runs[0].adapters.open_gradient()
+        else:
+            self.put_aside()
         self._routing.begin()
-        if run.adapters is not None:
-            run.adapters.open_gradient()
-        with self._all_or_nothing(run, f"on rows of up to {longest} tokens"):
-            rows = []
-            for number, micro_batch in enumerate(own, start=1):
+        records: list[list[RowRecord]] = [[] for _ in parts]
+        joined: list[JoinedSets] = []
+        with self._all_or_nothing(runs[0], f"on rows of up to {longest} tokens", drops=alone):
+            for number, row in enumerate(rows, start=1):
                 if self._passes is not None:
-                    self._passes.before_row(last=number == len(own))
-                rows.append(self._forward_backward(run, micro_batch, counts))
+                    self._passes.before_row(last=number == len(rows))
+                with nullcontext() if alone else self._join(runs, row) as sets:
+                    made = self._forward_backward(parts, row)
+                joined += [] if sets is None else [sets]
+                for kept, record in zip(records, made, strict=True):
+                    kept.append(record)
             if self._passes is not None:
                 self._passes.after_rows()
             # The loss and the objective's metrics, summed over rows; ranks that share rows have the same.
-            sums = _added({"total": row.loss.total, **row.loss.metrics} for row in rows)
-            metrics = self.parallel.sum_named(sums if self.parallel.plan.reports else dict.fromkeys(sums, 0.0))
-            loss = metrics.pop("total", 0.0)
-            if not math.isfinite(loss):
-                raise _not_finite(run, f"loss {loss}")
-            made = PassResult(
-                tokens=self._gathered(record_of(rows)),
-                loss=loss,
-                metrics=metrics,
-                router_counts=self._routing.counts(),
-                unreplayed=self._unreplayed(run, micro_batches),
-                seconds=time.perf_counter() - started,
-            )
-        run.passes.append(made)
-        return made
+            sums = {
+                f"{place}/{name}": value
+                for place, made in enumerate(records)
+                for name, value in _added({"total": row.loss.total, **row.loss.metrics} for row in made).items()
+            }
+            summed = self.parallel.sum_named(sums if self.parallel.plan.reports else dict.fromkeys(sums, 0.0))
+            results = []
+            tokens = [sum(len(row.token_ids) for row in part.micro_batches) for part in parts]
+            for place, (part, made) in enumerate(zip(parts, records, strict=True)):
+                own_name = f"{place}/"
+                metrics = {name[len(own_name) :]: v for name, v in summed.items() if name.startswith(own_name)}
+                loss = metrics.pop("total", 0.0)
+                if not math.isfinite(loss):
+                    raise _not_finite(part.run, f"loss {loss}")
+                results.append(
+                    PassResult(
+                        tokens=self._gathered(record_of(made)),
+                        loss=loss,
+                        metrics=metrics,
+                        router_counts=self._routing.counts(),
+                        unreplayed=self._unreplayed(part.run, part.micro_batches),
+                        seconds=(time.perf_counter() - started) * tokens[place] / max(1, sum(tokens)),
+                    )
+                )
+            for sets in joined:
+                sets.add_gradients()
+        for run, result in zip(runs, results, strict=True):
+            run.passes.append(result)
+        return results
+
+    def _join(self, runs: Sequence[RunState], row: Sequence[MicroBatch]) -> JoinedSets:
+        sets = [run.adapters for run in runs if run.adapters is not None]
+        return JoinedSets(sets, [len(each.token_ids) for each in row], grouped=self.device.type == "cuda")
 
     def optim_step(self, run: RunState) -> StepResult:
         """Clips the run's gradient, steps its optimizer, and moves its schedule on. The gradient is used up.
@@ -231,12 +298,14 @@ class Learner:
         )
 
     @contextmanager
-    def _all_or_nothing(self, run: RunState, where: str) -> Iterator[None]:
-        """A failure inside drops the run's gradient. Memory that runs out, in no group, becomes a StepError."""
+    def _all_or_nothing(self, run: RunState, where: str, *, drops: bool = True) -> Iterator[None]:
+        """A failure inside drops the run's gradient, if it `drops`. Memory that runs out, in no group, becomes a
+        StepError."""
         try:
             yield
         except BaseException as error:
-            run.drop_gradient()
+            if drops:
+                run.drop_gradient()
             if self._passes is not None:
                 self._passes.drop()
             # torch has an error type of its own for GPUs only
@@ -264,12 +333,12 @@ class Learner:
     @torch.no_grad()
     def evaluate(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
         """The record of the micro-batches without a gradient (as in StepResult.tokens); nothing changes."""
-        counts = count(micro_batches)
+        whole = [RunRows(run=run, micro_batches=micro_batches, counts=count(micro_batches))]
         self.take_up(run)
         self.policy.eval()
         try:
             return self._gathered(
-                record_of([self._forward(run, row, counts) for row in self.parallel.plan.own_rows(micro_batches)])
+                record_of([self._forward(whole, [row])[0] for row in self.parallel.plan.own_rows(micro_batches)])
             )
         finally:
             self.policy.train()
@@ -286,24 +355,33 @@ class Learner:
                 longest, meant, meant,
             )  # fmt: skip
 
-    def _forward_backward(self, run: RunState, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
-        row = self._forward(run, micro_batch, counts)
-        torch.autograd.backward(row.loss.total)  # gradients are summed over the ranks, as the rows' losses are
-        return replace(row, loss=replace(row.loss, total=row.loss.total.detach()))
+    def _forward_backward(self, parts: Sequence[RunRows], rows: Sequence[MicroBatch]) -> list[RowRecord]:
+        made = self._forward(parts, rows)
+        # gradients are summed over the ranks, as the rows' losses are
+        torch.autograd.backward([row.loss.total for row in made])
+        return [replace(row, loss=replace(row.loss, total=row.loss.total.detach())) for row in made]
 
-    def _forward(self, run: RunState, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
-        """A rank runs a row without any token too: the others wait for it in the collectives of the pass."""
-        row = to_row(micro_batch, self.device, self.policy.kernels)
+    def _forward(self, parts: Sequence[RunRows], rows: Sequence[MicroBatch]) -> list[RowRecord]:
+        """Passes a row of each part together. A rank runs a row without any token too: the others wait for it in the
+        collectives of the pass."""
+        whole = joined_row(rows)
         share = self.parallel.context
-        self._routing.tokens = None if share is None else share.real(len(micro_batch.token_ids))
-        logprobs, entropies = self.policy(row)
-        tokens = to_tokens(micro_batch, logprobs)
-        return RowRecord(
-            loss=objective_loss(run.objective, tokens, counts),
-            tokens=replace(tokens, logprobs=tokens.logprobs.detach(), candidate_logprobs=None),
-            entropies=entropies,
-            env_index=np.repeat(micro_batch.env_index, np.diff(micro_batch.sample_offsets))[micro_batch.loss_mask],
-        )
+        self._routing.tokens = None if share is None else share.real(len(whole.token_ids))
+        logprobs, entropies = self.policy(to_row(whole, self.device, self.policy.kernels))
+        predicted = [len(predicted_tokens(row)) for row in rows]
+        records = []
+        for part, micro_batch, own, own_entropies in zip(
+            parts, rows, logprobs.split(predicted), entropies.split(predicted), strict=True
+        ):
+            tokens = to_tokens(micro_batch, own)
+            record = RowRecord(
+                loss=objective_loss(part.run.objective, tokens, part.counts),
+                tokens=replace(tokens, logprobs=tokens.logprobs.detach(), candidate_logprobs=None),
+                entropies=own_entropies,
+                env_index=np.repeat(micro_batch.env_index, np.diff(micro_batch.sample_offsets))[micro_batch.loss_mask],
+            )
+            records.append(record)
+        return records
 
     @torch.no_grad()
     def _unreplayed(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> NDArray[np.float64]:

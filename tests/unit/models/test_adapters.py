@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from meshrl.models.adapters import AdapterScale, AdapterSet, mounted_set
+from meshrl.models.adapters import AdapterScale, AdapterSet, JoinedSets, mounted_set
 from meshrl.models.lora import adapted_layers, make_set, prepare_lora, reset_lora
 from tiny_families import tiny_model
 from tiny_qwen3 import tiny_qwen3
@@ -30,6 +30,11 @@ def adapter_set(model: nn.Module, rank: int, targets: list[str], seed: int, expe
     for layer in adapted_layers(model).values():
         nn.init.normal_(layer.lora_B, generator=torch.Generator().manual_seed(seed))
     return made
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor | None) -> float:
+    assert wanted is not None
+    return float((found - wanted).detach().float().norm() / wanted.detach().float().norm().clamp(min=1e-30))
 
 
 def output(model: nn.Module, of: AdapterSet) -> torch.Tensor:
@@ -54,6 +59,44 @@ def test_a_slot_computes_and_learns_as_if_it_were_alone() -> None:
     assert torch.equal(small.flat, single.flat)
     assert torch.equal(output(shared, small), output(alone, single))
     assert not torch.equal(output(shared, large), output(shared, small))
+
+
+@pytest.mark.parametrize(("grouped", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_slots_of_mixed_ranks_and_layers_share_a_row(grouped: bool, dtype: torch.dtype) -> None:
+    model = tiny_qwen3(intermediate_size=24, num_hidden_layers=2).to(dtype)
+    prepare_lora(model, target_modules=["q_proj"])
+    sets = [
+        adapter_set(model, 3, ["q_proj", "down_proj"], seed=1),
+        adapter_set(model, 8, [], seed=2),
+        adapter_set(model, 4, ["v_proj"], seed=3),
+        adapter_set(model, 12, ["q_proj", "v_proj"], seed=4),
+    ]
+    lengths = [3, 0, 1, 4]
+    most = 2e-2 if grouped else 1e-6
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj"):
+        layer = model.get_submodule(name)
+        inputs = torch.randn(1, 8, layer.in_features, generator=torch.Generator().manual_seed(5)).to(dtype)
+        weights = torch.randn(1, 8, layer.out_features, generator=torch.Generator().manual_seed(6)).to(dtype)
+        for each in sets:
+            each.drop_gradient()
+        with JoinedSets(sets, lengths, grouped=grouped) as joined:
+            together = layer(inputs)
+            torch.autograd.backward((together * weights).sum())
+        joined.add_gradients()
+        start = 0
+        for each, length in zip(sets, lengths, strict=True):
+            found = each.gradient
+            each.drop_gradient()
+            each.open_gradient()
+            each.mount()
+            here = slice(start, start := start + length)
+            alone = layer(inputs[:, here])
+            assert apart(together[:, here], alone) <= most
+            if alone.requires_grad:
+                torch.autograd.backward((alone * weights[:, here]).sum())
+            assert found is not None or not length
+            if found is not None:
+                assert apart(found, each.gradient) <= most
 
 
 def test_layers_outside_a_slot_compute_what_the_base_does() -> None:

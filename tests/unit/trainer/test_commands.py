@@ -95,6 +95,7 @@ def batch(step: int = 3) -> Batch:
         *(SaveCommand(run_id="läufe/a", weights_only=w, in_background=b) for w in (True, False) for b in (True, False)),
         PublishSetupCommand(run_id="main", settings=SETTINGS),
         PassCommand(run_id="main", slices=3),
+        PassCommand(run_id="main", slices=1, beside=("a", "run two")),
         CreateCommand(run_id="läufe/a", settings=b'{"seed": 3}'),
         DeleteCommand(run_id="main"),
         HeartbeatCommand(),

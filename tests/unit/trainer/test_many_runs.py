@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from many_runs import DEADLINE_S, RUNS, ManyRuns, batch, load, many_runs, trained
+from many_runs import DEADLINE_S, JOINING, RUNS, ManyRuns, batch, load, many_runs, trained
 from meshrl.core.config import ConfigError
+from meshrl.models.logprobs import PackedRow
 from meshrl.trainer.runs.settings import RunSettings
+from meshrl.training.learner import Learner, RunRows
+from meshrl.training.run_state import PassResult
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunPhase, RunSpec, StepState
 from tiny_qwen3 import save_tiny_qwen3
@@ -94,6 +99,83 @@ async def test_a_trainer_that_starts_again_brings_each_run_back_at_its_durable_s
         await asyncio.gather(*(mesh.train(name, range(4, STEPS + 1)) for name in RUNS))
         for name, weights in alone.items():
             assert torch.equal(mesh.weights(name), weights), name
+
+
+# --- rows of several runs in one pass -------------------------------------------------------------------
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, name: str) -> bool:
+    """Muon's step divides by the small singular values of a gradient, which makes more of its last bits."""
+    return bool((found - wanted).abs().max() <= (1e-4 if name == "muon" else 1e-6) * wanted.abs().max())
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The runs of each pass."""
+    made: list[list[str]] = []
+    pass_rows = Learner.pass_rows
+
+    def noted(learner: Learner, parts: Sequence[RunRows]) -> list[PassResult]:
+        made.append([part.run.run_id for part in parts])
+        return pass_rows(learner, parts)
+
+    monkeypatch.setattr(Learner, "pass_rows", noted)
+    return made
+
+
+async def test_runs_that_share_passes_become_what_each_becomes_alone_across_a_restart_and_a_deletion(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor], passes: list[list[str]]
+) -> None:
+    others = [name for name in RUNS if name != "wide"]
+    async with many_runs(load(model), tmp_path, joining=JOINING) as mesh:
+        for name in RUNS:
+            await mesh.create(name, SAVING)
+
+        async def delete() -> None:
+            await mesh.train("wide", [1, 2])
+            await mesh.submit("wide", 3)
+            await mesh.host.delete("wide")
+
+        await asyncio.gather(delete(), *(mesh.train(name, [1, 2, 3]) for name in others))
+        assert mesh.error is None
+    async with many_runs(load(model), tmp_path, joining=JOINING) as mesh:
+        await mesh.host.bring_back()
+        await asyncio.gather(*(mesh.train(name, range(4, STEPS + 1)) for name in others))
+        assert {name for name in others if not near(mesh.weights(name), alone[name], name)} == set()
+    assert {name for runs in passes for name in runs} == set(RUNS)
+    assert {name for runs in passes if len(runs) > 1 for name in runs} == set(RUNS) - {"dropped", "cosine"}  # dropout
+    assert max(map(len, passes)) >= 4
+
+
+@pytest.mark.parametrize("fault", ["not finite", "out of memory"])
+async def test_a_shared_pass_that_fails_is_repeated_run_by_run_and_the_run_at_fault_alone_fails(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor], passes: list[list[str]], fault: str
+) -> None:
+    learner, gate, names = load(model), threading.Event(), ("grpo", "sgd", "small")
+    async with many_runs(learner, tmp_path, joining=JOINING) as mesh:
+        for name in names:
+            await mesh.create(name)
+        await asyncio.gather(*(mesh.train(name, [1]) for name in names))
+        before = len(passes)
+
+        def pass_row(module: torch.nn.Module, inputs: tuple[PackedRow]) -> None:
+            if fault == "out of memory" and "grpo" in passes[-1] and before < len(passes) <= before + 4:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 PiB")
+
+        learner.policy.register_forward_pre_hook(pass_row)
+        held = asyncio.create_task(mesh.table.call(gate.wait))  # so that all batches come at once
+        await mesh.submit("grpo", 2, advantage=float("nan") if fault == "not finite" else None)
+        for name in ("sgd", "small"):
+            await mesh.submit(name, 2)
+        gate.set()
+        await held
+        await mesh.until("grpo", 2, StepState.FAILED)
+        assert sorted(passes[before]) == sorted(names)
+        assert sorted(runs[0] for runs in passes[before + 1 : before + 4]) == sorted(names)
+        mesh.table.find("grpo").submit(batch("grpo", 2), "once more")
+        await asyncio.gather(*(mesh.until(name, 2) for name in names))
+        await asyncio.gather(*(mesh.train(name, range(3, STEPS + 1)) for name in names))
+        assert {name for name in names if not near(mesh.weights(name), alone[name], name)} == set()
 
 
 # --- one run fails, the others do not notice --------------------------------------------------------------

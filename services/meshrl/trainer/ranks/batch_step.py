@@ -1,27 +1,31 @@
-"""A step of a run as every rank makes it: the rows of its batch passed a slice at a time, then the optimizer's step."""
+"""A step of a run as every rank makes it: the rows of its batch passed a slice at a time, then the optimizer's step.
+
+Slices of several runs may share a pass.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from loguru import logger
+
 from meshrl.algorithms.objective import count
-from meshrl.training.learner import Learner, StepResult
+from meshrl.training.learner import Learner, RunRows, StepError, StepResult
 from meshrl.training.run_state import RunState
 from meshrl.wire.types import Batch, MicroBatch
 
 
 class BatchStep:
-    """The step that a batch makes. Every rank has one, and calls `advance` alike.
+    """The step that a batch makes. Every rank has one, and calls `pass_slices` alike.
 
     A slice has one row of each group of ranks that trains rows of its own, so other runs may have their turn between
     two slices; the run's gradient waits where it is.
     """
 
-    def __init__(self, learner: Learner, run: RunState, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, run: RunState, batch: Batch) -> None:
+        self.run, self.batch = run, batch
         self.passes: list[list[int]] = []  # rows by pass, as indices of the batch's micro-batches
-        self._learner, self._run = learner, run
         self._counts = count(batch.micro_batches)
         self._left = slices_of(batch.micro_batches)
 
@@ -29,17 +33,40 @@ class BatchStep:
     def slices_left(self) -> int:
         return len(self._left)
 
-    def next_tokens(self) -> int:
-        """Tokens of the next slice's rows."""
-        return sum(len(self.batch.micro_batches[row].token_ids) for row in self._left[0])
+    def next_rows(self) -> list[MicroBatch]:
+        """The rows of the next slice."""
+        return [self.batch.micro_batches[row] for row in self._left[0]]
 
-    def advance(self, slices: int) -> StepResult | None:
-        """Passes the next slices; with the last of them it makes the step. Raises StepError and UpdateError."""
+    def take(self, slices: int) -> RunRows:
+        """The rows of the next slices, to be passed."""
         rows = sorted(row for each in self._left[:slices] for row in each)
         del self._left[:slices]
         self.passes.append(rows)
-        self._learner.forward_backward(self._run, [self.batch.micro_batches[row] for row in rows], self._counts)
-        return None if self._left else self._learner.optim_step(self._run)
+        return RunRows(run=self.run, micro_batches=[self.batch.micro_batches[row] for row in rows], counts=self._counts)
+
+
+def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -> list[StepResult | StepError | None]:
+    """Passes the next slices of each step, those of several in one pass, and makes the steps whose last they are.
+
+    Returns of each step its result, its failure, or None where slices are left. A shared pass that fails is repeated
+    with each step by itself, so that only the step at fault fails. Raises UpdateError.
+    """
+    taken, together = [step.take(slices) for step in steps], False
+    if len(steps) > 1:
+        try:
+            learner.pass_rows(taken)
+            together = True
+        except StepError as error:
+            logger.warning("rows of {} runs are passed one after the other: {}", len(steps), error)
+    made: list[StepResult | StepError | None] = []
+    for step, rows in zip(steps, taken, strict=True):
+        try:
+            if not together:
+                learner.pass_rows([rows])
+            made.append(None if step.slices_left else learner.optim_step(step.run))
+        except StepError as error:
+            made.append(error)
+    return made
 
 
 def slices_of(micro_batches: Sequence[MicroBatch]) -> list[list[int]]:

@@ -3,7 +3,8 @@
 Rank 0's training loop sends a command and carries it out itself; every other rank (`worker`) receives it over the
 group's broadcast and carries it out too. A command is one byte for its kind; one for a run goes on with the run's id,
 preceded by its length (uint64, little-endian), and with its payload. That of a TrainCommand is the batch as protobuf
-messages, each preceded by its length too; that of a PublishSetupCommand its settings as JSON.
+messages, each preceded by its length too, as are the other runs of a PassCommand; that of a PublishSetupCommand its
+settings as JSON.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class TrainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PassCommand:
-    """Pass the next slices of the run's batch; with the last of them the step is made."""
+    """Pass the next slices of the run's batch, in one pass with those of the runs `beside` it; a step is made with the
+    last of its slices."""
 
     run_id: str
     slices: int
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,8 @@ def encode(command: Command) -> bytes:
         case TrainCommand():
             kind, payload = _TRAIN, b"".join(_frames(command.batch))
         case PassCommand():
-            kind, payload = _PASS, _LENGTH.pack(command.slices)
+            beside = b"".join(_framed(run_id.encode()) for run_id in command.beside)
+            kind, payload = _PASS, _LENGTH.pack(command.slices) + beside
         case CreateCommand():
             kind, payload = _CREATE, command.settings
         case DeleteCommand():
@@ -142,17 +146,15 @@ def decode(data: bytes) -> Command:
     if kind == _DELETE:
         return DeleteCommand(run_id=run_id)
     if kind == _PASS:
-        return PassCommand(run_id=run_id, slices=_LENGTH.unpack(payload)[0])
+        beside = tuple(each.decode() for each in _all_unframed(payload[_LENGTH.size :]))
+        return PassCommand(run_id=run_id, slices=_LENGTH.unpack_from(payload)[0], beside=beside)
     if kind == _SNAPSHOT:
         return SnapshotCommand(run_id=run_id)
     if kind == _SAVE:
         return SaveCommand(run_id=run_id, weights_only=bool(payload[0]), in_background=bool(payload[1]))
     if kind == _PUBLISH_SETUP:
         return PublishSetupCommand(run_id=run_id, settings=PublicationSettings.from_json(bytes(payload)))
-    messages: list[bytes] = []
-    while payload:
-        message, payload = _unframed(payload)
-        messages.append(message)
+    messages = list(_all_unframed(payload))
     header = from_proto(BatchHeader, pb.BatchHeader.FromString(messages[0]))
     return TrainCommand(
         run_id=run_id,
@@ -192,6 +194,12 @@ def _unframed(data: memoryview) -> tuple[bytes, memoryview]:
     (length,) = _LENGTH.unpack_from(data)
     end = _LENGTH.size + length
     return bytes(data[_LENGTH.size : end]), data[end:]
+
+
+def _all_unframed(data: memoryview) -> Iterator[bytes]:
+    while data:
+        frame, data = _unframed(data)
+        yield frame
 
 
 class Broadcaster(Protocol):

@@ -8,7 +8,7 @@ import torch
 from loguru import logger
 
 from meshrl.trainer.publishing.snapshots import open_snapshotter
-from meshrl.trainer.ranks.batch_step import BatchStep
+from meshrl.trainer.ranks.batch_step import BatchStep, pass_slices
 from meshrl.trainer.ranks.commands import (
     CreateCommand,
     DeleteCommand,
@@ -60,23 +60,19 @@ class RankWorker:
             except ValueError as error:  # all ranks raised it, and rank 0 reports it
                 logger.error("{}", error)
             return
-        run = self._runs.get(command.run_id)
-        if run is None:
-            held = ", ".join(map(repr, self._runs))
-            text = f"rank 0 sent a command for run {command.run_id!r}, and this rank holds {held}"
-            raise MeshError(Reason.UNKNOWN_RUN, f"{text}; start all ranks with one run_id")
+        run = self._run(command.run_id)
         match command:
             case DeleteCommand():
                 del self._runs[command.run_id]
                 self._maker.forget(run, next(iter(self._runs.values())))
             case TrainCommand():
-                run.step = BatchStep(self._learner, run.state, command.batch)
+                run.step = BatchStep(run.state, command.batch)
             case PassCommand():
-                assert run.step is not None, "rank 0 sends a batch before its passes"
-                try:
-                    run.step.advance(command.slices)
-                except StepError as error:  # all ranks raised it, and rank 0 reports it
-                    logger.error("{}", error)
+                steps = [self._run(run_id).step for run_id in (command.run_id, *command.beside)]
+                assert all(steps), "rank 0 sends a batch before its passes"
+                for made in pass_slices(self._learner, [step for step in steps if step is not None], command.slices):
+                    if isinstance(made, StepError):  # all ranks have it, and rank 0 reports it
+                        logger.error("{}", made)
             case SnapshotCommand():
                 assert run.snapshotter is not None, "rank 0 sets publishing up before it asks for a snapshot"
                 self._learner.take_up(run.state)
@@ -95,3 +91,11 @@ class RankWorker:
                         run.checkpointer.save(weights_only=command.weights_only)
                 except CheckpointError as error:  # all ranks raised it, and rank 0 reports it
                     logger.error("no checkpoint of step {}: {}", run.state.step_done, error)
+
+    def _run(self, run_id: str) -> RankRun:
+        run = self._runs.get(run_id)
+        if run is None:
+            held = ", ".join(map(repr, self._runs))
+            text = f"rank 0 sent a command for run {run_id!r}, and this rank holds {held}"
+            raise MeshError(Reason.UNKNOWN_RUN, f"{text}; start all ranks with one run_id")
+        return run

@@ -78,6 +78,11 @@ class FairScheduler:
             self._members[run_id].credit += turns * self._members[run_id].quantum
         return self.next_run(slices)
 
+    @property
+    def ring(self) -> tuple[str, ...]:
+        """The runs, the next one first."""
+        return tuple(self._ring)
+
     def charge(self, run_id: str, tokens: int) -> None:
         """The run has trained so many tokens."""
         member = self._members[run_id]
