@@ -9,13 +9,16 @@ import asyncio
 import json
 import os
 import re
+import shutil
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,15 @@ import jsonschema
 import pytest
 
 import go_client
+from attempts import Attempts
 from live_fuzz import GRPC_CALLS, HTTP_REQUESTS, fuzz_grpc, fuzz_http, tracebacks
 from mesh_run import PROGRAMS, WITH_WORKERS, Run, check_kill
 from meshrl.cli.status import status_schema
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
-from meshrl.client.credentials import INSECURE
+from meshrl.client.credentials import INSECURE, TokenCredentials
+from meshrl.core.private_folders import versions_folder
 from meshrl.wire.errors import MeshError, Reason
+from other_user import as_other_user, called, ends, files_of, plant, posted
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 
@@ -38,9 +44,28 @@ STEPS_AFTER = 3
 
 
 @pytest.fixture(scope="module")
-def live_run(start_shared_run: Callable[..., Run]) -> Run:
+def place() -> Iterator[Path]:
+    """A folder that others may enter, unlike pytest's."""
+    folder = Path(tempfile.mkdtemp(prefix="shared-", dir="/tmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)  # a run of a test that failed still writes
+
+
+@pytest.fixture(scope="module")
+def planted(place: Path) -> Iterator[list[Path]]:
+    """Folders of another user, made before the run, with names that could be guessed."""
+    folders = plant(place / "out") if os.geteuid() == 0 else []
+    yield folders
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def live_run(start_shared_run: Callable[..., Run], place: Path, planted: list[Path]) -> Run:
     """It has trained a step, and has thousands left."""
-    run = start_shared_run("--max-steps", "5000", *WITH_WORKERS)
+    flags = ("--max-steps", "5000", "--weights.transport", "filesystem", *WITH_WORKERS)
+    run = start_shared_run(*flags, output_dir=place / "out")
     run.wait_for(lambda: len(run.steps()) >= 1)
     return run
 
@@ -195,13 +220,76 @@ def test_another_user_of_this_machine_can_neither_end_a_run_nor_change_it(live_r
     secrets = [run.secret("operator.token"), run.secret("engine.key")]
     for path in [*(run.output_dir / "configs").iterdir(), *(run.output_dir / "logs").glob("*.log"), run.console]:
         assert not any(secret in path.read_text() for secret in secrets), path
-    if os.getuid() == 0:  # only then can a test be somebody else
-        read = ["cat", str(folder / "operator.token")]
-        other = subprocess.run(
-            read, user=65534, group=65534, extra_groups=[], capture_output=True, timeout=60, env={"LC_ALL": "C"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_reads_changes_and_stops_nothing(live_run: Run, planted: list[Path]) -> None:
+    """MESHRL_TRIES_LOG names a file that the tries, and how they ended, are appended to."""
+    run, out = live_run, live_run.output_dir
+    tries = Attempts("by another user of the machine, while root's run goes on")
+    tries.control("a run, beside folders with names that could be guessed", True, f"{len(run.steps())} steps")
+    memory = versions_folder(out)
+    assert [folder for folder in planted if list(folder.iterdir())] == []
+
+    paths = files_of(out) + files_of(memory)
+    paths += [
+        each
+        for folder in Path("/tmp").glob("meshrl-*")
+        if folder not in planted and folder.stat().st_uid == 0
+        for each in files_of(folder)
+    ]
+    assert len(paths) > 30
+    assert {stat.S_IMODE(os.stat(path).st_mode) & 0o077 for path, _ in files_of(out) if os.path.exists(path)} == {0}
+    told = iter(as_other_user(lambda: ends(paths)))
+    for path, _ in paths:
+        for kind in ("read", "replace"):
+            said = next(told)
+            tries.refused(f"{kind} {path}", said == "", said)
+
+    secrets = [path.read_text().strip().encode() for path in (out / "credentials").glob("*.token")]
+    secrets.append(run.secret("engine.key").encode())
+    mine = [pid for pid in run.left_running() if os.path.exists(f"/proc/{pid}")]
+    seen = as_other_user(lambda: [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in mine])
+    found = [text for text in seen if any(secret.decode() in text for secret in secrets)]
+    tries.refused("find a secret on a command line", bool(found), f"{len(mine)} command lines have none")
+    for pid in mine:
+        said = as_other_user(lambda pid=pid: ends([(f"/proc/{pid}/environ", False)]))[0]
+        tries.refused(f"read the environment of process {pid}", said == "", said)
+
+    trainer = run.pid("trainer")
+
+    def stop() -> str:
+        try:
+            os.kill(trainer, signal.SIGTERM)
+        except PermissionError as error:
+            return str(error.strerror)
+        return ""
+
+    said = str(as_other_user(stop))
+    tries.refused("stop the trainer", said == "", said)
+
+    engine = run.port("inference")
+    for key in ("", "guess", "operator.guess"):
+        for route in ("/inference/v1/generate", "/v1/chat/completions", "/update_weights", "/follow_hub", "/pause"):
+            ended = as_other_user(lambda key=key, route=route: posted(engine, route, key))
+            tries.refused(f"post to the engine's {route} with the key {key!r}", *ended)
+    forged = TokenCredentials("agent.0123456789abcdefghij")
+    for shown, how in ((INSECURE, "no token"), (forged, "a token that is made up")):
+        tries.refused(
+            f"list the engines with {how}", *called(WeightSyncClient, run.port("weights"), "list_engines", shown)
         )
-        assert (other.returncode, other.stdout) == (1, b"")
-        assert b"Permission denied" in other.stderr
+        tries.refused(f"ask the trainer with {how}", *called(TrainerClient, run.port("trainer"), "get_trainer", shown))
+        tries.refused(
+            f"list environments with {how}",
+            *called(RolloutClient, run.port("rollout"), "list_environments", shown),
+        )
+    rollouts = TokenCredentials(run.secret("rollout.token"))
+    sleeping = called(WeightSyncClient, run.port("weights"), "sleep_engines", rollouts, deadline_s=1.0)
+    tries.refused("put engines to sleep with a worker's token", *sleeping)
+
+    steps = len(run.steps())
+    run.wait_for(lambda: len(run.steps()) > steps)
+    tries.control("the run goes on", True, f"{len(run.steps())} steps")
 
 
 def meshrl(run: Run, *arguments: str) -> Any:

@@ -14,6 +14,7 @@ import pytest
 
 from mesh_run import WITH_WORKERS, Run
 from meshrl.core.private_folders import versions_folder
+from other_user import OTHER
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 
@@ -86,3 +87,16 @@ def test_an_interrupt_given_twice_leaves_neither_processes_nor_memory(start_run:
         time.sleep(0.1)
     assert not run.left_running()
     assert not in_memory.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder of another user")
+def test_an_output_folder_that_another_user_has_made_is_refused(start_run: Callable[..., Run], tmp_path: Path) -> None:
+    out = tmp_path / "theirs"
+    out.mkdir()
+    os.chown(out, OTHER, OTHER)
+    run = start_run("--dry-run", output_dir=out)
+    assert run.finish() != 0
+    assert f"belongs to user {OTHER}, who could read and replace what this user (0) writes there" in (
+        run.console.read_text()
+    )
+    assert list(out.iterdir()) == []
