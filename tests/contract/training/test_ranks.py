@@ -15,7 +15,7 @@ import checkpoint_kit
 import loss_curves
 from meshrl_examples.model import create_model
 
-STEPS = 10
+STEPS = 4
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "hsdp": {"dp_replicate": 2},
