@@ -199,6 +199,10 @@ class Mesh:
     server: GrpcServer
     engines: list[ScriptedEngine]
 
+    async def collect(self, request: RolloutRequest) -> list[Any]:
+        """All events of a group."""
+        return [event async for event in self.client.run_rollouts(request)]
+
 
 StartMesh = Callable[..., Any]
 

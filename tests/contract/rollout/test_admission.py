@@ -41,19 +41,3 @@ async def test_as_many_rollouts_run_as_the_engines_say_they_hold(start_mesh, mak
     finally:
         await one.stop()
         await other.stop()
-
-
-async def test_a_configured_number_holds_whatever_the_engines_say(start_mesh, make_engine):
-    engine = await make_engine(capacity={"slots": 64}).start()
-    try:
-        mesh = await start_mesh([engine], max_concurrent=3)
-        status = await mesh.client.get_status()
-        assert (status.max_concurrent, status.limit_reason) == (3, "as configured")
-    finally:
-        await engine.stop()
-
-
-async def test_an_engine_that_says_nothing_counts_256(start_mesh, engine):
-    mesh = await start_mesh([engine])
-    status = await mesh.client.get_status()
-    assert (status.max_concurrent, status.engines[0].slots) == (256, None)

@@ -22,10 +22,6 @@ async def second(make_engine):
     await engine.stop()
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 async def engines_are(mesh, *urls: str) -> None:
     """Waits until just these engines are known to be up."""
     until = time.monotonic() + PATIENCE_S
@@ -47,16 +43,16 @@ async def test_an_engine_that_joins_gets_calls_and_one_that_leaves_gets_no_more(
 ):
     hub.name(engine)
     mesh = await start_mesh([], **discovering(hub))
-    await collect(mesh, make_group(group_size=2))
+    await mesh.collect(make_group(group_size=2))
     assert (len(engine.requests), len(second.requests)) == (2, 0)
     hub.name(engine, second)
     await engines_are(mesh, engine.url, second.url)
     engine.delay_s = second.delay_s = 0.1
-    await collect(mesh, make_group(group_size=8))
+    await mesh.collect(make_group(group_size=8))
     assert (len(engine.requests), len(second.requests)) == (6, 4)
     hub.name(second)
     await engines_are(mesh, second.url)
-    await collect(mesh, make_group(group_size=3))
+    await mesh.collect(make_group(group_size=3))
     assert (len(engine.requests), len(second.requests)) == (6, 7)
 
 
@@ -66,7 +62,7 @@ async def test_calls_in_flight_on_an_engine_that_leaves_the_list_are_finished_th
     hub.name(engine)
     mesh = await start_mesh([], **discovering(hub))
     engine.delay_s = 0.6
-    running = asyncio.create_task(collect(mesh, make_group(group_size=2)))
+    running = asyncio.create_task(mesh.collect(make_group(group_size=2)))
     await engine.arrived.get()
     hub.name(second)
     await engines_are(mesh, second.url)
@@ -82,7 +78,7 @@ async def test_an_engine_that_comes_back_while_its_calls_run_is_not_taken_for_id
     hub.name(engine, second)
     mesh = await start_mesh([], **discovering(hub))
     engine.delay_s = second.delay_s = 1.5
-    running = asyncio.create_task(collect(mesh, make_group(group_size=4)))
+    running = asyncio.create_task(mesh.collect(make_group(group_size=4)))
     for each in (engine, engine, second, second):
         await each.arrived.get()
     hub.name(second)
@@ -101,7 +97,7 @@ async def test_a_hub_that_is_away_leaves_the_last_list_in_force(start_mesh, make
     mesh = await start_mesh([], **discovering(hub, probe_deadline_s=0.3))
     await hub.stop()
     await asyncio.sleep(0.5)  # several looks
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     hub.name(second)
     await hub.start()
@@ -110,7 +106,7 @@ async def test_a_hub_that_is_away_leaves_the_last_list_in_force(start_mesh, make
 
 async def test_a_rollout_waits_for_the_first_engine(start_mesh, make_group, engine, hub):
     mesh = await start_mesh([], **discovering(hub))
-    running = asyncio.create_task(collect(mesh, make_group()))
+    running = asyncio.create_task(mesh.collect(make_group()))
     await asyncio.sleep(0.2)
     assert not running.done()
     hub.name(engine)
@@ -124,7 +120,7 @@ async def test_configured_engines_stay_beside_those_of_the_hub(start_mesh, make_
     await engines_are(mesh, engine.url, second.url)
     hub.engines = []
     await engines_are(mesh, engine.url)
-    await collect(mesh, make_group())
+    await mesh.collect(make_group())
     assert len(engine.requests) == 1
 
 
@@ -135,7 +131,7 @@ async def test_an_engine_that_is_not_routable_or_not_healthy_gets_no_calls(
     hub.engines = [(engine.url, "", False), (second.url, "", True), (third.url, "", True)]
     third.health = 503
     mesh = await start_mesh([], **discovering(hub))
-    await collect(mesh, make_group(group_size=3))
+    await mesh.collect(make_group(group_size=3))
     assert (len(engine.requests), len(second.requests), len(third.requests)) == (0, 3, 0)
     third.health = 200
     await engines_are(mesh, second.url, third.url)
@@ -146,17 +142,17 @@ async def test_versions_and_pools_of_discovered_engines_count(start_mesh, make_g
     engine.version, second.version = 3, 4
     hub.engines = [(engine.url, "small", True), (second.url, "big", True)]
     mesh = await start_mesh([], **discovering(hub))
-    await collect(mesh, make_group(group_size=2, min_version=4))
-    await collect(mesh, make_group(group_size=2, exact_version=3))
-    await collect(mesh, make_group(group_size=2, engine_pool="big"))
+    await mesh.collect(make_group(group_size=2, min_version=4))
+    await mesh.collect(make_group(group_size=2, exact_version=3))
+    await mesh.collect(make_group(group_size=2, engine_pool="big"))
     assert (len(engine.requests), len(second.requests)) == (2, 4)
     with pytest.raises(MeshError) as caught:
-        await collect(mesh, make_group(engine_pool="huge"))
+        await mesh.collect(make_group(engine_pool="huge"))
     assert caught.value.reason is Reason.INVALID_REQUEST
     hub.engines = [(engine.url, "small", True)]
     await engines_are(mesh, engine.url)
     with pytest.raises(MeshError) as caught:  # there was such a pool: others may come
-        await collect(mesh, make_group(engine_pool="big", min_version=4))
+        await mesh.collect(make_group(engine_pool="big", min_version=4))
     assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
 
 
@@ -174,7 +170,7 @@ async def test_a_call_moves_when_its_engine_dies_and_the_hub_has_not_noticed(
     def seen() -> list[object]:
         return [*engine.requests, *second.requests]
 
-    rollout, summary = await collect(mesh, make_group())
+    rollout, summary = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     assert (len(engine.requests), len(second.requests), summary.finished) == (1, 1, 1)
 

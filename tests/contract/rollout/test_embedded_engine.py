@@ -56,7 +56,7 @@ def kept_tokens(probabilities_V: np.ndarray, *, top_p: float = 1.0, top_k: int =
 async def test_logprobs_of_a_cut_distribution_are_those_of_what_is_left(start_mesh, make_group, embedded, cut):
     """log of softmax(logits / 0.7), cut and renormalised, by one plain forward pass in float64."""
     mesh = await start_mesh([embedded], seq_len=256, sampling={"temperature": 0.7, "max_tokens": 24, **cut})
-    *rollouts, _ = await collect(mesh, make_group(group_size=4, sampling=Sampling(seed=3)))
+    *rollouts, _ = await mesh.collect(make_group(group_size=4, sampling=Sampling(seed=3)))
     assert len(rollouts) == 4
     raised = []
     for rollout in rollouts:
@@ -75,15 +75,11 @@ async def test_logprobs_of_a_cut_distribution_are_those_of_what_is_left(start_me
     assert np.mean(raised) > 0.05  # the cut took something away: without it the logprobs would be others
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 async def test_logprobs_and_versions_of_samples_are_those_of_the_model(start_mesh, make_group, embedded):
     env = [{"id": "mesh_echo"}, {"id": "mesh_guess", "args": {"turns": 3}}]
     mesh = await start_mesh([embedded], env=env, seq_len=256, sampling={"temperature": 0.8, "max_tokens": 12})
-    events = await collect(mesh, make_group(group_size=4, min_version=0))
-    events += await collect(mesh, make_group(environment="mesh_guess", group_size=4))
+    events = await mesh.collect(make_group(group_size=4, min_version=0))
+    events += await mesh.collect(make_group(environment="mesh_guess", group_size=4))
     rollouts = [event for event in events if hasattr(event, "samples")]
     assert len(rollouts) == 8
     for rollout in rollouts:
@@ -99,7 +95,7 @@ async def test_the_same_seed_gives_the_same_rollouts(start_mesh, make_group, emb
     mesh = await start_mesh([embedded], seq_len=256)
     replies = []
     for _ in range(2):
-        *rollouts, _ = await collect(mesh, make_group(group_size=3, sampling=Sampling(seed=11)))
+        *rollouts, _ = await mesh.collect(make_group(group_size=3, sampling=Sampling(seed=11)))
         replies.append(sorted(rollout.completion for rollout in rollouts))
     assert replies[0] == replies[1]
     assert len(set(replies[0])) == 3
@@ -107,7 +103,7 @@ async def test_the_same_seed_gives_the_same_rollouts(start_mesh, make_group, emb
 
 async def test_tokens_before_and_after_a_weight_swap_carry_their_own_version(start_mesh, make_group, embedded):
     mesh = await start_mesh([embedded], seq_len=256, sampling={"temperature": 1.0, "max_tokens": 200})
-    task = asyncio.create_task(collect(mesh, make_group(group_size=8)))
+    task = asyncio.create_task(mesh.collect(make_group(group_size=8)))
     while embedded.engine.in_flight < 8:  # noqa: ASYNC110  # the engine offers no event for this
         await asyncio.sleep(0.005)
     other = rollout_model(1)

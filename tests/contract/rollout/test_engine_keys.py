@@ -24,14 +24,10 @@ def keyed(**client) -> dict:
     return {"client": {"api_key_var": "MESH_ENGINE_KEY", **client}}
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 async def refused(mesh, request) -> str:
     """The words with which a group is refused."""
     with pytest.raises(MeshError) as refusal:
-        await collect(mesh, request)
+        await mesh.collect(request)
     return str(refusal.value)
 
 
@@ -82,7 +78,7 @@ async def test_it_plays_with_the_key_from_a_variable_or_a_file(
     by_file = await start_mesh([engine], workers=workers, client={"api_key_file": str(tmp_path / "key")})
     by_variable = await start_mesh([engine], workers=workers, **keyed())
     for mesh in (by_file, by_variable):
-        rollout, _ = await collect(mesh, make_group(deadline_s=120.0))
+        rollout, _ = await mesh.collect(make_group(deadline_s=120.0))
         assert isinstance(rollout, Rollout)
 
 
@@ -95,12 +91,12 @@ async def test_groups_are_refused_and_none_of_their_rollouts_is_lost_while_every
     engine.key, engine.health = KEY, 200
     for _ in range(3):
         with pytest.raises(MeshError, match=REFUSED.format("without a key")) as refusal:
-            await collect(mesh, make_group(group_size=8, **bound))
+            await mesh.collect(make_group(group_size=8, **bound))
         assert refusal.value.reason is Reason.VERSION_NOT_AVAILABLE
     assert engine.requests == []
     engine.key = ""
     await health_is(mesh, engine, 200, healthy=True)
-    assert (await collect(mesh, make_group(**bound)))[-1].finished == 1
+    assert (await mesh.collect(make_group(**bound)))[-1].finished == 1
 
 
 async def test_a_group_is_refused_with_what_is_wrong_with_each_engine_while_none_answers(
@@ -109,7 +105,7 @@ async def test_a_group_is_refused_with_what_is_wrong_with_each_engine_while_none
     mesh = await start_mesh([engine])
     await health_is(mesh, engine, 503, healthy=False)
     with pytest.raises(MeshError, match=rf"no engine is reachable \({engine.url} answers 503") as refusal:
-        await collect(mesh, make_group(min_version=0, group_size=8))
+        await mesh.collect(make_group(min_version=0, group_size=8))
     assert refusal.value.reason is Reason.VERSION_NOT_AVAILABLE
     await engine.stop()
     async with asyncio.timeout(30.0):
@@ -123,11 +119,11 @@ async def test_a_call_that_is_refused_for_its_key_names_that_and_no_further_grou
 ):
     mesh = await start_mesh([engine], **keyed(failover_s=0.3))
     engine.on_call = lambda request, body: setattr(engine, "key", KEY)
-    await collect(mesh, make_group())
-    failure, summary = await collect(mesh, make_group())
+    await mesh.collect(make_group())
+    failure, summary = await mesh.collect(make_group())
     assert isinstance(failure, RolloutFailure)
     assert failure.reason == Reason.ENGINE_FAILED.name
     assert REFUSED.format("without a key") in failure.message
     assert summary.failed == 1
     with pytest.raises(MeshError, match=REFUSED.format("without a key")):
-        await collect(mesh, make_group())
+        await mesh.collect(make_group())

@@ -10,10 +10,6 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 @pytest.fixture
 async def second(make_engine):
     engine = await make_engine().start()
@@ -30,7 +26,7 @@ def cut(request: web.Request, body: object) -> None:
 async def test_rollouts_spread_over_engines(start_mesh, make_group, engine, second):
     engine.delay_s = second.delay_s = 0.1
     mesh = await start_mesh([engine, second])
-    await collect(mesh, make_group(group_size=8))
+    await mesh.collect(make_group(group_size=8))
     assert (len(engine.requests), len(second.requests)) == (4, 4)
 
 
@@ -40,7 +36,7 @@ async def test_a_call_moves_to_another_engine_when_the_first_dies_without_an_ans
     mesh = await start_mesh([engine, second])
     engine.on_call = cut
     await engine_takes_a_call_first(mesh, engine, second)
-    rollout, summary = await collect(mesh, make_group())
+    rollout, summary = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     assert (len(engine.requests), len(second.requests)) == (1, 1)
     assert summary.finished == 1
@@ -55,7 +51,7 @@ async def engine_takes_a_call_first(mesh, engine, second):
 async def test_without_any_engine_the_rollout_fails_as_the_engines_fault(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], client={"failover_s": 0.5})
     await engine.stop()
-    failure, _ = await collect(mesh, make_group())
+    failure, _ = await mesh.collect(make_group())
     assert isinstance(failure, RolloutFailure)
     assert (failure.reason, failure.retryable) == ("ENGINE_FAILED", True)
     assert (await mesh.client.get_status()).engines[0].healthy is False
@@ -66,7 +62,7 @@ async def test_calls_leave_an_engine_that_went_silent(start_mesh, make_group, en
     mesh = await start_mesh([engine, second], client={"failover_s": 0.5, "probe_deadline_s": 0.2})
     await engine_takes_a_call_first(mesh, engine, second)
     engine.delay_s = engine.silent_s = 20.0
-    rollout, summary = await asyncio.wait_for(collect(mesh, make_group()), 60.0)
+    rollout, summary = await asyncio.wait_for(mesh.collect(make_group()), 60.0)
     assert isinstance(rollout, Rollout)
     assert (len(engine.requests), len(second.requests), summary.finished) == (1, 1, 1)
 
@@ -75,7 +71,7 @@ async def test_a_slow_engine_that_gives_signs_of_life_keeps_its_calls(start_mesh
     mesh = await start_mesh([engine, second], client={"failover_s": 0.3})
     await engine_takes_a_call_first(mesh, engine, second)
     engine.delay_s = 1.5
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     assert (len(engine.requests), len(second.requests)) == (1, 0)
 
@@ -93,7 +89,7 @@ async def test_a_long_call_that_is_lost_still_has_its_time_to_find_another_engin
         cut(request, body)
 
     engine.on_call = late_cut
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     assert (len(engine.requests), len(second.requests)) == (1, 1)
 
@@ -102,7 +98,7 @@ async def test_a_call_waits_for_an_engine_that_comes_back(start_mesh, make_group
     mesh = await start_mesh([engine], client={"failover_s": 5.0})
     answers = [web.json_response({"error": "starting"}, status=503)]
     engine.on_call = lambda request, body: answers.pop() if answers else None
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     assert len(engine.requests) == 2
 
@@ -118,7 +114,7 @@ async def test_the_only_engine_is_found_as_soon_as_it_is_back(start_mesh, make_g
             asyncio.get_running_loop().call_later(0.5, setattr, engine, "health", 200)
 
     engine.on_call = lost
-    rollout, _ = await collect(mesh, make_group(deadline_s=90.0))
+    rollout, _ = await mesh.collect(make_group(deadline_s=90.0))
     assert isinstance(rollout, Rollout)
     assert len(engine.requests) == 2
 
@@ -132,7 +128,7 @@ async def test_a_busy_engine_is_not_asked_again_before_it_wants_to_be(start_mesh
         return web.json_response({}, status=503, headers={"Retry-After": "2"}) if len(asked_s) == 1 else None
 
     engine.on_call = answer
-    rollout, _ = await collect(mesh, make_group(deadline_s=60.0))
+    rollout, _ = await mesh.collect(make_group(deadline_s=60.0))
     assert isinstance(rollout, Rollout)
     assert asked_s[1] - asked_s[0] >= 2.0
 
@@ -147,7 +143,7 @@ async def test_an_answer_broken_off_is_not_asked_for_again(start_mesh, make_grou
 
     engine.on_call = second.on_call = half
     mesh = await start_mesh([engine, second])
-    failure, _ = await collect(mesh, make_group())
+    failure, _ = await mesh.collect(make_group())
     assert (failure.reason, failure.retryable) == ("ENGINE_FAILED", True)
     assert len(engine.requests) + len(second.requests) == 1
 
@@ -163,7 +159,7 @@ async def test_an_answer_broken_off_is_not_asked_for_again(start_mesh, make_grou
 async def test_an_answer_without_evidence_of_its_tokens_fails_the_rollout(start_mesh, make_group, engine, answer):
     engine.on_call = lambda request, body: web.json_response(answer)
     mesh = await start_mesh([engine])
-    failure, _ = await collect(mesh, make_group())
+    failure, _ = await mesh.collect(make_group())
     assert failure.reason == "ENGINE_FAILED"
 
 
@@ -171,29 +167,29 @@ async def test_a_minimum_version_that_no_engine_serves_is_refused_with_a_time_to
     engine.version = 2
     mesh = await start_mesh([engine])
     with pytest.raises(MeshError) as caught:
-        await collect(mesh, make_group(min_version=3))
+        await mesh.collect(make_group(min_version=3))
     assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
     assert caught.value.retry_after_s == pytest.approx(0.1)
     assert "newest version served is 2" in caught.value.message
     assert engine.requests == []
     engine.version = 3
-    rollout, _ = await collect(mesh, make_group(min_version=3))
+    rollout, _ = await mesh.collect(make_group(min_version=3))
     assert rollout.oldest_version == 3
 
 
 async def test_only_engines_with_the_version_asked_for_are_used(start_mesh, make_group, engine, second):
     engine.version, second.version = 5, 6
     mesh = await start_mesh([engine, second])
-    await collect(mesh, make_group(group_size=3, min_version=6))
+    await mesh.collect(make_group(group_size=3, min_version=6))
     assert (len(engine.requests), len(second.requests)) == (0, 3)
-    await collect(mesh, make_group(group_size=3, exact_version=5))
+    await mesh.collect(make_group(group_size=3, exact_version=5))
     assert (len(engine.requests), len(second.requests)) == (3, 3)
 
 
 async def test_an_exact_version_that_changes_while_tokens_are_sampled_fails_the_rollout(start_mesh, make_group, engine):
     engine.version, engine.spans = 5, lambda n: [[0, 1, 5], [1, n, 6]]
     mesh = await start_mesh([engine])
-    failure, _ = await collect(mesh, make_group(exact_version=5))
+    failure, _ = await mesh.collect(make_group(exact_version=5))
     assert failure.reason == "VERSION_NOT_AVAILABLE"
     assert "came from version 6" in failure.message
 
@@ -208,7 +204,7 @@ async def test_an_engine_without_spans_counts_with_the_older_version_around_the_
 
     engine.on_call = swap
     mesh = await start_mesh([engine])
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert rollout.oldest_version == 4
 
 
@@ -217,7 +213,7 @@ async def test_a_multi_turn_rollout_is_one_sample_while_prompts_extend_the_last(
     engine.reply = lambda request: next(replies)
     engine.spans = lambda n: [[0, n, 7 + len(engine.requests)]]
     mesh = await start_mesh([engine], env=[{"id": "mesh_guess", "args": {"turns": 3}}])
-    rollout, summary = await collect(mesh, make_group(environment="mesh_guess"))
+    rollout, summary = await mesh.collect(make_group(environment="mesh_guess"))
     (sample,) = rollout.samples
     assert (rollout.num_turns, rollout.reward, summary.sampled_tokens) == (3, 1.0, 14)
     assert [span.role for span in sample.message_spans] == ["user", "assistant"] * 3
@@ -237,7 +233,7 @@ async def test_a_history_that_renders_otherwise_splits_into_samples(start_mesh, 
     """The reply holds a special token that its text does not, so the next prompt does not extend it exactly."""
     engine.reply = lambda request: [*tokens("ab"), 1, *tokens("c")]
     mesh = await start_mesh([engine], env=[{"id": "mesh_guess", "args": {"turns": 2}}])
-    rollout, summary = await collect(mesh, make_group(environment="mesh_guess"))
+    rollout, summary = await mesh.collect(make_group(environment="mesh_guess"))
     assert len(rollout.samples) == 2
     assert rollout.num_turns == 2
     for sample, request in zip(rollout.samples, engine.requests, strict=True):
@@ -249,19 +245,19 @@ async def test_a_history_that_renders_otherwise_splits_into_samples(start_mesh, 
 async def test_a_reply_cut_at_its_limit_is_truncated(start_mesh, make_group, engine):
     engine.reply = lambda request: "x" * 100
     mesh = await start_mesh([engine], sampling={"max_tokens": 4})
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert (rollout.finish_reason, rollout.truncated, rollout.completion) == ("length", True, "xxxx")
 
 
 async def test_a_session_keeps_its_engine_over_turns_and_moves_when_that_dies(start_mesh, make_group, engine, second):
     mesh = await start_mesh([engine, second], env=[{"id": "mesh_guess", "args": {"turns": 3}}])
-    await collect(mesh, make_group(environment="mesh_guess"))
+    await mesh.collect(make_group(environment="mesh_guess"))
     assert sorted((len(engine.requests), len(second.requests))) == [0, 3]
     engine.requests.clear()
     second.requests.clear()
     engine.on_call = lambda request, body: cut(request, body) if len(engine.requests) == 2 else None
     await engine_takes_a_call_first(mesh, engine, second)
-    rollout, _ = await collect(mesh, make_group(environment="mesh_guess"))
+    rollout, _ = await mesh.collect(make_group(environment="mesh_guess"))
     assert rollout.num_turns == 3
     assert len(rollout.samples) == 1
     assert (len(engine.requests), len(second.requests)) == (2, 2)
@@ -269,7 +265,7 @@ async def test_a_session_keeps_its_engine_over_turns_and_moves_when_that_dies(st
 
 async def test_a_conversation_that_outgrows_the_context_ends_truncated_and_scored(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], env=[{"id": "mesh_guess", "args": {"turns": 30}}], seq_len=100)
-    rollout, _ = await collect(mesh, make_group(environment="mesh_guess"))
+    rollout, _ = await mesh.collect(make_group(environment="mesh_guess"))
     assert rollout.truncated
     assert 1 < rollout.num_turns < 30
     assert max(len(sample.token_ids) for sample in rollout.samples) <= 100
@@ -278,7 +274,7 @@ async def test_a_conversation_that_outgrows_the_context_ends_truncated_and_score
 
 async def test_a_prompt_longer_than_the_context_fails(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], seq_len=20)
-    failure, _ = await collect(mesh, make_group())
+    failure, _ = await mesh.collect(make_group())
     assert "exceeds maximum context length" in failure.message
     assert not failure.retryable
     assert engine.requests == []
@@ -286,7 +282,7 @@ async def test_a_prompt_longer_than_the_context_fails(start_mesh, make_group, en
 
 async def test_agents_that_train_become_rollouts_of_their_own(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], env=[{"id": "mesh_debate"}])
-    pro, con, summary = await collect(mesh, make_group(environment="mesh_debate"))
+    pro, con, summary = await mesh.collect(make_group(environment="mesh_debate"))
     assert {pro.agent, con.agent} == {"pro", "con"}
     assert pro.metrics["rounds"] == con.metrics["rounds"] == 1.0
     assert summary.finished == 1

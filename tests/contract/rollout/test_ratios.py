@@ -8,13 +8,9 @@ from meshrl.wire.types import Rollout, Sampling
 NEUTRAL = {"max_tokens": 16}
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 async def refusal(mesh, request) -> MeshError:
     with pytest.raises(MeshError) as caught:
-        await collect(mesh, request)
+        await mesh.collect(request)
     return caught.value
 
 
@@ -44,8 +40,8 @@ async def test_sampling_that_changes_the_distribution_needs_processed_logprobs(
 async def test_plain_sampling_and_scores_may_come_from_any_engine(start_mesh, make_group, engine, mode):
     engine.logprobs_mode = mode
     mesh = await start_mesh([engine], sampling=NEUTRAL)
-    plain, _ = await collect(mesh, make_group(sampling=Sampling(temperature=1.0, top_p=1.0)))
-    scored, _ = await collect(mesh, make_group(sampling=Sampling(temperature=0.0), scores_only=True))
+    plain, _ = await mesh.collect(make_group(sampling=Sampling(temperature=1.0, top_p=1.0)))
+    scored, _ = await mesh.collect(make_group(sampling=Sampling(temperature=0.0), scores_only=True))
     assert isinstance(plain, Rollout)
     assert isinstance(scored, Rollout)
 
@@ -54,7 +50,7 @@ async def test_the_environments_own_sampling_counts_too(start_mesh, make_group, 
     engine.logprobs_mode = None
     mesh = await start_mesh([engine], sampling={**NEUTRAL, "top_p": 0.5})
     assert "top_p = 0.5" in (await refusal(mesh, make_group())).message
-    rollout, _ = await collect(mesh, make_group(sampling=Sampling(top_p=1.0)))
+    rollout, _ = await mesh.collect(make_group(sampling=Sampling(top_p=1.0)))
     assert isinstance(rollout, Rollout)
 
 
@@ -62,7 +58,7 @@ async def test_an_agents_own_sampling_is_found_at_its_first_call(start_mesh, mak
     engine.logprobs_mode = "raw_logprobs"
     agent = {"agent": {"sampling": {"temperature": 0.6}}}
     mesh = await start_mesh([engine], sampling=NEUTRAL, env=[{"id": "mesh_echo", "args": agent}])
-    failure, _ = await collect(mesh, make_group())
+    failure, _ = await mesh.collect(make_group())
     assert (failure.reason, failure.retryable) == ("LOGPROBS_BIASED", False)
     assert "temperature = 0.6" in failure.message
     assert engine.requests == []
@@ -71,7 +67,7 @@ async def test_an_agents_own_sampling_is_found_at_its_first_call(start_mesh, mak
 async def test_a_user_may_vouch_for_engines_that_say_nothing(start_mesh, make_group, engine):
     engine.logprobs_mode = None
     mesh = await start_mesh([engine], client={"logprobs_mode": "processed_logprobs"})
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert rollout.samples[0].temperature == pytest.approx(0.7)
     assert (await mesh.client.get_status()).engines[0].logprobs_mode == "processed_logprobs"
 
@@ -88,14 +84,14 @@ async def test_of_several_engines_only_those_with_processed_logprobs_are_asked(
     engine.logprobs_mode = "raw_logprobs"
     right = await make_engine().start()
     mesh = await start_mesh([engine, right])
-    await collect(mesh, make_group(group_size=4))
+    await mesh.collect(make_group(group_size=4))
     assert (len(engine.requests), len(right.requests)) == (0, 4)
     await right.stop()
 
 
 async def test_settings_nobody_gave_are_sent_as_neutral(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], sampling=NEUTRAL)
-    await collect(mesh, make_group(sampling=Sampling(top_k=3)))
+    await mesh.collect(make_group(sampling=Sampling(top_k=3)))
     sent = engine.requests[0]["sampling_params"]
     assert {name: sent[name] for name in ("temperature", "top_p", "top_k", "min_p")} == {
         "temperature": 1.0,

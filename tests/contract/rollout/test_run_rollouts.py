@@ -15,13 +15,9 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 async def refused(mesh, request) -> MeshError:
     with pytest.raises(MeshError) as caught:
-        await collect(mesh, request)
+        await mesh.collect(request)
     return caught.value
 
 
@@ -30,7 +26,7 @@ async def test_a_rollout_carries_tokens_mask_logprobs_versions_roles_and_rewards
 ):
     engine.version, engine.spans = 4, lambda n: [[0, 2, 3], [2, n, 4]]
     mesh, asked_s = await start_mesh([engine]), time.time()
-    rollout, summary = await collect(mesh, make_group(group_id="g"))
+    rollout, summary = await mesh.collect(make_group(group_id="g"))
     assert isinstance(rollout, Rollout)
     (sample,) = rollout.samples
     prompt = sample.token_ids.tolist()[:-4]
@@ -89,7 +85,7 @@ async def test_sampling_of_the_request_goes_over_the_environment_over_the_server
     env = [{"id": "mesh_echo", "sampling": {"top_p": 0.9, "temperature": 0.5}}]
     mesh = await start_mesh([engine], env=env)
     sampling = Sampling(temperature=1.5, top_k=7, min_p=0.05, seed=40, stop_token_ids=(9,))
-    await collect(mesh, make_group(group_size=2, sampling=sampling))
+    await mesh.collect(make_group(group_size=2, sampling=sampling))
     sent = sorted((request["sampling_params"] for request in engine.requests), key=lambda params: params["seed"])
     assert [params["seed"] for params in sent] == [40, 41]
     assert (sent[0]["temperature"], sent[0]["top_p"], sent[0]["top_k"], sent[0]["min_p"]) == (1.5, 0.9, 7, 0.05)
@@ -117,9 +113,9 @@ async def test_two_environments_play_at_once_and_an_endless_one_reaches_any_inde
     env = [{"id": "mesh_echo"}, {"id": "mesh_echo", "name": "endless", "args": {"endless": True}}]
     mesh = await start_mesh([engine], env=env)
     one, two, again = await asyncio.gather(
-        collect(mesh, make_group(task_index=1)),
-        collect(mesh, make_group(environment="endless", task_index=7)),
-        collect(mesh, make_group(environment="endless", task_index=2)),
+        mesh.collect(make_group(task_index=1)),
+        mesh.collect(make_group(environment="endless", task_index=7)),
+        mesh.collect(make_group(environment="endless", task_index=2)),
     )
     assert [events[0].environment for events in (one, two, again)] == ["mesh_echo", "endless", "endless"]
     assert len({one[0].task_key, two[0].task_key, again[0].task_key}) == 3
@@ -128,7 +124,7 @@ async def test_two_environments_play_at_once_and_an_endless_one_reaches_any_inde
 async def test_a_task_of_the_callers_own_is_played_from_its_json(start_mesh, engine, make_group):
     mesh = await start_mesh([engine])
     payload = json.dumps({"prompt": "say cat", "word": "cat"})
-    rollout, _ = await collect(mesh, make_group(task_payload=payload))
+    rollout, _ = await mesh.collect(make_group(task_payload=payload))
     assert rollout.reward_parts["exact"] == 2.0
     error = await refused(mesh, make_group(task_payload=json.dumps({"word": 3})))
     assert error.reason is Reason.INVALID_REQUEST
@@ -139,13 +135,13 @@ async def test_a_broken_reward_is_a_failure_of_its_rollout_only(start_mesh, engi
     mesh = await start_mesh(
         [engine], env=[{"id": "mesh_echo"}, {"id": "mesh_echo", "name": "bad", "args": {"break_reward": True}}]
     )
-    failure, other, summary = await collect(mesh, make_group(environment="bad", group_size=2))
+    failure, other, summary = await mesh.collect(make_group(environment="bad", group_size=2))
     assert isinstance(failure, RolloutFailure)
     assert isinstance(other, RolloutFailure)
     assert failure.reason == "ENVIRONMENT_FAILED"
     assert "this reward is broken" in failure.message
     assert summary == RolloutSummary(finished=0, failed=2, cancelled=0, sampled_tokens=0)
-    rollout, _ = await collect(mesh, make_group())
+    rollout, _ = await mesh.collect(make_group())
     assert isinstance(rollout, Rollout)
     status = await mesh.client.get_status()
     assert (status.finished, dict(status.failures)) == (1, {"ENVIRONMENT_FAILED": 2})
@@ -163,7 +159,7 @@ async def test_unknown_names_and_bad_fields_are_refused_with_their_reason(start_
 async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, make_group):
     engine.delay_s = 60.0
     mesh = await start_mesh([engine], max_concurrent=1)
-    *failures, summary = await collect(mesh, make_group(group_size=2, deadline_s=3.0))
+    *failures, summary = await mesh.collect(make_group(group_size=2, deadline_s=3.0))
     assert [failure.reason for failure in failures] == ["DEADLINE_PASSED"] * 2
     assert failures[0].retryable
     late = "not finished within deadline_s = 3: it was"
@@ -179,36 +175,36 @@ async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, m
 )
 async def test_a_late_rollout_says_which_stage_it_was_in(start_mesh, engine, make_group, index, doing):
     mesh = await start_mesh([engine], env=[{"id": "mesh_slow"}])
-    failure, _ = await collect(mesh, make_group(environment="mesh_slow", task_index=index, deadline_s=3.0))
+    failure, _ = await mesh.collect(make_group(environment="mesh_slow", task_index=index, deadline_s=3.0))
     assert failure.message.startswith(f"not finished within deadline_s = 3: it was {doing}")
 
 
 async def test_a_late_rollout_says_that_no_engine_took_its_call(start_mesh, make_engine, make_group):
     engine = await make_engine(health=503).start()
     mesh = await start_mesh([engine], client={"failover_s": 60.0})
-    failure, _ = await collect(mesh, make_group(deadline_s=3.0))
+    failure, _ = await mesh.collect(make_group(deadline_s=3.0))
     await engine.stop()
     assert "it was waiting for an engine to take its model call (no engine is reachable)" in failure.message
 
 
 async def test_a_task_that_is_not_drawn_by_the_deadline_fails_the_group(start_mesh, engine, make_group):
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo", "args": {"endless": True}}])
-    failure, summary = await collect(mesh, make_group(task_index=10**12, deadline_s=0.2))
+    failure, summary = await mesh.collect(make_group(task_index=10**12, deadline_s=0.2))
     assert (failure.reason, failure.retryable) == ("DEADLINE_PASSED", True)
     assert failure.message == (
         "not finished within deadline_s = 0.2: task 1000000000000 of mesh_echo was still being drawn; a later group may"
         " get it"
     )
     assert summary == RolloutSummary(finished=0, failed=1, cancelled=0, sampled_tokens=0)
-    (rollout,) = (await collect(mesh, make_group(task_index=5)))[:-1]
+    (rollout,) = (await mesh.collect(make_group(task_index=5)))[:-1]
     assert isinstance(rollout, Rollout)
 
 
 async def test_cancelled_groups_end_with_a_summary(start_mesh, engine, make_group):
     engine.delay_s = 5.0
     mesh = await start_mesh([engine], max_concurrent=2)
-    running = asyncio.create_task(collect(mesh, make_group(group_id="a", group_size=3)))
-    other = asyncio.create_task(collect(mesh, make_group(group_id="b", group_size=1)))
+    running = asyncio.create_task(mesh.collect(make_group(group_id="a", group_size=3)))
+    other = asyncio.create_task(mesh.collect(make_group(group_id="b", group_size=1)))
     await engine.arrived.get()
     await engine.arrived.get()
     status = await mesh.client.get_status()
@@ -223,7 +219,7 @@ async def test_cancelled_groups_end_with_a_summary(start_mesh, engine, make_grou
 async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, make_group):
     engine.delay_s = 60.0
     mesh = await start_mesh([engine])
-    task = asyncio.create_task(collect(mesh, make_group(group_size=2)))
+    task = asyncio.create_task(mesh.collect(make_group(group_size=2)))
     await engine.arrived.get()
     await engine.arrived.get()
     task.cancel()
@@ -235,19 +231,19 @@ async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, mak
 async def test_a_full_queue_refuses_and_takes_work_again_later(start_mesh, engine, make_group):
     engine.delay_s = 0.3
     mesh = await start_mesh([engine], max_concurrent=1, max_queued=1)
-    first = asyncio.create_task(collect(mesh, make_group(group_size=2)))
+    first = asyncio.create_task(mesh.collect(make_group(group_size=2)))
     await engine.arrived.get()
     error = await refused(mesh, make_group())
     assert error.reason is Reason.OVERLOADED
     assert error.retry_after_s is not None
     assert (await first)[-1].finished == 2
-    assert (await collect(mesh, make_group()))[-1].finished == 1
+    assert (await mesh.collect(make_group()))[-1].finished == 1
 
 
 async def test_a_draining_server_finishes_what_runs_and_refuses_more(start_mesh, engine, make_group):
     engine.delay_s = 0.4
     mesh = await start_mesh([engine])
-    running = asyncio.create_task(collect(mesh, make_group()))
+    running = asyncio.create_task(mesh.collect(make_group()))
     await engine.arrived.get()
     drain = asyncio.create_task(mesh.runner.drain(5.0))
     await asyncio.sleep(0.05)
@@ -260,7 +256,7 @@ async def test_a_draining_server_finishes_what_runs_and_refuses_more(start_mesh,
 async def test_the_rollout_has_its_own_trace_which_reaches_the_engine(start_mesh, engine, make_group):
     mesh = await start_mesh([engine])
     caller = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-    rollout, _ = await collect(mesh, make_group(traceparent=caller))
+    rollout, _ = await mesh.collect(make_group(traceparent=caller))
     assert rollout.traceparent
     assert rollout.traceparent != caller
     assert engine.headers[0]["traceparent"].split("-")[1] == rollout.traceparent.split("-")[1]
@@ -270,8 +266,8 @@ async def test_the_rollout_has_its_own_trace_which_reaches_the_engine(start_mesh
 async def test_a_prompt_in_parts_has_the_tokens_of_the_same_text(start_mesh, engine, make_group):
     environments = [{"id": "mesh_echo"}, {"id": "mesh_echo", "name": "parts", "args": {"parts": True}}]
     mesh = await start_mesh([engine], env=environments)
-    whole, _ = await collect(mesh, make_group())
-    in_parts, _ = await collect(mesh, make_group(environment="parts"))
+    whole, _ = await mesh.collect(make_group())
+    in_parts, _ = await mesh.collect(make_group(environment="parts"))
     assert isinstance(in_parts, Rollout), in_parts
     assert in_parts.samples[0].token_ids.tolist() == whole.samples[0].token_ids.tolist()
     assert in_parts.samples[0].message_spans == whole.samples[0].message_spans
@@ -279,7 +275,7 @@ async def test_a_prompt_in_parts_has_the_tokens_of_the_same_text(start_mesh, eng
 
 async def test_an_image_in_a_prompt_fails_the_rollout_by_the_type_of_the_part(start_mesh, engine, make_group):
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo", "args": {"parts": True, "image": "https://a/b.png"}}])
-    failure, _ = await collect(mesh, make_group())
+    failure, _ = await mesh.collect(make_group())
     assert isinstance(failure, RolloutFailure)
     assert "a part of type 'image_url'" in failure.message
 
@@ -287,7 +283,7 @@ async def test_an_image_in_a_prompt_fails_the_rollout_by_the_type_of_the_part(st
 async def test_a_drain_takes_no_new_group_and_ends_those_that_run_at_its_deadline(start_mesh, engine, make_group):
     mesh = await start_mesh([engine])
     engine.on_call = lambda request, body: asyncio.sleep(60.0)
-    playing = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=50.0)))
+    playing = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=50.0)))
     await engine.arrived.get()
     async with grpc.aio.insecure_channel(mesh.client.address) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)

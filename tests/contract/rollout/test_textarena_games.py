@@ -5,16 +5,12 @@ import pytest
 PATIENCE_S = 120.0
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 async def test_a_game_of_two_is_self_play_that_trains_both(start_mesh, make_group, engine):
     moves = iter(["[4]", "[0]", "[1]", "[2]", "[7]"])
     engine.reply = lambda body: next(moves)
     mesh = await start_mesh([engine], env=[{"id": "textarena:TicTacToe-v0"}], seq_len=8192)
     request = make_group(environment="textarena:TicTacToe-v0", group_size=1, deadline_s=PATIENCE_S)
-    *rollouts, summary = await collect(mesh, request)
+    *rollouts, summary = await mesh.collect(request)
     assert summary.finished == 1
     player, opponent = sorted(rollouts, key=lambda rollout: -rollout.reward)
     assert [(player.agent, player.reward, player.num_turns), (opponent.agent, opponent.reward, opponent.num_turns)] == [
@@ -39,7 +35,7 @@ async def test_a_game_of_one_is_played_to_its_end_or_to_the_last_turn(
     engine.reply = lambda body: next(said)
     env = [{"id": f"textarena:{game}", "args": {"player": {"max_turns": len(moves)}}}]
     mesh = await start_mesh([engine], env=env, seq_len=8192)
-    rollout, summary = await collect(mesh, make_group(environment=f"textarena:{game}", deadline_s=PATIENCE_S))
+    rollout, summary = await mesh.collect(make_group(environment=f"textarena:{game}", deadline_s=PATIENCE_S))
     assert getattr(rollout, "message", "") == ""
     assert summary.finished == 1
     assert 1 <= rollout.num_turns <= len(moves)

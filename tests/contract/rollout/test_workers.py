@@ -19,10 +19,6 @@ PATIENCE_S = 120.0
 STANDS_BY = "worker 2 has loaded mesh_echo, {}"
 
 
-async def collect(mesh, request):
-    return [event async for event in mesh.client.run_rollouts(request)]
-
-
 def zoo(kind, **options):
     """An environment in which every reward goes wrong in this way."""
     return {"id": "mesh_zoo", "name": kind, "args": {"kind": kind, "seconds": 3600.0}, **options}
@@ -77,8 +73,8 @@ async def test_a_worker_plays_as_the_service_itself_does(start_mesh, engine, mak
     mesh = await start_mesh([engine], env=env, workers=1)
     assert await mesh.client.list_environments() == await alone.client.list_environments()
     for fields in ({"group_size": 2}, {"environment": "mesh_debate"}):
-        here = await collect(alone, make_group(**fields))
-        there = await collect(mesh, make_group(deadline_s=PATIENCE_S, **fields))
+        here = await alone.collect(make_group(**fields))
+        there = await mesh.collect(make_group(deadline_s=PATIENCE_S, **fields))
         assert there[-1] == here[-1]
         assert [(event.agent, event.reward, event.samples[0].token_ids.tolist()) for event in there[:-1]] == [
             (event.agent, event.reward, event.samples[0].token_ids.tolist()) for event in here[:-1]
@@ -91,7 +87,7 @@ async def test_a_worker_finds_a_version_that_came_after_its_last_look_at_the_eng
     mesh = await start_mesh([engine], workers=1, client={"probe_interval_s": 3600.0})
     for version, bound in ((6, {"min_version": 6}), (7, {"exact_version": 7})):
         engine.version = version
-        rollout, _ = await collect(mesh, make_group(deadline_s=PATIENCE_S, **bound))
+        rollout, _ = await mesh.collect(make_group(deadline_s=PATIENCE_S, **bound))
         assert rollout.oldest_version == version
 
 
@@ -102,10 +98,10 @@ async def test_what_ends_a_shared_worker_fails_and_moves_out_and_the_standby_pla
     gate = Gate(engine, tokens)
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1)
     await said.until(STANDS_BY.format(kind))
-    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    healthy = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=PATIENCE_S)))
     await gate.held.get()
     await gate.held.get()
-    failure, summary = await collect(mesh, make_group(environment=kind, deadline_s=PATIENCE_S))
+    failure, summary = await mesh.collect(make_group(environment=kind, deadline_s=PATIENCE_S))
     assert isinstance(failure, RolloutFailure)
     assert failure.reason == "ENVIRONMENT_FAILED"
     assert re.fullmatch(words, failure.message), failure.message
@@ -126,15 +122,15 @@ async def test_others_leave_a_worker_that_one_blocks_for_the_standby_and_the_blo
     blocks = zoo("blocks", deadlines={"blocked_s": 3600.0})
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, blocks], workers=1, blocked_s=3600.0)
     await said.until(STANDS_BY.format("blocks"))
-    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    healthy = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=PATIENCE_S)))
     await gate.held.get()
     await gate.held.get()
-    blocking = asyncio.create_task(collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S)))
+    blocking = asyncio.create_task(mesh.collect(make_group(environment="blocks", deadline_s=PATIENCE_S)))
     await gate.held.get()  # both are played once more, while the first worker stands still
     await gate.held.get()
     gate.opened.set()
     assert (await healthy)[-1].finished == 2
-    assert (await collect(mesh, make_group(deadline_s=PATIENCE_S)))[-1].finished == 1
+    assert (await mesh.collect(make_group(deadline_s=PATIENCE_S)))[-1].finished == 1
     assert not blocking.done()
     assert "worker 2 takes the place of worker 1" in said
     assert any("environment blocks keeps worker 1, which it blocks in go_wrong" in line for line in said)
@@ -147,11 +143,11 @@ async def test_others_leave_a_worker_that_stays_shared_for_another(start_mesh, e
     blocks = zoo("blocks", deadlines={"blocked_s": 3600.0})
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, blocks], workers=2, standby=False, blocked_s=3600.0)
     few, many = (
-        asyncio.create_task(collect(mesh, make_group(group_size=size, deadline_s=PATIENCE_S))) for size in (1, 3)
+        asyncio.create_task(mesh.collect(make_group(group_size=size, deadline_s=PATIENCE_S))) for size in (1, 3)
     )
     for _ in range(4):
         await gate.held.get()
-    blocking = asyncio.create_task(collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S)))
+    blocking = asyncio.create_task(mesh.collect(make_group(environment="blocks", deadline_s=PATIENCE_S)))
     await gate.held.get()  # the one beside which the worker stands still is played once more, in the other worker
     gate.opened.set()
     assert [(await healthy)[-1].finished for healthy in (few, many)] == [1, 3]
@@ -163,7 +159,7 @@ async def test_others_leave_a_worker_that_stays_shared_for_another(start_mesh, e
 async def test_what_blocks_the_only_worker_fails_and_gets_one_of_its_own(start_mesh, engine, make_group, said):
     env = [{"id": "mesh_echo"}, zoo("blocks")]
     mesh = await start_mesh([engine], env=env, workers=1, standby=False, blocked_s=1.0)
-    failure, _ = await collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S))
+    failure, _ = await mesh.collect(make_group(environment="blocks", deadline_s=PATIENCE_S))
     words = (
         r"environment blocks: its worker 1 was replaced: its event loop was blocked for [\d.]+ s in go_wrong"
         r" \(mesh_zoo.py:\d+\)"
@@ -181,7 +177,7 @@ async def test_where_nobody_knows_whose_code_it_was_what_played_most_goes_on_in_
     (shared,) = await asyncio.to_thread(worker_pids)
     await said.until("worker 2 has loaded few, many")
     playing = [
-        asyncio.create_task(collect(mesh, make_group(environment=name, group_size=size, deadline_s=PATIENCE_S)))
+        asyncio.create_task(mesh.collect(make_group(environment=name, group_size=size, deadline_s=PATIENCE_S)))
         for name, size in (("few", 1), ("many", 2))
     ]
     for _ in range(3):
@@ -197,8 +193,8 @@ async def test_where_nobody_knows_whose_code_it_was_what_played_most_goes_on_in_
 async def test_a_hanging_rollout_is_given_up_at_its_stages_deadline_and_loses_its_place(start_mesh, engine, make_group):
     env = [{"id": "mesh_echo"}, zoo("hangs", deadlines={"scoring_s": 0.5})]
     mesh = await start_mesh([engine], env=env, workers=1, max_concurrent=1)
-    hanging = asyncio.create_task(collect(mesh, make_group(environment="hangs", deadline_s=PATIENCE_S)))
-    (rollout, _) = await collect(mesh, make_group(deadline_s=PATIENCE_S))
+    hanging = asyncio.create_task(mesh.collect(make_group(environment="hangs", deadline_s=PATIENCE_S)))
+    (rollout, _) = await mesh.collect(make_group(deadline_s=PATIENCE_S))
     assert isinstance(rollout, Rollout)
     failure, _ = await hanging
     assert failure.reason == "DEADLINE_PASSED"
@@ -219,16 +215,16 @@ async def test_an_exit_or_a_cancellation_of_the_environments_own_is_a_failure_of
     start_mesh, engine, make_group, said, kind, words
 ):
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1)
-    failure, summary = await collect(mesh, make_group(environment=kind, deadline_s=PATIENCE_S))
+    failure, summary = await mesh.collect(make_group(environment=kind, deadline_s=PATIENCE_S))
     assert (failure.reason, summary.failed) == ("ENVIRONMENT_FAILED", 1)
     assert words in failure.message
-    assert isinstance((await collect(mesh, make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+    assert isinstance((await mesh.collect(make_group(deadline_s=PATIENCE_S)))[0], Rollout)
     assert not any("of its own" in line for line in said)
 
 
 async def test_a_worker_that_takes_too_much_memory_is_replaced(start_mesh, engine, make_group):
     mesh = await start_mesh([engine], env=[zoo("grows", max_memory_mib=256)], workers=1)
-    failure, _ = await collect(mesh, make_group(environment="grows", deadline_s=PATIENCE_S))
+    failure, _ = await mesh.collect(make_group(environment="grows", deadline_s=PATIENCE_S))
     assert (
         re.fullmatch(
             r"environment grows: its worker 1 was replaced: it took \d+ MiB of memory, and max_memory_mib is 256",
@@ -241,7 +237,7 @@ async def test_a_worker_that_takes_too_much_memory_is_replaced(start_mesh, engin
 async def test_a_killed_worker_costs_what_it_played_and_is_replaced(start_mesh, engine, make_group, tokens, tmp_path):
     gate = Gate(engine, tokens)
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}], workers=1)
-    playing = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    playing = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=PATIENCE_S)))
     await gate.held.get()
     await gate.held.get()
     (pid,) = await asyncio.to_thread(worker_pids)
@@ -251,7 +247,7 @@ async def test_a_killed_worker_costs_what_it_played_and_is_replaced(start_mesh, 
     assert [failure.message for failure in failures] == [message] * 2
     assert summary.failed == 2
     gate.opened.set()
-    assert isinstance((await collect(mesh, make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+    assert isinstance((await mesh.collect(make_group(deadline_s=PATIENCE_S)))[0], Rollout)
     logs = tmp_path / "logs" / "envs" / "train" / "mesh_echo"
     assert sorted(path.name for path in logs.iterdir()) == ["env_server.log", "env_worker_1.log"]
     assert message in (logs / "env_server.log").read_text()
@@ -259,7 +255,7 @@ async def test_a_killed_worker_costs_what_it_played_and_is_replaced(start_mesh, 
 
 async def test_what_a_dead_worker_started_in_a_session_of_its_own_ends_too(start_mesh, engine, make_group, tmp_path):
     mesh = await start_mesh([engine], env=[zoo("leaves")], workers=1)
-    await collect(mesh, make_group(environment="leaves", deadline_s=PATIENCE_S))
+    await mesh.collect(make_group(environment="leaves", deadline_s=PATIENCE_S))
     logs = (tmp_path / "logs" / "envs").rglob("env_worker_*.log")
     left = [int(pid) for log in logs for pid in re.findall(r"left process (\d+)", log.read_text())]
     assert left
@@ -290,12 +286,12 @@ async def test_a_rollout_that_others_block_one_after_the_other_is_played_again_u
     gate = Gate(engine, tokens)
     bad = [zoo("blocks", deadlines={"blocked_s": 3600.0}) | {"name": kind} for kind in kinds]
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, *bad], workers=1, blocked_s=3600.0)
-    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    healthy = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=PATIENCE_S)))
     for number, kind in enumerate(kinds, start=2):
         await gate.held.get()
         await gate.held.get()  # both are played, once more after each worker that stands still
         await said.until(f"worker {number} has loaded {', '.join(['mesh_echo', *kinds[number - 2 :]])}")
-        blocked.append(asyncio.create_task(collect(mesh, make_group(environment=kind, deadline_s=PATIENCE_S))))
+        blocked.append(asyncio.create_task(mesh.collect(make_group(environment=kind, deadline_s=PATIENCE_S))))
     await gate.held.get()
     await gate.held.get()
     gate.opened.set()
@@ -323,11 +319,11 @@ async def test_rollouts_of_the_same_environment_beside_the_one_that_loses_the_wo
     mixed["args"]["every"] = 2
     mesh = await start_mesh([engine], env=[mixed], workers=1)
     good = make_group(environment=kind, task_index=1, group_size=3, deadline_s=PATIENCE_S, sampling=Sampling(seed=100))
-    beside = asyncio.create_task(collect(mesh, good))
+    beside = asyncio.create_task(mesh.collect(good))
     for _ in range(3):
         await held.get()
     bad = make_group(environment=kind, task_index=0, deadline_s=PATIENCE_S, sampling=Sampling(seed=1))
-    failure, _ = await collect(mesh, bad)
+    failure, _ = await mesh.collect(bad)
     assert (failure.reason, "worker 1" in failure.message) == ("ENVIRONMENT_FAILED", True)
     released.set()
     *rollouts, summary = await beside
@@ -343,10 +339,10 @@ async def test_time_in_which_another_environment_blocks_the_worker_counts_for_no
     blocks["args"]["seconds"] = 4.0
     env = [{"id": "mesh_echo", "deadlines": {"turn_s": 3.0, "rollout_s": 3.0}}, blocks]
     mesh = await start_mesh([engine], env=env, workers=1, standby=False, blocked_s=3600.0)
-    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    healthy = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=PATIENCE_S)))
     await gate.held.get()
     await gate.held.get()
-    blocking = await collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S))
+    blocking = await mesh.collect(make_group(environment="blocks", deadline_s=PATIENCE_S))
     gate.opened.set()
     assert blocking[-1].finished == 1
     *rollouts, summary = await healthy
@@ -357,7 +353,7 @@ async def test_a_group_whose_deadline_passes_before_a_worker_has_opened_it_ends_
     start_mesh, engine, make_group
 ):
     mesh = await start_mesh([engine], workers=1)
-    *failures, summary = await collect(mesh, make_group(group_size=2, deadline_s=1e-6))
+    *failures, summary = await mesh.collect(make_group(group_size=2, deadline_s=1e-6))
     assert summary == RolloutSummary(finished=0, failed=2, cancelled=0, sampled_tokens=0)
     assert {failure.reason for failure in failures} == {"DEADLINE_PASSED"}
     assert all("not finished within deadline_s = 1e-06: " in failure.message for failure in failures)
@@ -370,12 +366,12 @@ async def test_a_group_that_a_worker_refuses_is_refused_and_counts_no_failure(st
     mesh = await start_mesh([engine], workers=1)
     broken = make_group(task_payload='{"prompt": 7}', group_size=3, deadline_s=PATIENCE_S)
     with pytest.raises(MeshError) as refusal:
-        await collect(mesh, broken)
+        await mesh.collect(broken)
     assert refusal.value.reason is Reason.INVALID_REQUEST
     assert refusal.value.violations[0].field.startswith("task_payload.")
     status = mesh.runner.status()
     assert (status.running, status.queued, dict(status.failures)) == (0, 0, {})
-    assert isinstance((await collect(mesh, make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+    assert isinstance((await mesh.collect(make_group(deadline_s=PATIENCE_S)))[0], Rollout)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +387,7 @@ async def test_a_group_ends_at_its_deadline_with_what_it_did_also_where_its_work
     mesh = await start_mesh([engine], env=[zoo(kind, deadlines={"blocked_s": 3600.0})], workers=1)
     await mesh.client.list_environments()
     began_s = time.monotonic()
-    *failures, summary = await collect(mesh, make_group(environment=kind, group_size=2, deadline_s=5.0))
+    *failures, summary = await mesh.collect(make_group(environment=kind, group_size=2, deadline_s=5.0))
     assert time.monotonic() - began_s < 5.0 + 10.0  # as the contract has it
     assert (summary.failed, {failure.reason for failure in failures}) == (2, {"DEADLINE_PASSED"})
     words = [failure.message.partition(": ") for failure in failures]
@@ -401,5 +397,5 @@ async def test_a_group_ends_at_its_deadline_with_what_it_did_also_where_its_work
 
 async def test_the_rollouts_of_a_group_have_the_seeds_of_their_places_in_it(start_mesh, engine, make_group):
     mesh = await start_mesh([engine], workers=2, max_concurrent=2)
-    await collect(mesh, make_group(group_size=4, deadline_s=PATIENCE_S, sampling=Sampling(seed=100)))
+    await mesh.collect(make_group(group_size=4, deadline_s=PATIENCE_S, sampling=Sampling(seed=100)))
     assert sorted(body["sampling_params"]["seed"] for body in engine.requests) == [100, 101, 102, 103]

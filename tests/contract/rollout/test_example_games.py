@@ -1,4 +1,4 @@
-"""The word trail, followed with its tool by a policy that answers token by token as a test tells it."""
+"""The examples' games, played by a policy that answers token by token as a test tells it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from meshrl.environments.memory_game.game import games
+from meshrl.environments.nim.game import heaps, right_move
 from meshrl.environments.word_trail.demonstrations import rows
 from meshrl.environments.word_trail.trail import trails
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ from meshrl.sft.config import DataConfig
 from meshrl.sft.data.tokenization import ConversationTokenizer
 from meshrl_examples.demonstrations import write_demonstrations
 from meshrl_examples.model import create_tokenizer
+from meshrl_examples.similarity import similarity
 
 # verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
@@ -46,6 +49,46 @@ def answering(tokenizer: PreTrainedTokenizerFast, policy: Callable[[str], str]) 
         return web.json_response({"request_id": "r", "choices": [choice]})
 
     return answer
+
+
+def said_by_user(prompt: str) -> list[str]:
+    return [part.partition("<|im_end|>")[0] for part in prompt.split("<|im_start|>user\n")[1:]]
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+async def test_the_memory_game_has_three_turns(newest_first, start_mesh, make_group, engine, tokenizer, folder):
+    def policy(words: list[str]) -> str:
+        return " ".join(reversed(words) if newest_first else words)
+
+    engine.on_call = answering(tokenizer, lambda prompt: policy(said_by_user(prompt)))
+    env = [{"id": "memory_game", "args": {"split": "held_out"}}]
+    mesh = await start_mesh([engine], env=env, tokenizer=folder, seq_len=128)
+    request = make_group(environment="memory_game", task_index=5, deadline_s=60.0)
+    rollout, _ = [event async for event in mesh.client.run_rollouts(request)]
+    assert getattr(rollout, "message", "") == ""
+    assert rollout.num_turns == 3
+    words = games("held_out")[5]
+    rights = [" ".join(words[: turn + 1]) for turn in range(3)]
+    said = [policy(words[: turn + 1]) for turn in range(3)]
+    assert rollout.reward == pytest.approx(sum(map(similarity, said, rights)) / 3)
+    assert rollout.metrics["exact"] == float(not newest_first)
+    (sample,) = rollout.samples  # each turn goes on from the tokens of the one before
+    assert tokenizer.decode(sample.token_ids[sample.loss_mask]) == "".join(f"{text}<|im_end|>" for text in said)
+
+
+@pytest.mark.parametrize(
+    ("heap", "agents"),
+    [(8, [("first", 0.0), ("second", 1.0)]), (3, [("first", 1.0)])],  # who won at once had nobody to play with
+)
+async def test_each_player_who_moved_makes_a_rollout_under_its_own_name(
+    heap: int, agents: list[tuple[str, float]], start_mesh, make_group, engine, tokenizer, folder
+):
+    engine.on_call = answering(tokenizer, lambda prompt: str(right_move(int(said_by_user(prompt)[-1])) or 1))
+    mesh = await start_mesh([engine], env=[{"id": "nim"}], tokenizer=folder, seq_len=128)
+    request = make_group(environment="nim", task_index=heaps("train").index(heap), deadline_s=60.0)
+    *rollouts, _ = [event async for event in mesh.client.run_rollouts(request)]
+    assert sorted((rollout.agent, rollout.reward) for rollout in rollouts) == agents
+    assert len({rollout.episode_id for rollout in rollouts}) == 1
 
 
 async def test_a_trail_is_followed_with_the_tool_in_the_tokens_of_the_demonstrations(
