@@ -8,10 +8,12 @@ import functools
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
 import pytest
+from loguru import logger
 
 import side_by_side
 
@@ -57,3 +59,28 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def _lines(level: str, line: str = "{message}") -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.removesuffix("\n")), level=level, format=line)
+    yield lines
+    logger.remove(sink)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """The texts of what the test logs, from INFO on."""
+    yield from _lines("INFO")
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """The texts of what the test logs, from WARNING on."""
+    yield from _lines("WARNING")
+
+
+@pytest.fixture
+def errors_said() -> Iterator[list[str]]:
+    """Every error that the test logs, with its traceback where it has one."""
+    yield from _lines("ERROR", "{message}\n{exception}")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from loguru import logger
 
 from http_servers import serving_http
 from meshrl.core.config import ConfigError
@@ -26,14 +25,6 @@ SAMPLE = SampleRow(environment="echo", task_key="t", prompt="say abc", completio
 FLAT = Ailment(
     cause="zero_learning_rate", symptom="flat reward", evidence="optim/lr is 0", key="trainer.optim.lr", remedy="raise"
 )
-
-
-@pytest.fixture
-def warnings_said() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logger.add(lambda message: said.append(message.record["message"]), level="WARNING")
-    yield said
-    logger.remove(handler)
 
 
 @pytest.fixture
@@ -107,7 +98,7 @@ def test_wandb_mode_of_the_environment_comes_first(tmp_path: Path, monkeypatch: 
 
 
 def test_wandb_without_a_key_is_warned_about_once_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_said: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -118,7 +109,7 @@ def test_wandb_without_a_key_is_warned_about_once_with_the_remedy(
     monitor.log(1, {"a": 1.0})
     monitor.log(2, {"a": 1.0})
     monitor.close()
-    (said,) = warnings_said
+    (said,) = warned
     assert said.startswith("no metrics go to W&B: ")
     assert "run `wandb login` or set WANDB_API_KEY, or set wandb.offline" in said
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
@@ -139,21 +130,19 @@ class FailingSink(Sink):
         raise RuntimeError("the service is gone")
 
 
-def test_a_destination_that_fails_is_warned_about_once_and_the_others_go_on(
-    tmp_path: Path, warnings_said: list[str]
-) -> None:
+def test_a_destination_that_fails_is_warned_about_once_and_the_others_go_on(tmp_path: Path, warned: list[str]) -> None:
     sink = FailingSink()
     monitor = Monitor([sink, JsonlSink(tmp_path / "metrics.jsonl")])
     for step in (1, 2, 3):
         sink.failing = step < 3
         monitor.log(step, {"a": 1.0})
-    assert (sink.steps, warnings_said) == ([3], ["the service is gone; the run goes on"])
+    assert (sink.steps, warned) == ([3], ["the service is gone; the run goes on"])
     monitor.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 async def test_a_webhook_gets_each_alert_and_one_that_refuses_it_is_warned_about(
-    tmp_path: Path, warnings_said: list[str]
+    tmp_path: Path, warned: list[str]
 ) -> None:
     posted: list[dict[str, object]] = []
 
@@ -166,21 +155,21 @@ async def test_a_webhook_gets_each_alert_and_one_that_refuses_it_is_warned_about
     async with serving_http(app) as address:
         monitor = Monitor([WebhookSink(f"{address}/hook", tmp_path)])
         await asyncio.to_thread(monitor.log_alerts, 7, [FLAT])
-        assert warnings_said == []
+        assert warned == []
         await asyncio.to_thread(monitor.log_alerts, 8, [FLAT])
     assert posted[0]["text"] == f"{tmp_path}, step 7: zero_learning_rate: optim/lr is 0; trainer.optim.lr: raise"
     assert {"step": 7, "run": str(tmp_path), "key": "trainer.optim.lr"}.items() <= posted[0].items()
-    (said,) = warnings_said
+    (said,) = warned
     assert said.startswith("the webhook does not take the alert zero_learning_rate: HTTP Error 404")
 
 
-def test_records_that_a_full_disk_refuses_follow_once_there_is_room(small_disk: Path, warnings_said: list[str]) -> None:
+def test_records_that_a_full_disk_refuses_follow_once_there_is_room(small_disk: Path, warned: list[str]) -> None:
     monitor = Monitor([JsonlSink(small_disk / "metrics.jsonl")])
     monitor.log(1, {"a": 1.0})
     filler = fill(small_disk)
     for step in range(2, 300):  # the last page of the file still takes some
         monitor.log(step, {"a": 1.0, "b": float("nan")})
-    (said,) = warnings_said
+    (said,) = warned
     assert "metrics.jsonl cannot be written (No space left on device), 1 records wait; free some space" in said
     whole = [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()]
     assert whole == list(range(1, len(whole) + 1))
@@ -236,7 +225,7 @@ def test_trackio_takes_metrics_samples_and_distributions_and_goes_on_after_a_res
 
 
 def test_trackio_that_does_not_start_costs_a_warning_and_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_said: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:1/")
@@ -244,7 +233,7 @@ def test_trackio_that_does_not_start_costs_a_warning_and_no_run(
     monitor = open_monitor(Layout(tmp_path), LogConfig(trackio=True), None, {})
     monitor.log(1, {"a": 1.0})
     monitor.close()
-    (said,) = warnings_said
+    (said,) = warned
     assert said.startswith("no metrics go to Trackio: Self-hosted logging requires a write token")
     assert said.endswith("; mend that, or leave out log.trackio")
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}

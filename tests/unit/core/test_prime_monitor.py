@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from loguru import logger
 from pyarrow import parquet
 
 from meshrl.core.config.shared import PrimeMonitorConfig
@@ -72,22 +71,14 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Platform]:
     server.server_close()
 
 
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
-
-
-def test_a_run_is_registered_shown_and_ended(platform: Platform, said: list[str]) -> None:
+def test_a_run_is_registered_shown_and_ended(platform: Platform, warned: list[str]) -> None:
     config = PrimeMonitorConfig(run_name="mine", team_id="team", base_url=f"{platform.url}/api/")
     monitor = Monitor([PrimeSink(config, {"base_model": "tiny", "max_steps": 3})])
     monitor.log(3, {"reward/all/mean": 0.5, "loss/mean": float("nan")})
     monitor.log_distributions(3, {"reward": [0.0, 1.0]})
     monitor.log_samples(3, [SAMPLE])
     monitor.close()
-    assert said == []
+    assert warned == []
     assert [call[:2] for call in platform.got] == [
         ("POST", "/api/external-runs"), ("POST", "/api/metrics"), ("POST", "/api/distributions"),
         ("POST", "/api/samples/presign"), ("PUT", "/bucket/table"), ("POST", "/api/samples/confirm"),
@@ -105,22 +96,22 @@ def test_a_run_is_registered_shown_and_ended(platform: Platform, said: list[str]
     assert {key for _, path, key, _ in platform.got if path.startswith("/api")} == {"Bearer secret"}
 
 
-def test_a_platform_that_refuses_or_is_gone_costs_a_warning_and_no_run(platform: Platform, said: list[str]) -> None:
+def test_a_platform_that_refuses_or_is_gone_costs_a_warning_and_no_run(platform: Platform, warned: list[str]) -> None:
     config = PrimeMonitorConfig(base_url=platform.url + "/api")
     platform.refuses = True
     refused = Monitor([PrimeSink(config, {})])
     refused.log(1, {"loss/mean": 1.0})
     refused.close()
     assert len(platform.got) == 1
-    assert len(said) == 1
-    assert "it did not register the run: the Prime platform refused POST" in said[0]
-    assert "HTTP 403" in said[0]
+    assert len(warned) == 1
+    assert "it did not register the run: the Prime platform refused POST" in warned[0]
+    assert "HTTP 403" in warned[0]
     platform.refuses = False
     shown = Monitor([PrimeSink(config, {"max_steps": 3})])
     platform.refuses = True
     shown.log(1, {"loss/mean": 1.0})
     shown.log(2, {"loss/mean": 1.0})
-    assert len(said) == 2, "said once while it lasts"
+    assert len(warned) == 2, "warned once while it lasts"
     platform.refuses = False
     shown.close()
     assert json.loads(platform.got[-1][3]) == {"status": "failed"}, "it ended before its last step"
@@ -151,17 +142,17 @@ def answering(answer: bytes, *, then_wait: bool) -> Iterator[str]:
     "answer", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 201 Created\r\nContent-Length: 99\r\n\r\n{", b""]
 )
 def test_a_platform_that_breaks_off_costs_a_warning_and_no_run(
-    platform: Platform, said: list[str], answer: bytes
+    platform: Platform, warned: list[str], answer: bytes
 ) -> None:
     with answering(answer, then_wait=False) as url:
         Monitor([PrimeSink(PrimeMonitorConfig(base_url=url), {})]).close()
-    (warning,) = said
+    (warning,) = warned
     assert "it did not register the run: the Prime platform does not answer POST" in warning
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 500 No\r\nContent-Length: 99\r\n\r\n", b""])
 def test_a_platform_that_says_no_more_is_asked_again_after_ten_times_as_long(
-    platform: Platform, said: list[str], answer: bytes, monkeypatch: pytest.MonkeyPatch
+    platform: Platform, warned: list[str], answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prime, "CALL_S", 0.5)
     monkeypatch.setenv("RUN_ID", "run-1")
@@ -171,12 +162,12 @@ def test_a_platform_that_says_no_more_is_asked_again_after_ten_times_as_long(
         for step in range(8):
             monitor.log(step, {"loss/mean": 1.0})
         assert 0.5 <= time.monotonic() - began < 8 * 0.5, "each step has waited"
-    (warning,) = said
+    (warning,) = warned
     assert "the Prime platform does not answer POST" in warning
 
 
 def test_without_a_key_nothing_is_sent_and_that_is_said(
-    platform: Platform, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    platform: Platform, warned: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     monkeypatch.delenv("PRIME_API_KEY")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -184,7 +175,7 @@ def test_without_a_key_nothing_is_sent_and_that_is_said(
     monitor.log(1, {"loss/mean": 1.0})
     monitor.close()
     assert platform.got == []
-    assert said == [
+    assert warned == [
         "no metrics go to the Prime platform: set PRIME_API_KEY or run `prime login`, or leave out"
         " orchestrator.prime_monitor"
     ]

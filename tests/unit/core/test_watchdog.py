@@ -6,12 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 from meshrl.core.program import run
 from meshrl.core.telemetry import watchdog
@@ -20,14 +18,6 @@ from meshrl.core.telemetry.watchdog import ProgramWatch
 from meshrl.wire.program_state import ProgramState, WaitState, read_states, troubles_for
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]))
-    yield lines
-    logger.remove(sink)
 
 
 class Seconds:

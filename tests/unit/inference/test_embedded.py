@@ -193,19 +193,6 @@ async def test_non_finite_logits_fail_the_request_and_the_slots_recover(
     assert np.abs(made.logprobs - full_forward(model, [1, 2, 3], made.token_ids.tolist())).max() < TOLERANCE
 
 
-async def test_draining_finishes_what_is_in_flight_and_refuses_more(start_engine: EngineFactory) -> None:
-    engine = await start_engine()
-    running = asyncio.create_task(complete(engine, ask([1], max_tokens=50)))
-    await asyncio.sleep(0)
-    closing = asyncio.create_task(engine.close(5.0))
-    await asyncio.sleep(0)
-    with pytest.raises(MeshError) as refused:
-        await complete(engine, ask([1]))
-    assert refused.value.reason is Reason.DRAINING
-    assert len((await running).token_ids) == 50
-    await closing
-
-
 async def test_the_drain_deadline_aborts_what_is_left(start_engine: EngineFactory) -> None:
     engine = await start_engine(max_model_len=500)
     running = asyncio.create_task(complete(engine, ask([1], max_tokens=490)))

@@ -28,16 +28,6 @@ async def test_bad_input_is_answered_with_what_to_change(path: str, body: Any, w
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-async def test_health_is_503_while_draining(serve: Start, start_engine: EngineFactory) -> None:
-    engine = await start_engine()
-    client = await serve(engine)
-    engine.begin_drain()
-    async with client.get("/health") as response:
-        assert response.status == 503
-    status, answer = await post(client, "/inference/v1/generate", {"token_ids": [1]})
-    assert (status, answer["error"]["reason"]) == (503, "DRAINING")
-
-
 async def in_flight(engine: EmbeddedEngine) -> None:
     """Until the engine has a request."""
     async with asyncio.timeout(60.0):
@@ -99,12 +89,3 @@ async def test_reloading_weights_whose_folder_is_gone_is_refused_in_a_sentence(
     assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
     assert f"the files of base model '{tmp_path}/base' are not on this host" in answer["error"]["message"]
     assert (await (await client.get("/version")).json())["version"] == 0
-
-
-async def test_admin_routes_answer_this_host_only(serve: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiohttp.web.BaseRequest.remote", "10.1.2.3")
-    client = await serve()
-    for path in ("/pause", "/resume", "/update_weights", "/reload_weights"):
-        status, answer = await post(client, path, {})
-        assert (status, answer["error"]["type"]) == (403, "permission_error")
-    assert (await client.get("/health")).status == 200

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger
 
 from inference_kit import Start, post
 from meshrl.inference.http.request_keys import CHAT_KEYS, OTHER_KEYS, UnknownKeys
@@ -84,17 +83,12 @@ async def test_what_a_caller_that_renders_passes_through_is_taken_on_the_token_r
         assert [(await status(client, TOKENS, key, value))[0] for value in bad] == [400] * len(bad), key
 
 
-async def test_unknown_keys_of_the_text_routes_are_logged_once_each(serve: Start) -> None:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    try:
-        client = await serve()
-        for _ in range(3):
-            for path in (CHAT, PLAIN):
-                assert (await post(client, path, {**BODIES[path], "temprature": 1, "user": "me"}))[0] == 200
-    finally:
-        logger.remove(sink)
-    assert [line for line in lines if "the key" in line] == [
+async def test_unknown_keys_of_the_text_routes_are_logged_once_each(serve: Start, warned: list[str]) -> None:
+    client = await serve()
+    for _ in range(3):
+        for path in (CHAT, PLAIN):
+            assert (await post(client, path, {**BODIES[path], "temprature": 1, "user": "me"}))[0] == 200
+    assert [line for line in warned if "the key" in line] == [
         f"{CHAT}: the key 'temprature' is not known and changes nothing; this is logged once"
     ]
 

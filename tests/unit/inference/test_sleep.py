@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from meshrl.inference.sleep import NeverSleeps, Sleeper
+from meshrl.inference.sleep import Sleeper
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -98,10 +98,3 @@ async def test_way_without_an_end_ends_at_its_deadline_for_good(way: str) -> Non
         with pytest.raises(MeshError, match="took longer"):
             await again()
     assert bed.notes[-1] == f"{way} begins"
-
-
-async def test_engine_without_a_sleep_mode_stays_awake() -> None:
-    engine = NeverSleeps()
-    assert not await engine.sleep()
-    await engine.wake()
-    assert (engine.can_sleep, engine.sleeping) == (False, False)

@@ -1,12 +1,11 @@
 """Each alert is logged once when it begins, is in the record while it lasts, and is silent in a run that is well."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import zstandard
-from loguru import logger
 
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
@@ -23,14 +22,6 @@ WELL = {
     "errored_rollouts/all": 0.01,
     "weights/engines": 2.0,
 }
-
-
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
 
 
 class Watched:
@@ -62,44 +53,44 @@ class Watched:
     ],
 )
 def test_an_alert_is_logged_once_and_is_in_every_record_while_it_lasts(
-    said: list[str], changed: dict[str, float], name: str, words: str
+    warned: list[str], changed: dict[str, float], name: str, words: str
 ) -> None:
     run = Watched(Alerts(synchronous=False))
     assert run.after(30, {}) == {}
     found = run.after(6, changed)
     assert found == {f"alert/{name}": 1.0}
     assert CATALOGUE.record(Source.ORCHESTRATOR, found) == found
-    (line,) = said
+    (line,) = warned
     assert line.startswith(f"alert {name}: ")
     assert words in line
     assert run.after(1, {}) == {f"alert/{name}": 1.0}, "one that comes and goes is one alert"
     assert run.after(2 * RECENT, {}) == {}
     run.after(6, changed)
     assert run.begun == [name, name], "it has begun anew"
-    assert len(said) == 2
+    assert len(warned) == 2
 
 
-def test_an_alert_that_is_ignored_is_not_looked_for(said: list[str]) -> None:
+def test_an_alert_that_is_ignored_is_not_looked_for(warned: list[str]) -> None:
     run = Watched(Alerts(synchronous=False, ignored=["stale_engine"]))
     run.after(5, {})
     assert run.after(5, {"weights/engines": 1.0}) == {}
-    assert said == []
+    assert warned == []
 
 
-def test_a_late_event_loop_is_named(said: list[str]) -> None:
+def test_a_late_event_loop_is_named(warned: list[str]) -> None:
     alerts = Alerts(synchronous=False)
     lasting, _ = alerts.check(1, WELL, {"trainer": 0.2, "rollout_worker_2": 12.5})
     assert lasting == {"alert/loop_lag": 1.0}
-    assert said[0].startswith("alert loop_lag: rollout_worker_2 answers 12.5 s late")
+    assert warned[0].startswith("alert loop_lag: rollout_worker_2 answers 12.5 s late")
 
 
-def test_a_run_that_learns_and_a_synchronous_one_are_not_alarmed(said: list[str]) -> None:
+def test_a_run_that_learns_and_a_synchronous_one_are_not_alarmed(warned: list[str]) -> None:
     alerts = Alerts(synchronous=True)
     for step in range(1, 60):
         noisy = 0.2 + 0.01 * step + (0.1 if step % 2 else -0.1)
         lasting, _ = alerts.check(step, {**WELL, "reward/all/mean": noisy, "time/wait_for_batch": 3.9}, {})
         assert lasting == {}
-    assert said == []
+    assert warned == []
 
 
 @pytest.mark.parametrize("path", sorted(RUNS.glob("*.jsonl.zst")), ids=lambda path: path.name.partition(".")[0])

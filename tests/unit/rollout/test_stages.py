@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from loguru import logger
 
 from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.rollout.deadlines.stages import RolloutStage, StageKind, overdue, shortest_s
@@ -33,20 +32,14 @@ def test_the_whole_rollout_has_a_deadline_in_every_stage():
     assert (shortest_s(deadlines), shortest_s(StageDeadlinesConfig())) == (60.0, None)
 
 
-def test_long_waits_are_said_once_a_minute_by_environment_and_stage():
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+def test_long_waits_are_said_once_a_minute_by_environment_and_stage(warned):
     report = WaitingReport()
     slow = RolloutStage("in its rewards and metrics", 0.0, StageKind.SCORING)
     elsewhere = RolloutStage("being played", 0.0, worker="worker 2")  # which reports it itself
     doing = [("judge", slow), ("judge", slow), ("quick", RolloutStage("in a model call", 90.0)), ("quick", elsewhere)]
-    try:
-        for now_s in (20.0, 100.0, 130.0, 161.0):
-            report.look(doing, now_s)
-    finally:
-        logger.remove(sink)
-    said = [line.split(";")[0] for line in lines]
-    assert said == [
+    for now_s in (20.0, 100.0, 130.0, 161.0):
+        report.look(doing, now_s)
+    assert [line.split(";")[0] for line in warned] == [
         "waiting for environment judge: 2 rollouts in its rewards and metrics, the longest for 100 s",
         "waiting for environment judge: 2 rollouts in its rewards and metrics, the longest for 161 s",
         "waiting for environment quick: 1 rollouts in a model call, the longest for 71 s",

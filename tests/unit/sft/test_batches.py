@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loguru import logger
 
 from meshrl.algorithms.packing import TrainSample
 from meshrl.sft.data.batches import DataProgress, SFTBatch, training_batches
@@ -100,16 +99,11 @@ def test_epoch_counts_passes_over_the_data() -> None:
     assert [batch.epoch for batch in islice(batches, 4)] == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
 
-def test_rows_without_anything_to_learn_are_left_out_and_counted() -> None:
-    told: list[str] = []
-    sink = logger.add(lambda message: told.append(message.record["message"]))
-    try:
-        batches = dealt([4, 1, 4, 1, 4], DataConfig(name="d", batch_size=1, seq_len=8))
-        taken = [index for batch in islice(batches, 3) for index in seen(batch)]
-    finally:
-        logger.remove(sink)
+def test_rows_without_anything_to_learn_are_left_out_and_counted(said: list[str]) -> None:
+    batches = dealt([4, 1, 4, 1, 4], DataConfig(name="d", batch_size=1, seq_len=8))
+    taken = [index for batch in islice(batches, 3) for index in seen(batch)]
     assert set(taken) == {0, 2, 4}
-    assert told == ["d: 2 of 5 rows have nothing to learn"]
+    assert said == ["d: 2 of 5 rows have nothing to learn"]
 
 
 def test_data_without_anything_to_learn_is_refused_after_one_epoch() -> None:
@@ -117,14 +111,9 @@ def test_data_without_anything_to_learn_is_refused_after_one_epoch() -> None:
         next(dealt([1, 1, 1], DataConfig(batch_size=1, seq_len=8)))
 
 
-def test_a_step_that_goes_through_the_data_several_times_is_warned_about_once() -> None:
-    told: list[str] = []
-    sink = logger.add(lambda message: told.append(message.record["message"]))
-    try:
-        list(islice(dealt([4, 4], DataConfig(batch_size=32, seq_len=8)), 3))
-    finally:
-        logger.remove(sink)
-    assert told == [
+def test_a_step_that_goes_through_the_data_several_times_is_warned_about_once(said: list[str]) -> None:
+    list(islice(dealt([4, 4], DataConfig(batch_size=32, seq_len=8)), 3))
+    assert said == [
         "one step goes through the data more than once: data.batch_size 32 is samples of data.seq_len 8 tokens; lower "
         "it, or give more data"
     ]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from loguru import logger
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -93,28 +92,24 @@ def test_rows_beyond_learned_positions_are_refused(folder: Path) -> None:
     train(config(folder, seq_len=128), (), RankGroup())
 
 
-def test_a_sample_beyond_rotary_positions_is_named_once_and_a_row_of_short_ones_is_not(folder: Path) -> None:
+def test_a_sample_beyond_rotary_positions_is_named_once_and_a_row_of_short_ones_is_not(
+    folder: Path, warned: list[str]
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tiny_model("llama", None, vocab_size=len(tokenizer)).save_pretrained(folder / "model")
-    said: list[str] = []
-    sink = logger.add(said.append, level="WARNING")
     train(config(folder, seq_len=1536), (), RankGroup())
-    assert not [line for line in said if "positions" in line]
+    assert not [line for line in warned if "positions" in line]
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo" * 200}]}
     (folder / "chat.jsonl").write_text(json.dumps(row) + "\n")
     train(config(folder, seq_len=129), (), RankGroup())
-    logger.remove(sink)
-    (line,) = [line for line in said if "positions" in line]
+    (line,) = [line for line in warned if "positions" in line]
     assert "a sample of 129 tokens is beyond the 128 positions (max_position_embeddings)" in line
 
 
-def test_adapters_on_a_hybrid_reach_its_linear_attention(folder: Path) -> None:
+def test_adapters_on_a_hybrid_reach_its_linear_attention(folder: Path, said: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tiny_model("qwen3_5_text", None, vocab_size=len(tokenizer)).save_pretrained(folder / "model")
-    said: list[str] = []
-    sink = logger.add(said.append, level="INFO")
     train(config(folder, lora=LoraConfig(rank=2)), (), RankGroup())
-    logger.remove(sink)
     (line,) = [line for line in said if "adapters on" in line]
     assert "linear layers; without: " in line
     before, after = (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger
 
 from chatml_tokenizer import chatml_tokenizer
 from meshrl.sft.config import DataConfig, SFTConfig
@@ -55,14 +54,6 @@ def row(tmp_path: Path) -> Try:
     return tokenize
 
 
-@pytest.fixture
-def listed() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
-
-
 def used(row: Try, given: dict[str, Any], text: str) -> None:
     assert f"[[{text}<|im_end|>]]" in row(given)
 
@@ -72,77 +63,77 @@ def refused(row: Try, given: dict[str, Any], words: str) -> None:
         row(given)
 
 
-def check_messages(row: Try, listed: list[str]) -> None:
+def check_messages(row: Try, warned: list[str]) -> None:
     used(row, {**said(), "prompt": "other", "completion": "no"}, f"{EMPTY}yes")
-    assert [line.partition("not used: ")[2] for line in listed] == ["column 'completion'", "column 'prompt'"]
+    assert [line.partition("not used: ")[2] for line in warned] == ["column 'completion'", "column 'prompt'"]
 
 
-def check_prompt(row: Try, listed: list[str]) -> None:
+def check_prompt(row: Try, warned: list[str]) -> None:
     used(row, {"prompt": "q", "completion": "yes"}, f"{EMPTY}yes")
     used(row, {"prompt": [USER], "completion": said()["messages"][1:]}, f"{EMPTY}yes")
     earlier = {"prompt": [*said("no")["messages"], USER], "completion": "yes"}
     assert row(earlier).count("[[") == 1
 
 
-def check_neither(row: Try, listed: list[str]) -> None:
+def check_neither(row: Try, warned: list[str]) -> None:
     refused(row, {"text": "hi", "id": 1}, r"line 1 has columns \['id', 'text'\]; expected messages, or prompt")
 
 
-def check_tools(row: Try, listed: list[str]) -> None:
+def check_tools(row: Try, warned: list[str]) -> None:
     for given in ({"tool_defs": [TOOL]}, {"tools": [{"type": "function", "function": TOOL}]}):
         assert '<tools>\n{"type": "function", "function": {"name": "f"' in row({**said(), **given})
         as_text = {key: json.dumps(value) for key, value in given.items()}
         assert row({**said(), **as_text}) == row({**said(), **given})
 
 
-def check_options(row: Try, listed: list[str]) -> None:
+def check_options(row: Try, warned: list[str]) -> None:
     used(row, {**said(), "chat_template_kwargs": {"enable_thinking": False}}, "yes")
 
 
-def check_column(row: Try, listed: list[str]) -> None:
+def check_column(row: Try, warned: list[str]) -> None:
     row({**said(), "score": 1})
-    assert [line.partition("not used: ")[2] for line in listed] == ["column 'score'"]
+    assert [line.partition("not used: ")[2] for line in warned] == ["column 'score'"]
 
 
-def check_text(row: Try, listed: list[str]) -> None:
+def check_text(row: Try, warned: list[str]) -> None:
     used(row, said("yes"), f"{EMPTY}yes")
     used(row, said(None), EMPTY)
 
 
-def check_parts(row: Try, listed: list[str]) -> None:
+def check_parts(row: Try, warned: list[str]) -> None:
     used(row, said([{"type": "text", "text": "ye"}, {"type": "text", "text": "s"}]), f"{EMPTY}yes")
     asked = {"role": "user", "content": [{"type": "text", "text": "question"}]}
     assert "user\nquestion<|im_end|>" in row({"messages": [asked, said()["messages"][1]]})
 
 
-def check_other_part(row: Try, listed: list[str]) -> None:
+def check_other_part(row: Try, warned: list[str]) -> None:
     refused(row, said([{"type": "image_url", "image_url": {"url": "x"}}]), "line 1, message 1 .* 'image_url'")
 
 
-def check_no_content(row: Try, listed: list[str]) -> None:
+def check_no_content(row: Try, warned: list[str]) -> None:
     refused(row, said(...), "line 1, message 1 of messages: a message of role 'assistant' needs content")
 
 
-def check_calls(row: Try, listed: list[str]) -> None:
+def check_calls(row: Try, warned: list[str]) -> None:
     of_verifiers = {"name": "f", "arguments": {"a": 1}}
     for call in (CALL, {**CALL, "function": {"name": "f", "arguments": {"a": 1}}}, of_verifiers):
         used(row, said(..., tool_calls=[call]), f"{EMPTY}{CALLED}")
 
 
-def check_calls_left_out(row: Any, listed: list[str]) -> None:
+def check_calls_left_out(row: Any, warned: list[str]) -> None:
     with pytest.raises(DataError, match="message 1: calls tools, which the chat template leaves out"):
         row(said(tool_calls=[CALL]), PLAIN)
 
 
-def check_reasoning(row: Any, listed: list[str]) -> None:
+def check_reasoning(row: Any, warned: list[str]) -> None:
     for key in ("reasoning_content", "reasoning"):
         used(row, said(**{key: "why"}), "<think>\nwhy\n</think>\n\nyes")
-    assert not listed
+    assert not warned
     assert "[[yes<|im_end|>]]" in row(said(reasoning_content="why"), PLAIN)
-    assert listed[-1].endswith("not used: 'reasoning_content', which the chat template leaves out")
+    assert warned[-1].endswith("not used: 'reasoning_content', which the chat template leaves out")
 
 
-def check_marks(row: Try, listed: list[str]) -> None:
+def check_marks(row: Try, warned: list[str]) -> None:
     for key in ("weight", "loss_mask", "trainable", "train"):
         assert "[[" not in row(said(**{key: 0}))
         used(row, said(**{key: True}), f"{EMPTY}yes")
@@ -150,16 +141,16 @@ def check_marks(row: Try, listed: list[str]) -> None:
         assert "[[<|im_start|>user\nq<|im_end|>]]" in row({"messages": [asked, *said()["messages"][1:]]})
 
 
-def check_half(row: Try, listed: list[str]) -> None:
+def check_half(row: Try, warned: list[str]) -> None:
     refused(row, said(weight=0.5), r"message 1: weight must be 0 or 1 \(or false or true\), got 0.5")
 
 
-def check_key(row: Any, listed: list[str]) -> None:
+def check_key(row: Any, warned: list[str]) -> None:
     row(said(mood="good"))
-    assert listed[-1].endswith("not used: 'mood', which the chat template leaves out")
+    assert warned[-1].endswith("not used: 'mood', which the chat template leaves out")
     read = PLAIN.replace("m.content", "m.content ~ (m.mood or '')")
     assert "[[yesgood<|im_end|>]]" in row(said(mood="good"), read)
-    assert len(listed) == 1
+    assert len(warned) == 1
 
 
 CHECKS = {
@@ -192,5 +183,5 @@ def test_the_page_has_a_line_for_each_check() -> None:
 
 
 @pytest.mark.parametrize("line", CHECKS)
-def test_a_row_has_the_outcome_of_the_table(line: str, row: Try, listed: list[str]) -> None:
-    CHECKS[line](row, listed)
+def test_a_row_has_the_outcome_of_the_table(line: str, row: Try, warned: list[str]) -> None:
+    CHECKS[line](row, warned)
