@@ -13,11 +13,11 @@ from local_ports import free_port
 from meshrl.core.config.shared import ServerConfig, ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
-from meshrl.orchestrator.build import build_loop, make_journal
+from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
-from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer
+from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer, make_journal
 
 
 @dataclass

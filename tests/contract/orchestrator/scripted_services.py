@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 
+from meshrl.core.paths import Layout
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.ledger.open_run import open_journal
+from meshrl.orchestrator.ledger.writer import Writer
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.service import check_batch
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
@@ -27,6 +32,7 @@ from meshrl.wire.types import (
     RolloutFailure,
     RolloutRequest,
     RolloutSummary,
+    RunInfo,
     Sample,
     TrainerInfo,
     Transport,
@@ -310,3 +316,19 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
         applied = ApplyReport(version=version, root=b"r", pause_s=0.001, prepare_s=0.002, requests_kept=0)
         report = EngineReport(engine_id="e0", applied=applied)
         return convert.to_proto(Activation(version=info, engines=(report,), commit_s=0.003, lag_s=0.004))
+
+
+def make_journal(
+    config: OrchestratorConfig, trainer: TrainerInfo, run: RunInfo, writer: Writer | None = None
+) -> Journal:
+    """The journal of the trainer's run, opened as the program opens it. Blocks."""
+    return open_journal(
+        Layout(config.output_dir),
+        trainer,
+        run,
+        session=config.session,
+        least_rollouts={name: algo.least_rollouts for name, algo in config.algos.items()},
+        checkpoints=config.checkpoint_interval is not None,
+        saves_last=config.checkpoint_at_end,
+        writer=writer,
+    )

@@ -13,12 +13,13 @@ from opentelemetry import trace
 
 from ledger_audit import audit
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
-from meshrl.orchestrator.build import build_loop, make_journal, make_plan
+from meshrl.orchestrator.build import build_loop, make_plan
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.sampling.retry import RunError
+from scripted_services import make_journal
 
 
 class LosesTheRest(ThreadedWriter):
