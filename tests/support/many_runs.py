@@ -240,10 +240,10 @@ class ManyRuns:
         of = RunSettings.model_validate({**settings(name).model_dump(), **(changed or {})})
         await self.host.create(name, of, request_id=request_id)
 
-    async def submit(self, name: str, step: int, *, advantage: float | None = None) -> None:
+    async def submit(self, name: str, step: int, *, advantage: float | None = None, made: Batch | None = None) -> None:
         """Submits a batch, once there is a place for it."""
         queue = self.table.find(name)
-        made = batch(name, step, dp_size=self.learner.parallel.plan.dp_size, advantage=advantage)
+        made = made or batch(name, step, dp_size=self.learner.parallel.plan.dp_size, advantage=advantage)
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch._dynamo
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import (
@@ -36,6 +37,8 @@ from meshrl.training.model_config import (
     TrainerModelConfig,
 )
 from meshrl.training.parallel.rank_group import RankGroup
+
+MOST_GRAPHS = 64  # of a block's code; beyond, torch runs it uncompiled
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
@@ -85,6 +88,8 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
             )
         for holder in policy.routers.holders:
             _set_forward(holder, torch.compiler.disable(holder.forward))  # type: ignore[no-untyped-call]  # torch's
+        # Runs with adapters of other ranks and layers have graphs of their own, and so have the rows that they share.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
         for block in blocks:
             _set_forward(
                 block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)
