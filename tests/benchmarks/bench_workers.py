@@ -132,7 +132,7 @@ class Process:
 @contextmanager
 def program(folder: Path, workers: int, engines: list[str], options: argparse.Namespace) -> Any:
     """The `rollout` program, once it serves: its process and address."""
-    from meshrl.core.readiness import READY_FILE
+    from meshrl.core.program import READY_FILE
 
     port = free_port()
     own = folder / f"workers_{workers}"

@@ -24,7 +24,7 @@ import torch
 
 from local_ports import free_port
 from meshrl.client import ChannelOptions, WeightSyncClient
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import READY_FILE
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import Adapter
 from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport

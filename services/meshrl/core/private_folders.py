@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from meshrl.client.private import private_folder
 from meshrl.core.config.base import ConfigError
-from meshrl.core.config.flags import flag
+from meshrl.core.config.schema import flag
 from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
 

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
@@ -25,7 +26,6 @@ from meshrl.core.config.shared import LogConfig
 from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import ReadableBy, keep_to
-from meshrl.core.readiness import READY_FILE
 from meshrl.core.telemetry.log_folder import log_place, own_log
 from meshrl.core.telemetry.logs import setup_logging, stdout_goes_beside
 from meshrl.wire.errors import MeshError
@@ -57,6 +57,9 @@ class ProgramConfig(Protocol):
 
 
 ConfigT = TypeVar("ConfigT", bound=ProgramConfig)
+
+READY_FILE = "MESHRL_READY_FILE"
+"""Names a file that a program creates once it is ready: `rl` gives up one that dies at every start before that."""
 
 GROUP_LOG = "MESHRL_GROUP_LOG"
 """Set for the ranks of a group: the log chosen by its agent, which rank 0 writes."""
@@ -220,6 +223,14 @@ def how_it_ended(code: int | None) -> str:
     except ValueError:
         name = "signal"
     return f"was killed by {name} ({-code})"
+
+
+def say_ready() -> None:
+    """Creates the file READY_FILE, where the starter of this process named one."""
+    path = os.environ.get(READY_FILE)
+    if path:
+        with suppress(OSError):  # the starter has gone, or its disk is full: no reason to end
+            Path(path).touch()
 
 
 def leave(code: int) -> NoReturn:

@@ -34,17 +34,7 @@ def main() -> None:
     )
     sinks: list[Sink] = [ConsoleSink()]
     if config.wandb is not None:
-        sinks.append(
-            WandbSink(
-                project=config.wandb.project,
-                name=config.wandb.name,
-                group=config.wandb.group,
-                tags=config.wandb.tags,
-                offline=config.wandb.offline,
-                folder=config.output_dir,
-                settings=config.model_dump(mode="json"),
-            )
-        )
+        sinks.append(WandbSink(config.wandb, config.output_dir, config.model_dump(mode="json")))
     evaluation = Evaluation(
         weights,
         Monitor(sinks),

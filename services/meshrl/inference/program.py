@@ -13,7 +13,7 @@ from opentelemetry.trace import Tracer
 from meshrl.core.credentials.https import kept_fresh, scheme, server_context
 from meshrl.core.credentials.secret import ADMIN_KEY, read_secret
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.readiness import say_ready
+from meshrl.core.program import say_ready
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.waits import waits_of

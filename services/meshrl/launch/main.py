@@ -15,7 +15,7 @@ from loguru import logger
 
 from meshrl.cli.run_folder import RunFolder
 from meshrl.core.config import BaseConfig, ConfigError, dump_toml, load_config
-from meshrl.core.config.flags import SECTION
+from meshrl.core.config.schema import SECTION
 from meshrl.core.interpreter import check_interpreter
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import SHM, keep_to, spool_name, versions_folder

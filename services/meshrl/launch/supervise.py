@@ -19,8 +19,7 @@ from loguru import logger
 
 from meshrl.core.orphans import RUN_MARK, guardian_command
 from meshrl.core.paths import is_gone
-from meshrl.core.program import how_it_ended
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import READY_FILE, how_it_ended
 from meshrl.core.waiting import CANCEL_DEADLINE_S, stop_or_first
 from meshrl.launch.logtail import LogTail, last_lines
 

@@ -19,7 +19,7 @@ from opentelemetry import trace
 
 from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
-from meshrl.core.config.flags import flag
+from meshrl.core.config.schema import flag
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.task_schedule import LengthEstimates

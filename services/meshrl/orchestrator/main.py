@@ -15,8 +15,7 @@ from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.paths import Layout
-from meshrl.core.program import run_program
-from meshrl.core.readiness import say_ready
+from meshrl.core.program import run_program, say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.exposition import RecordMetrics, registry_of
 from meshrl.core.telemetry.monitor import Sink

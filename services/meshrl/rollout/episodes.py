@@ -19,7 +19,7 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer, use_span
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
-from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, links_from, traceparent_of
+from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, traceparent_of
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.engines.chat_servers import refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
@@ -29,6 +29,7 @@ from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.rendering.text_samples import TextSamples
 from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import links_from
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 
 

@@ -16,8 +16,7 @@ from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded, loading
 from meshrl.core.orphans import children_end_too
 from meshrl.core.private_folders import short_socket_paths
-from meshrl.core.program import run_program
-from meshrl.core.readiness import say_ready
+from meshrl.core.program import run_program, say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first

@@ -21,8 +21,7 @@ from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.program import exit_code_of, leave, run_traced
-from meshrl.core.readiness import say_ready
+from meshrl.core.program import exit_code_of, leave, run_traced, say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.waits import Waits, waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped

@@ -17,6 +17,7 @@ from typing import Self
 
 from meshrl.core.config import ConfigError
 from meshrl.trials.plan import TrialKey
+from meshrl.wire.growing_file import whole_size
 from meshrl.wire.values import JsonObject
 
 ROLLOUTS_OF_EPISODE = "rollouts_of_episode"
@@ -39,9 +40,7 @@ class RowFile:
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
                 opening.callback(os.close, self._descriptor)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                content = self.path.read_bytes()
-                if content and not content.endswith(b"\n"):  # half a line
-                    os.truncate(self._descriptor, content.rfind(b"\n") + 1)
+                os.truncate(self._descriptor, whole_size(self.path))  # without half a line
             except BlockingIOError as error:
                 raise ConfigError(
                     f"output_dir: {self.path} is written by another process; wait for its end, or choose another"

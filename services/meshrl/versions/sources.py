@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.backoff import Backoff
 
 DEAD_S = 3.0
 """A relay from which nothing came for so long is passed over."""
@@ -47,7 +48,7 @@ class ByteSource:
     answers_in_s: float = float("inf")
     heard_s: float | None = None
     avoid_until_s: float = 0.0
-    _avoid_s: float = AVOID_S[0]
+    _avoid: Backoff = field(default_factory=lambda: Backoff(*AVOID_S, jitter=0.0))
 
     @property
     def is_far(self) -> bool:
@@ -60,7 +61,8 @@ class ByteSource:
 
     def heard(self, now_s: float) -> None:
         """Records that bytes came from it."""
-        self.heard_s, self._avoid_s = now_s, AVOID_S[0]
+        self.heard_s = now_s
+        self._avoid.reset()
 
     def measured(self, rate: float) -> None:
         """Records that it sent at `rate` bytes/s."""
@@ -71,8 +73,7 @@ class ByteSource:
         self.heard_s = now_s if self.heard_s is None else self.heard_s
         if not at_once and now_s - self.heard_s < DEAD_S:
             return False
-        self.avoid_until_s, self.heard_s = now_s + self._avoid_s, None
-        self._avoid_s = min(2 * self._avoid_s, AVOID_S[1])
+        self.avoid_until_s, self.heard_s = now_s + self._avoid.next_s(), None
         return True
 
 

@@ -19,8 +19,7 @@ from meshrl.core.credentials.identity import as_member
 from meshrl.core.credentials.secret import read_secret
 from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
-from meshrl.core.program import run_program
-from meshrl.core.readiness import say_ready
+from meshrl.core.program import run_program, say_ready
 from meshrl.core.rpc.enrollment import SERVICE as ENROLLMENT
 from meshrl.core.rpc.enrollment import EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from opentelemetry import trace
 from opentelemetry.context import Context
 
-from meshrl.core.telemetry.tracing import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, chosen_ids, link_from
-from meshrl.wire.trace import sync_context
+from meshrl.core.telemetry.tracing import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, chosen_ids
+from meshrl.wire.trace import link_from, sync_context
 from meshrl.wire.types import Activation, Manifest
 
 

@@ -18,7 +18,7 @@ from opentelemetry import trace
 from ledger_audit import audit
 from local_ports import free_port
 from meshrl.core.config import ConfigError
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import READY_FILE
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 

@@ -15,7 +15,7 @@ from opentelemetry.trace import NoOpTracer
 
 from local_ports import free_port
 from meshrl.core.config import ConfigError, load_config
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import READY_FILE
 from meshrl.rollout import main as program
 from meshrl.rollout.config import RolloutConfig
 from meshrl.wire.errors import MeshError

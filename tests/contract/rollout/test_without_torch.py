@@ -9,7 +9,7 @@ import pytest
 
 from local_ports import free_port
 from meshrl.client import RolloutClient
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import READY_FILE
 
 WITHOUT_TORCH = """
 import sys

@@ -17,7 +17,7 @@ from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ServerConfig, WeightBroadcastConfig
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import READY_FILE
 from meshrl.trainer.build import build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve

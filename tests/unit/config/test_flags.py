@@ -1,7 +1,7 @@
 import pytest
 
 from meshrl.core.config import ConfigError
-from meshrl.core.config.flags import SECTION, flag
+from meshrl.core.config.schema import SECTION, flag
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import check_bind
 

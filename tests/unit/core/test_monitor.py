@@ -12,7 +12,7 @@ from aiohttp import web
 
 from http_servers import serving_http
 from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import LogConfig
+from meshrl.core.config.shared import LogConfig, WandbConfig
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, Sink
 from meshrl.core.telemetry.sinks import WandbSink, WebhookSink, open_monitor
@@ -75,7 +75,7 @@ def test_a_wandb_run_that_fails_is_switched_off_and_the_run_goes_on() -> None:
 
 
 def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> None:
-    sink = WandbSink(project="p", name="n", offline=True, folder=tmp_path, settings={"seed": 1})
+    sink = WandbSink(WandbConfig(name="n", offline=True), tmp_path, {"seed": 1})
     for step in (1, 2, 30):
         sink.write(step, {"a": 1.0})
         sink.write_samples(step, [SAMPLE])
@@ -91,7 +91,7 @@ def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> No
 
 def test_wandb_mode_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WandbSink(project="p", name="n", offline=False, folder=tmp_path, settings={})
+    sink = WandbSink(WandbConfig(name="n"), tmp_path, {})
     sink.write(1, {"a": 1.0})
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*"))
@@ -104,7 +104,7 @@ def test_wandb_without_a_key_is_warned_about_once_with_the_remedy(
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_CONFIG_DIR", "NETRC"):
         monkeypatch.setenv(name, str(tmp_path / "nobody"))
-    sink = WandbSink(project="p", name="n", offline=False, folder=tmp_path, settings={})
+    sink = WandbSink(WandbConfig(name="n"), tmp_path, {})
     monitor = Monitor([sink, JsonlSink(tmp_path / "metrics.jsonl")])
     monitor.log(1, {"a": 1.0})
     monitor.log(2, {"a": 1.0})

@@ -11,8 +11,7 @@ import threading
 import pytest
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.program import BLOCKING_THREADS, how_it_ended, raise_open_file_limit, run
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import BLOCKING_THREADS, READY_FILE, how_it_ended, raise_open_file_limit, run
 from meshrl.core.rpc.serve import is_loopback
 from meshrl.wire.errors import MeshError, Reason
 

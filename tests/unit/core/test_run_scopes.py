@@ -8,8 +8,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from meshrl.client.trust import Role, TrustFile
-from meshrl.core.rpc.roles import ROLES_OF
-from meshrl.core.rpc.scopes import PATHS_OF, check_runs
+from meshrl.core.rpc.roles import PATHS_OF, ROLES_OF, check_runs
 from meshrl.v1 import exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import MeshError, Reason
 

@@ -32,6 +32,7 @@ from meshrl.core.telemetry.tracing import (
     build_provider,
     traceparent_of,
 )
+from meshrl.wire.trace import current_traceparent, links_from
 from small_disk import fill, mounted
 
 REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -56,7 +57,7 @@ def traced(tmp_path):
 
 def test_a_span_is_written_with_its_parent_links_and_attributes(traced):
     tracing, read = traced
-    with tracing.start_as_current_span(TRAIN_SPAN, links=telemetry.links_from([REMOTE])) as train:
+    with tracing.start_as_current_span(TRAIN_SPAN, links=links_from([REMOTE])) as train:
         train.set_attributes({"step": 3, "loss": 0.5, "ok": True, "names": ["a", "b"]})
         train.add_event("queued", {"position": 1})
         child = tracing.start_span("rl.train.optimizer")
@@ -83,7 +84,7 @@ def test_a_span_is_written_with_its_parent_links_and_attributes(traced):
 def test_lines_are_read_by_the_official_schema(traced):
     trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     tracing, read = traced
-    tracing.start_span(ROLLOUT_SPAN, kind=trace.SpanKind.SERVER, links=telemetry.links_from([REMOTE])).end()
+    tracing.start_span(ROLLOUT_SPAN, kind=trace.SpanKind.SERVER, links=links_from([REMOTE])).end()
     requests, _ = read()
     message = json_format.ParseDict(requests[0], trace_service.ExportTraceServiceRequest())
     span = message.resource_spans[0].scope_spans[0].spans[0]
@@ -93,7 +94,7 @@ def test_lines_are_read_by_the_official_schema(traced):
 
 def test_a_train_span_keeps_a_link_to_each_of_its_rollouts(traced):
     tracing, read = traced
-    links = telemetry.links_from(f"00-{number:032x}-{number:016x}-01" for number in range(1, 1001))
+    links = links_from(f"00-{number:032x}-{number:016x}-01" for number in range(1, 1001))
     tracing.start_span(TRAIN_SPAN, links=links).end()
     _, spans = read()
     assert len(spans[TRAIN_SPAN]["links"]) == 1000
@@ -176,7 +177,7 @@ def test_tracing_without_a_place_to_write_stays_off(monkeypatch):
     span = tracing.start_span(TRAIN_SPAN)
     assert not span.is_recording()
     assert traceparent_of(span) == ""
-    assert telemetry.current_traceparent() == ""
+    assert current_traceparent() == ""
     tracing.close()
 
 
@@ -290,7 +291,7 @@ def test_lines_say_what_opentelemetrys_own_encoder_says():
 
     provider = build_provider("trainer", [Keep()])
     tracer = provider.get_tracer("meshrl")
-    with tracer.start_as_current_span(TRAIN_SPAN, links=telemetry.links_from([REMOTE])) as span:
+    with tracer.start_as_current_span(TRAIN_SPAN, links=links_from([REMOTE])) as span:
         span.set_attributes({"i": -(2**40), "f": 0.1, "nan": float("inf"), "t": True, "mixed": [1, 2], "e": ()})
         span.add_event("queued", {"position": 1})
         tracer.start_span("child", kind=trace.SpanKind.CLIENT).end()

@@ -11,10 +11,11 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from pathlib import Path
+from meshrl.core.config.shared import WandbConfig
 from meshrl.core.telemetry import monitor, sinks
 
 sinks.WANDB_FINISH_S = 1.0
-sink = sinks.WandbSink(project="p", name="n", offline=False, folder=Path(sys.argv[1]), settings={})
+sink = sinks.WandbSink(WandbConfig(project="p", name="n"), Path(sys.argv[1]), {})
 shown = monitor.Monitor([sink])
 shown.log(1, {"a": 1.0})
 Path(sys.argv[2]).touch()

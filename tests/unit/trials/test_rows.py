@@ -53,11 +53,11 @@ def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.jsonl"
 
-    def broken(path: Path) -> bytes:
+    def broken(path: Path, mode: str) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as disk:
-        disk.setattr(Path, "read_bytes", broken)
+        disk.setattr(Path, "open", broken)
         with pytest.raises(ConfigError, match="cannot be written: Input/output error"):
             RowFile(path).__enter__()
     with RowFile(path) as rows:  # which a file that stayed locked would refuse

@@ -14,7 +14,7 @@ from opentelemetry import trace
 
 from hub_rules import LAYOUT, manifest
 from meshrl.core.config.shared import ServerConfig
-from meshrl.core.readiness import READY_FILE
+from meshrl.core.program import READY_FILE
 from meshrl.weights import main
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator

@@ -25,15 +25,20 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.client import TrainerClient
 from meshrl.wire.types import AdapterSpec, OptimizerSpec, RunInfo, RunSpec
 
+_T = TypeVar("_T")
+
+
+def _ask(folder: RunFolder, address: str | None, question: Callable[[TrainerClient], Awaitable[_T]]) -> _T:
+    async def ask() -> _T:
+        async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:
+            return await question(client)
+
+    return run(ask())
+
 
 def drain_trainer(folder: RunFolder, address: str | None, deadline_s: float) -> int:
     """Returns the step that the trainer ended with. Raises CliError."""
-
-    async def finish() -> int:
-        async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:
-            return await client.drain(deadline_s)
-
-    return run(finish())
+    return _ask(folder, address, lambda client: client.drain(deadline_s))
 
 
 @click.group()
@@ -49,12 +54,7 @@ def trainer() -> None:
 @json_option
 def checkpoint(folder: RunFolder, address: str | None, run_id: str, weights_only: bool, as_json: bool) -> None:
     """Save a checkpoint now, between two steps, and print its place."""
-
-    async def save() -> tuple[int, str]:
-        async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:
-            return await client.save_checkpoint(run_id, weights_only)
-
-    step, path = run(save())
+    step, path = _ask(folder, address, lambda client: client.save_checkpoint(run_id, weights_only))
     if as_json:
         print_json({"step": step, "path": path})
     else:
@@ -81,7 +81,6 @@ def drain(folder: RunFolder, address: str | None, deadline_s: float, yes: bool, 
         click.echo(f"the trainer finished step {step} and takes no more batches")
 
 
-_T = TypeVar("_T")
 run_argument = click.argument("run_id", metavar="RUN")
 
 
@@ -91,14 +90,6 @@ def run_group() -> None:
 
 
 run_group.add_command(init)
-
-
-def _ask(folder: RunFolder, address: str | None, question: Callable[[TrainerClient], Awaitable[_T]]) -> _T:
-    async def ask() -> _T:
-        async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:
-            return await question(client)
-
-    return run(ask())
 
 
 def _json(info: RunInfo) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import pathlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,9 @@ Path = tuple[str, ...]
 Table = dict[str, Any]
 """Keys and values as a file or a command line gives them."""
 ReadTable = Mapping[str, Any]
+
+SECTION = "MESHRL_SECTION"
+"""The variable by which rl gives a program the section of its keys; unset for one that is started alone."""
 
 LISTED_KEYS = 16
 """Most keys of a section that a message lists."""
@@ -112,6 +116,14 @@ def suggestion(section: Section, path: Path, part: str, write: Callable[[Path], 
 
 def flag_of(path: Path) -> str:
     return f"--{'.'.join(path)}".replace("_", "-")
+
+
+def flag(key: str, *, off: bool = False, environ: Mapping[str, str] | None = None) -> str:
+    """The flag for a program's own key, such as `server.insecure`, in advice: of one that rl has started, a flag of rl.
+    `off` is the one that turns it off."""
+    section = (os.environ if environ is None else environ).get(SECTION, "")
+    name = flag_of(tuple(filter(None, (section, key)))).removeprefix("--")
+    return f"--{'no-' if off else ''}{name}"
 
 
 def describe(kind: Kind) -> str:

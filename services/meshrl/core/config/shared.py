@@ -231,14 +231,7 @@ class SamplingConfig(BaseConfig):
     """Seed of sampling; None draws one."""
 
     def to_wire(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-        )
+        return Sampling(**dict(self))
 
 
 class StageDeadlinesConfig(BaseConfig):

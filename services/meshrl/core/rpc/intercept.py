@@ -18,7 +18,7 @@ from opentelemetry import trace
 
 from meshrl.client.channel import CONTRACT_KEY
 from meshrl.core.rpc.guard import Caller, Guard
-from meshrl.core.rpc.scopes import check_runs
+from meshrl.core.rpc.roles import check_runs
 from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from

@@ -1,18 +1,34 @@
-"""Which role may call which RPC, as the option `allowed_roles` of each RPC in proto/. One without it admits no member.
+"""Which role may call which RPC, and which runs a caller may name in it: both are read from proto/.
 
-A caller's role is in its certificate or token; a server without credentials asks for neither. Health and reflection are
-open to everybody.
+A role is in a certificate or token, and the option `allowed_roles` lists those of each RPC. One without it admits no
+member. Health and reflection are open to everybody. A request names runs in its fields `run_id`, also those inside its
+messages, such as a batch's header. A caller whose credential has no patterns of runs may name any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from meshrl.client.trust import Role
 from meshrl.v1 import access_pb2, exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weights_pb2
+from meshrl.wire.errors import MeshError, Reason
+
+METHODS: Mapping[str, MethodDescriptor] = {
+    f"{service.full_name}/{method.name}": method
+    for module in (exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weights_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+"""RPCs by "package.Service/Method"."""
+
+OWN_WHERE_EMPTY = frozenset({"spec.start_from.run_id"})
+"""Fields in which an empty text is the run named elsewhere in the request."""
 
 
 def _allowed(method: MethodDescriptor) -> frozenset[Role]:
@@ -23,9 +39,48 @@ def _allowed(method: MethodDescriptor) -> frozenset[Role]:
     return frozenset(Role(access_pb2.Role.Name(role).removeprefix("ROLE_").lower()) for role in named)
 
 
-ROLES_OF: Mapping[str, frozenset[Role]] = {
-    f"{service.full_name}/{method.name}": _allowed(method)
-    for module in (exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weights_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
+def _paths(message: Descriptor, above: tuple[Descriptor, ...] = ()) -> Iterator[str]:
+    for field in message.fields:
+        if field.is_repeated:
+            continue
+        if field.message_type is None:
+            if field.name == "run_id":
+                yield field.name
+        elif field.message_type not in (message, *above):
+            yield from (f"{field.name}.{path}" for path in _paths(field.message_type, (message, *above)))
+
+
+ROLES_OF: Mapping[str, frozenset[Role]] = {name: _allowed(method) for name, method in METHODS.items()}
+PATHS_OF: Mapping[str, tuple[str, ...]] = {name: tuple(_paths(method.input_type)) for name, method in METHODS.items()}
+"""Where a request of each RPC names a run."""
+
+
+def check_runs(caller: object, patterns: Sequence[str], method: str, request: object) -> None:
+    """Raises PERMISSION_DENIED where a request names a run, or no run, that no pattern fits. `request` is one message
+    of the call; bulk comes as its bytes."""
+    paths = PATHS_OF.get(method, ())
+    if not patterns or not paths:
+        return
+    message = GetMessageClass(METHODS[method].input_type).FromString(request) if isinstance(request, bytes) else request
+    assert isinstance(message, Message)
+    for path in paths:
+        run_id = _value(message, path)
+        if run_id is None or (not run_id and path in OWN_WHERE_EMPTY):
+            continue
+        if not any(fnmatchcase(run_id, pattern) for pattern in patterns):
+            named = f"run {run_id!r}" if run_id else "no run"
+            raise MeshError(
+                Reason.PERMISSION_DENIED,
+                f"{caller} may use the runs {', '.join(patterns)}, and {method} names {named} in {path}; name one of"
+                " them, or use a credential for it (meshrl token create --runs PATTERN)",
+            )
+
+
+def _value(message: Message, path: str) -> str | None:
+    """None where the message around it is not set, as in all but the first of a stream."""
+    *around, name = path.split(".")
+    for field in around:
+        if not message.HasField(field):
+            return None
+        message = getattr(message, field)
+    return str(getattr(message, name))

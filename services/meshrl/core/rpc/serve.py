@@ -15,7 +15,7 @@ from opentelemetry import trace
 
 from meshrl.client.credentials import CredentialError, Credentials, default_credentials
 from meshrl.core.config.base import ConfigError
-from meshrl.core.config.flags import flag
+from meshrl.core.config.schema import flag
 from meshrl.core.rpc.guard import guard_of
 from meshrl.core.rpc.health import HealthServicer
 from meshrl.core.rpc.intercept import CallInterceptor

@@ -31,17 +31,7 @@ WEBHOOK_S = 10.0
 class WandbSink(Sink):
     """A service that fails, or cannot be reached at the start, is warned about and left out."""
 
-    def __init__(
-        self,
-        *,
-        project: str,
-        name: str | None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        offline: bool,
-        folder: Path,
-        settings: Mapping[str, object],
-    ) -> None:
+    def __init__(self, config: WandbConfig, folder: Path, settings: Mapping[str, object]) -> None:
         """WANDB_MODE of the environment comes before `offline`."""
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WANDB_FINISH_S))
         os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
@@ -52,12 +42,12 @@ class WandbSink(Sink):
 
             folder.mkdir(parents=True, exist_ok=True)
             self._wandb = wandb
-            mode: Any = os.environ.get("WANDB_MODE") or ("offline" if offline else "online")
+            mode: Any = os.environ.get("WANDB_MODE") or ("offline" if config.offline else "online")
             self._run = wandb.init(
-                project=project,
-                name=name,
-                group=group,
-                tags=list(tags),
+                project=config.project,
+                name=config.name,
+                group=config.group,
+                tags=config.tags,
                 dir=str(folder),
                 mode=mode,
                 config=dict(settings),
@@ -230,15 +220,5 @@ def open_monitor(
         except Exception as error:  # noqa: BLE001  # its database or its settings: metrics are not worth a run
             logger.warning("no metrics go to Trackio: {}; mend that, or leave out log.trackio", error)
     if wandb is not None:
-        sinks.append(
-            WandbSink(
-                project=wandb.project,
-                name=wandb.name,
-                group=wandb.group,
-                tags=wandb.tags,
-                offline=wandb.offline,
-                folder=layout.output_dir,
-                settings=settings,
-            )
-        )
+        sinks.append(WandbSink(wandb, layout.output_dir, settings))
     return Monitor(sinks)

@@ -1,7 +1,6 @@
 """Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given.
 
-Span names are the constants here. The functions of `meshrl.wire.trace`, which turn trace contexts into text for other
-processes, can be imported from here, too.
+Span names are the constants here. `meshrl.wire.trace` turns trace contexts into text for other processes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
 from meshrl.core.telemetry.waits import Waits
-from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
+from meshrl.wire.trace import format_traceparent
 
 STEP_SPAN = "rl.step"
 ROLLOUT_SPAN = "rl.rollout"
@@ -52,31 +51,6 @@ MAX_LINKS = 8192
 _EXPORT_EVERY_MS = 1000
 CLOSE_S = 2.0
 """How long the end of a program waits for a collector that has not failed it."""
-
-__all__ = [
-    "BATCH_SPAN",
-    "EVALUATION_SPAN",
-    "ROLLOUT_SPAN",
-    "STEP_SPAN",
-    "SYNC_APPLY_SPAN",
-    "SYNC_PAUSE_SPAN",
-    "SYNC_PREPARE_SPAN",
-    "SYNC_SPAN",
-    "TRAIN_FORWARD_BACKWARD_SPAN",
-    "TRAIN_OPTIMIZER_SPAN",
-    "TRAIN_PUBLISH_SPAN",
-    "TRAIN_SPAN",
-    "Tracing",
-    "build_provider",
-    "chosen_ids",
-    "context_from",
-    "current_traceparent",
-    "format_traceparent",
-    "link_from",
-    "links_from",
-    "setup_tracing",
-    "traceparent_of",
-]
 
 
 def traceparent_of(span: trace.Span) -> str:

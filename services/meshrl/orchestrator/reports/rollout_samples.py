@@ -21,7 +21,7 @@ import zstandard
 from loguru import logger
 from numpy.typing import NDArray
 
-from meshrl.core.config.flags import flag
+from meshrl.core.config.schema import flag
 from meshrl.core.durable import write_file
 from meshrl.orchestrator.config import RolloutSamplesConfig
 from meshrl.orchestrator.work.batches import SubmittedStep

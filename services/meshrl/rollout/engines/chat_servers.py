@@ -25,11 +25,11 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Response, SamplingConfig
 
 from meshrl.client.backoff import Backoff
-from meshrl.core.telemetry.tracing import context_from
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
 from meshrl.rollout.engines.sessions import Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import context_from
 from meshrl.wire.types import Rollout, RolloutRequest
 
 AGAIN = frozenset({408, 429, 500, 502, 503, 504, 529})

@@ -26,7 +26,6 @@ from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
-from meshrl.core.telemetry.tracing import context_from
 from meshrl.core.waiting import Pace
 from meshrl.rollout.engines.answers import SampledCompletion, read
 from meshrl.rollout.engines.logprobs_mode import reshaping
@@ -35,6 +34,7 @@ from meshrl.rollout.engines.sessions import Call, Session, SessionBook
 from meshrl.rollout.engines.turns import DirectTurns, plays_in_process
 from meshrl.rollout.rendering.renderer import PolicyRenderer, UnrenderableError
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import context_from
 from meshrl.wire.types import Sampling
 
 _NEUTRAL: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}

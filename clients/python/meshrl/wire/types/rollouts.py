@@ -28,15 +28,7 @@ class Sampling:
     seed: int | None = None
 
     def over(self, default: Sampling) -> Sampling:
-        return Sampling(
-            temperature=default.temperature if self.temperature is None else self.temperature,
-            top_p=default.top_p if self.top_p is None else self.top_p,
-            top_k=default.top_k if self.top_k is None else self.top_k,
-            min_p=default.min_p if self.min_p is None else self.min_p,
-            max_tokens=default.max_tokens if self.max_tokens is None else self.max_tokens,
-            stop_token_ids=self.stop_token_ids or default.stop_token_ids,
-            seed=default.seed if self.seed is None else self.seed,
-        )
+        return replace(default, **{name: value for name, value in vars(self).items() if value not in (None, ())})
 
 
 @dataclass(frozen=True, kw_only=True)
