@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,12 +146,16 @@ class Training:
             self.replayed[0] += int(known.sum())
             self.replayed[1] += int((choice.chosen == choice.given)[known].sum())
 
-    def step(self, step: int) -> tuple[StepResult, dict[str, Any]]:
-        """Makes a step, and what is known of its tokens before."""
+    def step(self, step: int, *, one_sided: bool = False) -> tuple[StepResult, dict[str, Any]]:
+        """Makes a step, and what is known of its tokens before. `one_sided`: all go through the first experts, so that
+        some ranks are sent none."""
         prefixed = {"prompt": 12, "share": True} if self.shares_prefixes else {}
         dp_size = self.parallel.plan.dp_size
+        routed = self.routed
+        if one_sided and (shape := self.trained.learner.policy.routers.shape) is not None:
+            routed = replace(shape, experts=shape.per_token)
         rows = stream_batch(
-            step, dp_size=dp_size, vocab_size=VOCAB, routed=self.routed, unknown=not ROUNDED, **prefixed
+            step, dp_size=dp_size, vocab_size=VOCAB, routed=routed, unknown=not (ROUNDED or one_sided), **prefixed
         )
         evaluated = self.trained.evaluate(rows) if step == 0 else None
         result = self.trained.step(rows)
@@ -241,9 +246,13 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
             training.checkpointer(folder, name).save()
     found = {key: [step[key] for step in steps] for key in steps[0]}
     replayed = parallel.sum(np.array(training.replayed)).tolist()
+    one_sided = training.step(STEPS, one_sided=True)[0]
     return found | {
-        "shares_prefixes": training.shares_prefixes, "replayed": replayed, "published": training.published()
-    }  # fmt: skip
+        "shares_prefixes": training.shares_prefixes,
+        "replayed": replayed,
+        "one_sided": [one_sided.loss, one_sided.grad_norm],
+        "published": training.published(),
+    }
 
 
 def resumed(folder: Path, earlier: str, name: str, parallel: RankGroup) -> dict[str, Any]:

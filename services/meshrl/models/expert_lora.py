@@ -122,14 +122,15 @@ def expert_adapters(model: nn.Module, targets: Sequence[str]) -> dict[str, Exper
     for name, (module, parameter) in expert_parameters(model, targets).items():
         if not hasattr(module, "adapters"):
             module.adapters = nn.ModuleDict()
-            module.forward = functools.partial(_forward, module, module.forward)
+            module.forward = functools.partial(with_adapters, module, module.forward)
         if parameter not in module.adapters:
             module.adapters[parameter] = ExpertAdapter(module, parameter)
         adapted[name] = module.adapters[parameter]
     return adapted
 
 
-def _forward(experts: Any, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+def with_adapters(experts: Any, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Calls `forward`, of two grouped products, with the adapters of the experts beside each."""
     up = next(name for name in UP_NAMES if name in experts.adapters)
     if not experts.adapters[up].rank:
         return forward(*args, **kwargs)

@@ -73,8 +73,7 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 def _count(module: nn.Module) -> int:
     if isinstance(module, nn.ModuleList):
         return len(module)
-    divided = getattr(module, "_is_expert_parallel", False)  # then num_experts are those of this rank
-    declared = None if divided else getattr(module, "num_experts", None)
+    declared = getattr(module, "num_experts", None)
     return int(declared) if declared else max(int(parameter.shape[0]) for parameter in module.parameters())
 
 
