@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch._dynamo
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import (
@@ -88,8 +87,10 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
             )
         for holder in policy.routers.holders:
             _set_forward(holder, torch.compiler.disable(holder.forward))  # type: ignore[no-untyped-call]  # torch's
+        from torch._dynamo import config as limits  # takes a second
+
         # Runs with adapters of other ranks and layers have graphs of their own, and so have the rows that they share.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+        limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
         for block in blocks:
             _set_forward(
                 block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)
