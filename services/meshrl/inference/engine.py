@@ -135,6 +135,14 @@ class TokenChunk:
     times: RequestTimes | None = None  # with the last chunk, where the engine knows them
 
     @property
+    def alternatives(self) -> list[list[tuple[int, float]]]:
+        """(token, logprob) of the alternatives of each token; none where none were asked for."""
+        if self.top_ids is None or self.top_logprobs is None:
+            return [[] for _ in self.token_ids]
+        ranked = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+        return [list(zip(ids, logprobs, strict=True)) for ids, logprobs in ranked]
+
+    @property
     def version(self) -> int | None:
         """Version that sampled the last token."""
         return self.version_spans[-1].version if self.version_spans else None

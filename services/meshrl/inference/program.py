@@ -94,7 +94,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
         "serving {} on {}://{}:{} ({} slots of {} tokens)",
         config.model.name, scheme(), host, port, engine.stats().slots, engine.max_model_len,
     )  # fmt: skip
-    registry_of(tracer).register(EngineMetrics.of(engine))
+    registry_of(tracer).register(EngineMetrics(engine))
     say_ready()
     async with kept_fresh(tls), server.idle.closed(runner):
         code = await _until_stopped(engine, follower, f"{host}:{port}", stop)

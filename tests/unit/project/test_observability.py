@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -28,8 +30,9 @@ def offered() -> set[str]:
         running=0, waiting=0, slots=1, generated_tokens=0, prefilled_tokens=0, shared_prompt_tokens=0,
         finished_requests=0, steps=0, busy_s=0.0,
     )  # fmt: skip
+    engine: Any = SimpleNamespace(stats=lambda: stats, version=1, adapters=None)
     registry = CollectorRegistry()
-    for collector in (RecordMetrics(), WatchMetrics(ProgramWatch("trainer", Waits(), None)), EngineMetrics(stats, 1)):
+    for collector in (RecordMetrics(), WatchMetrics(ProgramWatch("trainer", Waits(), None)), EngineMetrics(engine)):
         registry.register(collector)
     return {family.name for family in registry.collect()} | {metric.exported for metric in CATALOGUE.metrics}
 

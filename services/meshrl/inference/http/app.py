@@ -154,9 +154,7 @@ class InferenceServer:
         )
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(
-            body=generate_latest(EngineMetrics.of(self._engine)), headers={"Content-Type": CONTENT_TYPE}
-        )
+        return web.Response(body=generate_latest(EngineMetrics(self._engine)), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _refusal(status: int, message: str) -> web.Response:

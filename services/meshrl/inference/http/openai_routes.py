@@ -257,13 +257,8 @@ class OpenAIRoutes:
             name, raw = self._name(body, token_id), self._codec.bytes.of(token_id)
             return {"token": name, "logprob": said(logprob), "bytes": list(raw)}
 
-        entries = []
-        for at, (token_id, logprob) in enumerate(zip(tokens.token_ids.tolist(), tokens.logprobs.tolist(), strict=True)):
-            tops = []
-            if tokens.top_ids is not None and tokens.top_logprobs is not None:
-                tops = list(zip(tokens.top_ids[at].tolist(), tokens.top_logprobs[at].tolist(), strict=True))
-            entries.append({**entry(token_id, logprob), "top_logprobs": [entry(*top) for top in tops]})
-        return entries
+        sampled = zip(tokens.token_ids.tolist(), tokens.logprobs.tolist(), tokens.alternatives, strict=True)
+        return [{**entry(*token), "top_logprobs": [entry(*top) for top in tops]} for *token, tops in sampled]
 
     def _plain_logprobs(self, body: CompletionBody, piece: _Piece) -> dict[str, object]:
         """A token's offset is the place in the text where it begins; parts of one character begin at the same place."""
@@ -275,12 +270,11 @@ class OpenAIRoutes:
             offsets.append(choice.offset)
             choice.offset += len(choice.offsets.push([token_id]))
         tops = None
-        if tokens.top_ids is not None and tokens.top_logprobs is not None:
-            ranked = zip(tokens.top_ids.tolist(), tokens.top_logprobs.tolist(), names, logprobs, strict=True)
+        if tokens.top_ids is not None:
             tops = [
-                {self._name(body, token_id): said(each) for token_id, each in zip(ids, found, strict=True)}
+                {self._name(body, token_id): said(each) for token_id, each in ranked}
                 | {name: logprob}  # the one that was sampled, which may not be among the likeliest
-                for ids, found, name, logprob in ranked
+                for ranked, name, logprob in zip(tokens.alternatives, names, logprobs, strict=True)
             ]
         return {
             "tokens": names,

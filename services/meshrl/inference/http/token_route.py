@@ -18,7 +18,7 @@ import io
 import json
 import math
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -166,11 +166,8 @@ def _logprobs(completion: TokenChunk) -> list[dict[str, object]]:
     def entry(token: int, logprob: float) -> dict[str, object]:
         return {"token": f"token_id:{token}", "logprob": said(logprob), "bytes": None}
 
-    entries = list(map(entry, completion.token_ids.tolist(), completion.logprobs.tolist()))
-    tops: Iterable[list[dict[str, object]]] = ([] for _ in entries)
-    if completion.top_ids is not None and completion.top_logprobs is not None:
-        ranked = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
-        tops = (list(map(entry, ids_K, logprobs_K)) for ids_K, logprobs_K in ranked)
+    entries = map(entry, completion.token_ids.tolist(), completion.logprobs.tolist())
+    tops = ([entry(*top) for top in ranked] for ranked in completion.alternatives)
     return [{**sampled, "top_logprobs": top} for sampled, top in zip(entries, tops, strict=True)]
 
 
