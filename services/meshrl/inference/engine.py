@@ -331,7 +331,8 @@ class Engine(Protocol):
 class EngineBase:
     """What the engines of this package share: the requests in flight, draining, and the names of the live weights.
 
-    An engine adds `unfit`, `version` and `adapters`, and completes in `_complete` the requests that it may serve.
+    It never sleeps. An engine adds `unfit`, `version` and `adapters`, and completes in `_complete` the requests that it
+    may serve.
     """
 
     if TYPE_CHECKING:
@@ -364,6 +365,20 @@ class EngineBase:
     @property
     def logprobs_mode(self) -> Literal["processed_logprobs"]:
         return "processed_logprobs"
+
+    @property
+    def can_sleep(self) -> bool:
+        return False
+
+    @property
+    def sleeping(self) -> bool:
+        return False
+
+    async def sleep(self) -> bool:
+        return False
+
+    async def wake(self) -> None:
+        return None
 
     @property
     def in_flight(self) -> int:

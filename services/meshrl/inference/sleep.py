@@ -90,21 +90,3 @@ class Sleeper:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # kept in `failed`, where nobody waits for it any more
-
-
-class NeverSleeps:
-    """For engines without a sleep mode."""
-
-    @property
-    def can_sleep(self) -> bool:
-        return False
-
-    @property
-    def sleeping(self) -> bool:
-        return False
-
-    async def sleep(self) -> bool:
-        return False
-
-    async def wake(self) -> None:
-        return None

@@ -30,7 +30,6 @@ from meshrl.inference.engine import (
     HostVersion,
     TokenChunk,
 )
-from meshrl.inference.sleep import NeverSleeps
 from meshrl.versions.layout import Layout
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
@@ -38,7 +37,7 @@ from meshrl.wire.types import JoinGroup, Manifest
 MAX_ADAPTERS = 16
 
 
-class EmbeddedEngine(NeverSleeps, EngineBase):
+class EmbeddedEngine(EngineBase):
     """An `Engine` (see `engine.py`) over one in-process model. `start` it on the loop that will consume its tokens."""
 
     def __init__(

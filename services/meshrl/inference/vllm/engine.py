@@ -87,7 +87,7 @@ class VllmEngine(EngineBase):
         self._paused = False
         self._unfit: str | None = None
         self._versions_under_way = InFlight()  # staged, received or groups joined, at this moment
-        self.can_sleep = bool(config.model_config.enable_sleep_mode) and self._device == "cuda"
+        self._sleeps = bool(config.model_config.enable_sleep_mode) and self._device == "cuda"
         self._sleeper = Sleeper(self._fall_asleep, self._wake_up, busy=self._has_work, deadline_s=SLEEP_DEADLINE_S)
         self._counts = dict.fromkeys(("tokens", "prompt", "finished"), 0)
         self._client_errors = client_errors()
@@ -110,6 +110,10 @@ class VllmEngine(EngineBase):
     def lost(self) -> str | None:
         gone = "vLLM's engine process is gone; its last log lines say why"
         return gone if self._llm.errored else self._sleeper.failed
+
+    @property
+    def can_sleep(self) -> bool:
+        return self._sleeps
 
     @property
     def sleeping(self) -> bool:
