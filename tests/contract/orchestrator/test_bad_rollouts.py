@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loguru import logger
 
 from ledger_audit import audit
 from meshrl.core.clock import Clock
@@ -87,17 +86,9 @@ async def until_recorded(folder: Path, step: int, running: asyncio.Task[None]) -
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-def warnings():
-    said: list[str] = []
-    sink = logger.add(lambda message: said.append(message.record["message"]), level="WARNING")
-    yield said
-    logger.remove(sink)
-
-
 @pytest.mark.parametrize("kind", BAD)
 async def test_a_rollout_that_cannot_be_trained_is_lost_alone(
-    mesh, script, make_config, start, tmp_path, warnings, kind
+    mesh, script, make_config, start, tmp_path, warned, kind
 ) -> None:
     spoil, field = BAD[kind]
     script.alter = lambda request, place, rollout: spoil(rollout) if place < 2 else rollout
@@ -113,7 +104,7 @@ async def test_a_rollout_that_cannot_be_trained_is_lost_alone(
     assert found[("failed", "BAD_ROLLOUT")] >= 3 * 2 * (1 if first_is_fine else 2)
     assert script.refused_batches == []
     assert [line["errored_rollouts/echo"] for line in step_lines(tmp_path)] == [0.25 if first_is_fine else 0.5] * 3
-    said = next(text for text in warnings if field in text)
+    said = next(text for text in warned if field in text)
     assert mesh.services.rollout[0] in said
     assert "'echo'" in said
 

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from loguru import logger
 from opentelemetry import trace
 
 from ledger_audit import audit, main
@@ -17,15 +16,6 @@ from meshrl.orchestrator.main import orchestrate
 from small_disk import fill, make_read_only, mounted
 
 TRACER = trace.get_tracer("test")
-
-
-@pytest.fixture
-def errors_said() -> Iterator[list[str]]:
-    """Every error that is logged, with its traceback where it has one."""
-    said: list[str] = []
-    handler = logger.add(said.append, level="ERROR", format="{message}\n{exception}")
-    yield said
-    logger.remove(handler)
 
 
 @pytest.fixture

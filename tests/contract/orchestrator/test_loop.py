@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loguru import logger
 
 from ledger_audit import audit
 from meshrl.cli.run_folder import RunFolder
@@ -79,17 +78,12 @@ async def test_refused_groups_are_asked_for_again_under_a_new_request_id(mesh, s
     assert ledger.balance().trained == 16
 
 
-async def test_why_groups_are_refused_for_long_is_logged_once(mesh, script, make_config, start, monkeypatch) -> None:
+async def test_why_groups_are_refused_for_long_is_logged_once(mesh, script, make_config, start, monkeypatch, warned):
     monkeypatch.setattr(sampler, "_NAMED_AFTER_S", 0.0)
     script.refusals = [Reason.VERSION_NOT_AVAILABLE] * 6
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    try:
-        async with start(make_config(mesh.services, max_steps=1)) as (loop, _):
-            await loop.train()
-    finally:
-        logger.remove(sink)
-    assert [line.partition(" takes no groups: ")[2] for line in lines if "takes no groups" in line] == [
+    async with start(make_config(mesh.services, max_steps=1)) as (loop, _):
+        await loop.train()
+    assert [line.partition(" takes no groups: ")[2] for line in warned if "takes no groups" in line] == [
         "VERSION_NOT_AVAILABLE: scripted"
     ]
 
@@ -143,7 +137,7 @@ async def test_lost_groups_are_replaced_until_there_are_too_many(mesh, script, m
 
 async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(mesh, script, make_config, start) -> None:
     """It may be away for unreachable_s, as a service may; groups that only wait for it are lost much faster."""
-    script.fails = lambda request, place: len(script.requests) <= 12
+    script.fails = lambda request, place: request in script.requests[:12]
     script.failure_reason = "ENGINE_FAILED"
     patient = {"startup_s": 5.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 5.0}
     config = make_config(mesh.services, filters={"max_lost_groups": 4}, deadlines=patient, max_steps=2)

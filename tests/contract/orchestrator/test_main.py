@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loguru import logger
 from opentelemetry import trace
 
 from ledger_audit import audit
@@ -59,14 +58,9 @@ async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(
     assert (lines[0]["batch/rollouts"], lines[0]["batch/loss_tokens"], lines[0]["batch/groups"]) == (8, 24, 2)
 
 
-async def test_a_benchmark_that_names_no_service_needs_nobody_and_says_what_a_rollout_costs(tmp_path) -> None:
+async def test_a_benchmark_that_names_no_service_needs_nobody_and_says_what_a_rollout_costs(tmp_path, said) -> None:
     config = OrchestratorConfig(bench=True, max_steps=2, batch_size=8, group_size=4, seq_len=64, output_dir=tmp_path)
-    said: list[str] = []
-    sink = logger.add(lambda message: said.append(message.record["message"]))
-    try:
-        assert await orchestrate(config, asyncio.Event(), TRACER) == 0
-    finally:
-        logger.remove(sink)
+    assert await orchestrate(config, asyncio.Event(), TRACER) == 0
     report = audit(tmp_path)
     assert report.ok, report.table()
     assert states(tmp_path) == {"trained": 16}

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from loguru import logger
 
 from ledger_audit import audit
 from meshrl.core.clock import Clock
@@ -95,14 +94,6 @@ async def hosts(*given: Host) -> AsyncIterator[list[str]]:
     finally:
         for host in given:
             await host.kill()
-
-
-@pytest.fixture
-def said():
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]))
-    yield lines
-    logger.remove(sink)
 
 
 async def until(condition) -> None:

@@ -4,19 +4,10 @@ import asyncio
 
 import grpc
 import pytest
-from loguru import logger
 
 from local_ports import free_port
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.sampling.retry import RunError
-
-
-@pytest.fixture
-def said():
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
-    yield lines
-    logger.remove(sink)
 
 
 async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) -> None:
