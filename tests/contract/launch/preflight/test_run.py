@@ -15,7 +15,7 @@ import pytest
 
 from meshrl.launch.compose import with_values
 from meshrl.launch.main import main
-from meshrl.launch.preflight import engines, machine, models, plugins, storage
+from meshrl.launch.preflight import engines, machine, models, plugins, services, storage
 from preflight_plan import found, plan
 
 NUM_PARAMS = 1000
@@ -45,6 +45,7 @@ def test_everything_that_is_wrong_is_said_at_once_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(services, "HEALTH_DEADLINE_S", 0.5)  # nobody will answer
     out = tmp_path / "out"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
