@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from meshrl.models.adapters import A, AdapterHolder, AdapterScale, AdapterSet, B
 from meshrl.models.expert_lora import ExpertAdapter, expert_adapters, expert_parameters
-from meshrl.models.sharded import by_parts, fill_part, gather_whole, own_part
+from meshrl.models.sharded import by_parts, gather_whole
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
 
@@ -351,42 +351,3 @@ def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, object]) -> None:
     """Writes an `adapter_state` and its `adapter_config` as a folder that PEFT and vLLM load. Raises OSError."""
     peft.write_folder(folder, peft_state(state), config)
-
-
-@torch.no_grad()
-def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Reads a folder in PEFT's format into the adapters of a model with storage; every rank calls it.
-
-    Raises ValueError, with the model as it was, when the folder's adapters are not those of the model, and OSError.
-    """
-    config, tensors = peft.read_folder(folder)
-    adapted = adapted_layers(model)
-    for layer in adapted.values():
-        if (config.get("r"), config.get("lora_alpha")) != (layer.rank, layer.alpha) or config.get("use_rslora"):
-            raise ValueError(
-                f"{folder} has adapters of rank {config.get('r')} and alpha {config.get('lora_alpha')}, this model of "
-                f"rank {layer.rank} and alpha {layer.alpha}; set model.lora.rank and model.lora.alpha to the folder's"
-            )
-    own = {f"{name}.{part}": getattr(layer, part) for name, layer in adapted.items() for part in (A, B)}
-    own |= saved_parameters(model)
-    as_stored = {next(iter(peft_state({name: value.detach()}))): name for name, value in own.items()}
-    stored = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".base_layer.weight"):  # PEFT's copy of an adapted head's frozen weight
-            continue
-        known = as_stored.get(name, name.removeprefix(peft.PREFIX).removesuffix(".weight"))
-        whole = known in own and own[known].ndim == 3
-        stored[known] = peft.read_experts(tensor, own[known].shape[0], name[-len("A.weight")]) if whole else tensor
-    if strange := sorted(own.keys() ^ stored.keys()):
-        raise ValueError(
-            f"{folder} does not fit model.lora.target_modules and modules_to_save: only one of the two has "
-            f"{strange[0]} ({len(strange)} differ); the folder's are {config.get('target_modules')}"
-        )
-    for name, parameter in own.items():
-        if stored[name].shape != parameter.shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {tuple(stored[name].shape)}, in this model {tuple(parameter.shape)}"
-            )
-    for name, parameter in own.items():
-        if (part := own_part(parameter)) is not None:
-            fill_part(parameter, stored[name][part])

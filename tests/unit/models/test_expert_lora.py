@@ -23,7 +23,6 @@ from meshrl.models.lora import (
     apply_lora,
     coverage,
     is_adapter,
-    load_adapter,
     peft_state,
     reset_lora,
     save_adapter,
@@ -98,15 +97,17 @@ def test_only_adapters_get_a_gradient_and_it_is_that_of_the_merged_weight(family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_in_pefts_form_brings_the_same_adapters_back(family: str, tmp_path: Path) -> None:
+def test_a_folder_in_pefts_form_holds_the_adapters(family: str, tmp_path: Path) -> None:
     model = adapted(family)
     save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
-    again = adapted(family, trained=False, seed=2)
-    load_adapter(again, tmp_path)
-    assert torch.equal(logits(again), logits(model))
     table, tensors = peft.read_folder(tmp_path)
     assert sorted(table["target_parameters"]) == targets_of(tiny_model(family, attn=None))
     assert any(name.endswith("experts.base_layer.lora_A.weight") for name in tensors)
+    for name, layer in adapted_layers(model).items():
+        if isinstance(layer, ExpertAdapter):
+            for part, matrix in (("A", layer.lora_A), ("B", layer.lora_B)):
+                stored = tensors[peft.tensor_name(peft.wrapper_of(name), part)]
+                assert torch.equal(peft.read_experts(stored, layer.count, part), matrix)
 
 
 def test_all_names_the_experts_of_a_mixture_and_nothing_of_a_dense_model() -> None:
