@@ -24,7 +24,7 @@ from meshrl.weights.hub import LOG_FILE, Hub
 from meshrl.weights.main import build_hub
 from meshrl.wire.manifest import artifact_id, build_manifest
 from meshrl.wire.types import (
-    ActivationPolicy,
+    ActivationRequest,
     AgentRegistration,
     AgentReport,
     AgentState,
@@ -83,11 +83,8 @@ class Engines:
         target = {"target_version": manifest.version, "target_artifact_id": artifact}
         hub = self.hub
         outcome = asyncio.create_task(
-            hub.activate_version(
-                run_id="run", version=manifest.version, policy=ActivationPolicy.ROLLING, min_ready=0,
-                prepare_deadline_s=60.0,
-            )
-        )  # fmt: skip
+            hub.activate_version(ActivationRequest(run_id="run", version=manifest.version, prepare_deadline_s=60.0))
+        )
         for name in self.names if timed else ():
             await self.report(name, AgentState.FETCHING, timed, serving_version=before, **target)
         for name in self.names:

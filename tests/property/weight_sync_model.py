@@ -24,6 +24,7 @@ from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, digest
 from meshrl.wire.types import (
     Activation,
     ActivationPolicy,
+    ActivationRequest,
     AdapterConfig,
     AgentReport,
     ChunkEntry,
@@ -279,13 +280,11 @@ class SimulatedHub(RuleBasedStateMachine):
         run_id = self.run(which)
         policy = ActivationPolicy.GANG if gang else ActivationPolicy.ROLLING
         try:
-            record, actions = self.coordinator.line(run_id).activate(
-                max(0, self.next_version[run_id] - 1 - back),
-                policy=policy,
-                min_ready=min_ready,
-                wait_s=30.0,
-                now_s=self.now_s,
+            version = max(0, self.next_version[run_id] - 1 - back)
+            asked = ActivationRequest(
+                run_id=run_id, version=version, policy=policy, min_ready=min_ready, prepare_deadline_s=30.0
             )
+            record, actions = self.coordinator.line(run_id).activate(asked, self.now_s)
         except MeshError as error:
             expected(
                 error,

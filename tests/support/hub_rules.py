@@ -11,7 +11,7 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id, build_manifest, layout_signature
 from meshrl.wire.types import (
     Activation,
-    ActivationPolicy,
+    ActivationRequest,
     AgentCommand,
     AgentRegistration,
     AgentReport,
@@ -126,13 +126,8 @@ class Hub:
         return record.artifact_id
 
     def activate(self, version: int, *, min_ready: int = 0) -> None:
-        _, actions = self.rules.line("run").activate(
-            version,
-            policy=ActivationPolicy.ROLLING,
-            min_ready=min_ready,
-            wait_s=20.0,
-            now_s=self.now_s,
-        )
+        asked = ActivationRequest(run_id="run", version=version, min_ready=min_ready, prepare_deadline_s=20.0)
+        _, actions = self.rules.line("run").activate(asked, self.now_s)
         self.take(actions)
 
     def wait(self, seconds: float) -> None:

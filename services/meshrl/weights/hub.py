@@ -48,7 +48,7 @@ from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import (
     Activation,
-    ActivationPolicy,
+    ActivationRequest,
     AgentCommand,
     AgentRegistration,
     AgentReport,
@@ -285,43 +285,24 @@ class Hub:
 
     # --- the orchestrator -----------------------------------------------------------------------
 
-    async def activate_version(
-        self,
-        *,
-        run_id: str,
-        version: int,
-        policy: ActivationPolicy,
-        min_ready: int,
-        prepare_deadline_s: float,
-        artifact_id: str = "",
-        epoch: int = 0,
-        return_when_decided: bool = False,
-    ) -> Activation:
+    async def activate_version(self, request: ActivationRequest) -> Activation:
         """Commits a version; waits for the outcome, or for the decision alone.
 
         Raises as `RunLine.activate`, and ENGINES_NOT_READY.
         """
         self._check_stays()
-        record, actions = self.coordinator.line(run_id).activate(
-            version,
-            epoch=epoch,
-            artifact_id=artifact_id,
-            policy=policy,
-            min_ready=min_ready,
-            wait_s=prepare_deadline_s,
-            now_s=self._now(),
-        )
-        if return_when_decided and record.state in DECIDED:
+        record, actions = self.coordinator.line(request.run_id).activate(request, self._now())
+        if request.return_when_decided and record.state in DECIDED:
             await self._actions.put(actions)
             return record.decision()
         outcome: asyncio.Future[Activation] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(record.key, []).append(outcome)
-        if return_when_decided:
+        if request.return_when_decided:
             self._until_decided.setdefault(record.key, []).append(outcome)
         await self._actions.put(actions)
         with self._waits.waiting(
             "commit",
-            lambda: f"version {version} at {self._describe_without(record) or 'engines, of which it has none'}",
+            lambda: f"version {record.version} at {self._describe_without(record) or 'engines, of which it has none'}",
             lambda: tuple(self._without(record).values()),
         ):
             return await outcome

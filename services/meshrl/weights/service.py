@@ -28,7 +28,14 @@ from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id, digest
-from meshrl.wire.types import CONTRACT_VERSION, AgentRegistration, AgentReport, Chunk, capabilities
+from meshrl.wire.types import (
+    CONTRACT_VERSION,
+    ActivationRequest,
+    AgentRegistration,
+    AgentReport,
+    Chunk,
+    capabilities,
+)
 
 
 def _ranges(request: pb.FetchRequest) -> list[tuple[int, int]]:
@@ -96,9 +103,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         lambda info: pb.AbortVersionResponse(version=convert.to_proto(info)),
     )
     ActivateVersion = _asked(
-        lambda hub, request: hub.activate_version(
-            **{**_fields(request), "policy": convert.activation_policy_from_proto(request.policy)}
-        ),
+        lambda hub, request: hub.activate_version(convert.from_proto(ActivationRequest, request)),
         convert.to_proto,
     )
     CloseRun = _asked(

@@ -21,7 +21,7 @@ from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.hub import Hub
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
-    ActivationPolicy,
+    ActivationRequest,
     AgentFault,
     AgentRegistration,
     AgentReport,
@@ -75,9 +75,7 @@ async def seal(hub: Hub, made: Manifest) -> None:
 
 
 async def activate(hub: Hub, version: int) -> Any:
-    return await hub.activate_version(
-        run_id="run", version=version, policy=ActivationPolicy.ROLLING, min_ready=0, prepare_deadline_s=20.0
-    )
+    return await hub.activate_version(ActivationRequest(run_id="run", version=version, prepare_deadline_s=20.0))
 
 
 def defect(*arguments: Any) -> Any:
@@ -184,9 +182,7 @@ async def test_wait_for_a_version_says_what_an_engine_has_against_it(hub: Hub) -
     leases = [await hub.register(replace(REGISTRATION, engine_id=name)) for name in ("a", "b")]
     await seal(hub, manifest(1))
     waiting = asyncio.create_task(
-        hub.activate_version(
-            run_id="run", version=1, policy=ActivationPolicy.ROLLING, min_ready=1, prepare_deadline_s=20.0
-        )
+        hub.activate_version(ActivationRequest(run_id="run", version=1, min_ready=1, prepare_deadline_s=20.0))
     )
     await asyncio.sleep(0.05)
     fault = AgentFault(reason="LAYOUT_MISMATCH", message="it does not fit the served model")

@@ -10,6 +10,7 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import (
     ActivationPolicy,
+    ActivationRequest,
     ChunkEntry,
     FileEntry,
     Manifest,
@@ -54,7 +55,8 @@ def make_sample(**changes):
 
 @pytest.mark.parametrize("policy", ActivationPolicy)
 def test_a_policy_survives_the_trip(policy):
-    assert convert.activation_policy_from_proto(convert.activation_policy_to_proto(policy)) is policy
+    request = ActivationRequest(run_id="run", version=3, policy=policy, prepare_deadline_s=1.0)
+    assert convert.from_proto(ActivationRequest, convert.to_proto(request)) == request
 
 
 def test_the_identity_of_a_version_survives_the_trip():

@@ -7,6 +7,7 @@ from meshrl.wire import convert
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import (
     ActivationPolicy,
+    ActivationRequest,
     AgentRegistration,
     AgentReport,
     AgentState,
@@ -46,8 +47,9 @@ def test_unknown_transports_of_an_agent_are_left_out():
 
 
 def test_an_unknown_policy_is_rolling():
-    assert convert.activation_policy_from_proto(0) is ActivationPolicy.ROLLING
-    assert convert.activation_policy_from_proto(99) is ActivationPolicy.ROLLING
+    for policy in (0, 99):
+        message = weights_pb2.ActivateVersionRequest(policy=policy)
+        assert convert.from_proto(ActivationRequest, message).policy is ActivationPolicy.ROLLING
 
 
 def test_an_unknown_manifest_is_refused_with_every_field():

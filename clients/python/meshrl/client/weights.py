@@ -19,6 +19,7 @@ from meshrl.wire.types import (
     CONTRACT_VERSION,
     Activation,
     ActivationPolicy,
+    ActivationRequest,
     AgentCommand,
     AgentRegistration,
     AgentReport,
@@ -204,15 +205,15 @@ class WeightSyncClient(ServiceClient):
         With `artifact_id` it must have that content, else VERSION_CONFLICT: epochs share version numbers. Raises
         ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`.
         """
-        request = pb.ActivateVersionRequest(
-            request_id=str(uuid.uuid4()),
+        asked = ActivationRequest(
             run_id=run_id,
             version=version,
-            policy=convert.activation_policy_to_proto(policy),
+            policy=policy,
             min_ready=min_ready,
             prepare_deadline_s=prepare_deadline_s,
             artifact_id=artifact_id,
         )
+        request = convert.to_proto(asked, request_id=str(uuid.uuid4()))
         deadline_s = prepare_deadline_s + self.options.unary_deadline_s
         response = await self._unary(self._stub.ActivateVersion, "ActivateVersion", request, deadline_s)
         return convert.from_proto(Activation, response)

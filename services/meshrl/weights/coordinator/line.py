@@ -39,6 +39,7 @@ from meshrl.wire.types import (
     Abort,
     Activation,
     ActivationPolicy,
+    ActivationRequest,
     AgentCommand,
     AgentFault,
     AgentReport,
@@ -241,29 +242,21 @@ class RunLine:
 
     # --- the orchestrator ---------------------------------------------------------------------
 
-    def activate(
-        self,
-        version: int,
-        *,
-        policy: ActivationPolicy,
-        min_ready: int,
-        wait_s: float,
-        now_s: float,
-        epoch: int = 0,
-        artifact_id: str = "",
-    ) -> tuple[VersionRecord, list[Action]]:
+    def activate(self, request: ActivationRequest, now_s: float) -> tuple[VersionRecord, list[Action]]:
         """Starts, or joins, the commit of a sealed version; the outcome comes as `Answer` for the record's key.
 
         With `min_ready` 0 every engine that is live now must have prepared it, and at least one in any case; engines
         that join later catch up. Raises: UNKNOWN_VERSION, VERSION_CONFLICT for another epoch or artifact,
         VERSION_NOT_SEALED, VERSION_SUPERSEDED.
         """
+        version = request.version
         record = self.find(version)
-        if epoch not in (0, record.key.epoch) or artifact_id not in ("", record.artifact_id):
+        if request.epoch not in (0, record.key.epoch) or request.artifact_id not in ("", record.artifact_id):
             raise MeshError(
                 Reason.VERSION_CONFLICT,
-                f"version {version} is artifact {record.artifact_id} of epoch {record.key.epoch}, got "
-                f"{artifact_id or 'any'} of epoch {epoch or 'any'}; activate the version that was sealed last",
+                f"version {version} is artifact {record.artifact_id} of epoch {record.key.epoch}, got"
+                f" {request.artifact_id or 'any'} of epoch {request.epoch or 'any'}; activate the version that was"
+                " sealed last",
             )
         if record.answer is not None:
             return record, [Answer(key=record.key, result=record.answer)]
@@ -273,12 +266,14 @@ class RunLine:
             raise MeshError(
                 Reason.VERSION_SUPERSEDED, f"version {version} is {record.state.value}; activate a newer one"
             )
-        deadline_s = now_s + wait_s
+        deadline_s = now_s + request.prepare_deadline_s
         if record.attempt is not None:
             record.attempt.deadline_s = max(record.attempt.deadline_s, deadline_s)
             return record, self.next_actions(now_s)
         required = frozenset(engine.engine_id for engine in self.engines if not engine.ejected)
-        record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
+        record.attempt = Attempt(
+            min_ready=request.min_ready, policy=request.policy, deadline_s=deadline_s, required=required
+        )
         if record.state is VersionState.SEALED:
             for engine in self._refused_by(record.key):
                 if record.transport is not Transport.NCCL:  # one more try for engines that refused it before the call

@@ -16,8 +16,6 @@ from meshrl.wire.convert.rollouts import (
     rollout_messages,
 )
 from meshrl.wire.convert.weights import (
-    activation_policy_from_proto,
-    activation_policy_to_proto,
     agent_command_from_proto,
     agent_command_to_proto,
     version_event_from_proto,
@@ -27,8 +25,6 @@ from meshrl.wire.convert.weights import (
 __all__ = [
     "BatchReader",
     "RolloutReader",
-    "activation_policy_from_proto",
-    "activation_policy_to_proto",
     "agent_command_from_proto",
     "agent_command_to_proto",
     "batch_digest",

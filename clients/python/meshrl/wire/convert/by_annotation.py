@@ -37,6 +37,7 @@ _OTHER_NAMES = {
     "AgentRegistration": "RegisterRequest",
     "AgentReport": "SessionRequest",
     "Activation": "ActivateVersionResponse",
+    "ActivationRequest": "ActivateVersionRequest",
     "EnvironmentInfo": "Environment",
     "Lease": "RegisterResponse",
     "OpenedGroup": "OpenGroupResponse",

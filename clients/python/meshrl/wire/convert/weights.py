@@ -9,7 +9,6 @@ from meshrl.wire.convert.by_annotation import from_proto, to_proto
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     Abort,
-    ActivationPolicy,
     AgentCommand,
     Commit,
     DrainAgent,
@@ -33,10 +32,6 @@ _COMMANDS: Mapping[str, type[AgentCommand]] = {
     "retire": Retire,
 }
 _FIELDS = {kind: field for field, kind in _COMMANDS.items()}
-_POLICIES: Mapping[ActivationPolicy, pb.ActivationPolicy] = {
-    ActivationPolicy.GANG: pb.ACTIVATION_POLICY_GANG,
-    ActivationPolicy.ROLLING: pb.ACTIVATION_POLICY_ROLLING,
-}
 
 
 def agent_command_to_proto(command: AgentCommand) -> pb.SessionResponse:
@@ -48,15 +43,6 @@ def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None
     field = message.WhichOneof("command")
     kind = None if field is None else _COMMANDS.get(field)
     return None if field is None or kind is None else from_proto(kind, getattr(message, field))
-
-
-def activation_policy_to_proto(policy: ActivationPolicy) -> pb.ActivationPolicy:
-    return _POLICIES[policy]
-
-
-def activation_policy_from_proto(number: int) -> ActivationPolicy:
-    """Unset and unknown ones are rolling."""
-    return next((policy for policy, value in _POLICIES.items() if value == number), ActivationPolicy.ROLLING)
 
 
 def version_info_from_proto(message: pb.VersionInfo) -> VersionInfo:

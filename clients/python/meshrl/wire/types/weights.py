@@ -322,6 +322,20 @@ class VersionEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActivationRequest:
+    """A version to commit; epoch 0 and an empty artifact are any. `min_ready` 0 is every engine that is live."""
+
+    run_id: str
+    version: int
+    policy: ActivationPolicy = ActivationPolicy.ROLLING
+    min_ready: int = 0
+    prepare_deadline_s: float
+    artifact_id: str = ""
+    epoch: int = 0
+    return_when_decided: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineReport:
     engine_id: str
     applied: ApplyReport
