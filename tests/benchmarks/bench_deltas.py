@@ -28,13 +28,13 @@ import zstandard
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.deltas.codec import Packed, Rows, encode, write_stream
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.base import Prepared, VersionLine
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.manifest import layout_signature, plan_tensors, result_root
 from meshrl.wire.text_table import markdown_head, markdown_row

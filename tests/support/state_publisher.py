@@ -9,10 +9,10 @@ import torch
 
 from meshrl.client import WeightSyncClient
 from meshrl.trainer.publishing.publisher import Publisher, PublishReport
-from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.versions.snapshot import Captured, GatheredWeights
 from meshrl.versions.transports.base import Prepared, VersionLine
 from meshrl.versions.transports.filesystem import FileShare, FilesystemTransport
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.versions.uploads import RETRY_FOR_S
 from meshrl.wire.manifest import Adapter

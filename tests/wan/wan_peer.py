@@ -28,6 +28,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.versions.downloads import Downloader
+from meshrl.versions.progress import Progress
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.uploads import Uploader
 from meshrl.versions.version_bytes import VersionBytes, chunk_of
@@ -134,18 +135,21 @@ async def fetch(address: str, connections: int, relays: list[str]) -> None:
             await downloader.close()
 
 
+class Sent(Progress):
+    """Reports how many chunks have left."""
+
+    count = 0
+
+    def moved(self, *, unseen_s: float = 0.0) -> None:
+        self.count += 1
+        say(chunks_sent=self.count)
+
+
 async def publish(address: str, connections: int, mib: float, version: int) -> None:
     data = os.urandom(int(mib * 2**20))
     manifest = version_of(data, version)
-    left = 0
-
-    def moved(*, unseen_s: float = 0.0) -> None:
-        nonlocal left
-        left += 1
-        say(chunks_sent=left)
-
     async with WeightSyncClient(address) as hub:
-        uploader = Uploader(hub, moved, retry_for_s=200.0, limits=LinkLimits(connections=connections))
+        uploader = Uploader(hub, Sent(), retry_for_s=200.0, limits=LinkLimits(connections=connections))
         try:
             await hub.wait_until_serving(60.0)
             say(ready=True)

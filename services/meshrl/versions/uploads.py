@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Protocol
 
 import numpy as np
 from loguru import logger
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
+from meshrl.versions.progress import Progress
 from meshrl.versions.sources import FAR_S, ByteSource, Connections, LinkLimits, RateLimit
 from meshrl.versions.version_bytes import chunk_of
 from meshrl.wire.errors import MeshError, Reason
@@ -64,25 +64,19 @@ class Attempts:
         await asyncio.sleep(wait_s)
 
 
-class Moved(Protocol):
-    """Called whenever an upload moves; `unseen_s`: how long the other side may now be at work without a sign."""
-
-    def __call__(self, *, unseen_s: float = 0.0) -> None: ...
-
-
 class Uploader:
     """Stages and seals versions at the hub for a publisher; over several connections where the hub is far away."""
 
     def __init__(
         self,
         client: WeightSyncClient,
-        moved: Moved,
+        progress: Progress,
         *,
         retry_for_s: float = RETRY_FOR_S,
         limits: LinkLimits | None = None,
     ) -> None:
         """`retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
-        self._client, self._moved = client, moved
+        self._client, self._progress = client, progress
         self._retry_for_s, self._limits = retry_for_s, limits or LinkLimits(connections=1)
         self._connections: Connections | None = None  # beside the client's own
         self._rate_limit = RateLimit(self._limits.mbps * 125_000)
@@ -138,7 +132,7 @@ class Uploader:
                 offset = queue.popleft()
                 await self._rate_limit.take(length_of[offset])
                 yield chunk_of(offset, buffer[offset : offset + length_of[offset]])
-                self._moved()  # it was taken
+                self._progress.moved()  # it was taken
 
         count = await self._count(len(missing))
         self.connections = max(self.connections, count)
@@ -186,7 +180,7 @@ class Uploader:
         deadline_s = SEAL_S + manifest.payload_bytes / HASHED_BYTES_PER_S
         while True:
             began_s = time.monotonic()
-            self._moved(unseen_s=deadline_s)
+            self._progress.moved(unseen_s=deadline_s)
             try:
                 await self._client.seal_version(
                     run_id=manifest.run_id,
@@ -206,4 +200,4 @@ class Uploader:
             else:
                 return
             finally:
-                self._moved()
+                self._progress.moved()

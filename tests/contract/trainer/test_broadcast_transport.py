@@ -15,7 +15,6 @@ from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
 from meshrl.trainer.publishing.publisher import Publisher, PublishReport
-from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import open_store
@@ -28,6 +27,7 @@ from meshrl.versions.transports.broadcast import (
     MeetingPoint,
     SendVersion,
 )
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 from served_engine import ServedEngine, activate, serving_engine

@@ -52,7 +52,7 @@ async def test_a_hub_far_away_is_sent_chunks_over_several_connections(
     monkeypatch.setattr(uploads, "FAR_S", -1.0)
     publisher = mesh.publisher(Transport.STREAM)
     prepared = await publisher.prepare(0, state(1))
-    uploader = uploads.Uploader(mesh.client(), publisher.progress.moved, limits=LinkLimits(connections=3))
+    uploader = uploads.Uploader(mesh.client(), publisher.progress, limits=LinkLimits(connections=3))
     create, all_send = WeightSyncClient.create_version, asyncio.Barrier(3)
     sent: dict[WeightSyncClient, list[int]] = {}
     broken: list[WeightSyncClient] = []

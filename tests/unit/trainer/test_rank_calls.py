@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from meshrl.trainer.publishing import rank_calls
-from meshrl.trainer.publishing.rank_calls import RankCalls, RankCallThread
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import HeldSnapshot
+from meshrl.versions.transports import rank_calls
 from meshrl.versions.transports.base import Answer, PublishCall
+from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
 from meshrl.wire.errors import MeshError, Reason
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import rows_of
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.base import Answer, Prepared, VersionLine
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.types import CollectivePlan, VersionKind
 

@@ -99,7 +99,7 @@ async def test_sealing_has_time_for_all_the_bytes_that_the_hub_must_hash() -> No
         return await seal(**named)
 
     hub.seal_version = watched
-    await Uploader(hub, progress.moved).seal(manifest, "a", "")
+    await Uploader(hub, progress).seal(manifest, "a", "")
     assert left_s[0] > 65e9 / 100e6 + 600.0  # meanwhile nothing can be seen of it
     assert progress.left_s(600.0) <= 600.0
     assert hub.sealed["deadline_s"] > 65e9 / 100e6  # a hub that hashes 100 MB/s

@@ -24,7 +24,6 @@ from meshrl.core.telemetry.waits import Waits
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
 from meshrl.trainer.publishing.publisher import Publisher
-from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.trainer.publishing.snapshots import (
     STORE_DEADLINE_S,
     PublicationSettings,
@@ -49,6 +48,7 @@ from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport, MeetingPoint
 from meshrl.versions.transports.filesystem import FilesystemTransport
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import Adapter

@@ -67,7 +67,7 @@ class Publisher:
     ) -> None:
         """`retry_for_s`: how long a hub that is away is called again; `limits` of the upload, else one connection."""
         self._transport = transport
-        self._uploader = Uploader(client, transport.progress.moved, retry_for_s=retry_for_s, limits=limits)
+        self._uploader = Uploader(client, transport.progress, retry_for_s=retry_for_s, limits=limits)
         self._busy = asyncio.Lock()
 
     @property

@@ -17,13 +17,13 @@ from torch import nn
 
 from meshrl.models.lora import adapter_state, peft_state
 from meshrl.models.state import gather_state, own_rows, published_tensors
-from meshrl.trainer.publishing.rank_calls import RankCallThread
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.layout import dtype_name
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.broadcast import BroadcastShare
 from meshrl.versions.transports.filesystem import FileShare
+from meshrl.versions.transports.rank_calls import RankCallThread
 from meshrl.versions.transports.stream import StreamShare
 from meshrl.wire.manifest import layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry, Transport

@@ -51,17 +51,6 @@ class RankShare(Protocol):
         """Does what one of its calls asks for; blocking. Raises MeshError and OSError."""
 
 
-class AllRanks(Protocol):
-    """All sender ranks of the trainer, as rank 0 calls them."""
-
-    def call(self, call: PublishCall, *, stall_s: float) -> list[Answer]:
-        """Has every rank carry a call out; returns their answers in order. Blocking.
-
-        Raises what the first rank that failed raised, and MeshError DEADLINE_PASSED for one that moves nothing for
-        `stall_s`.
-        """
-
-
 @dataclass(frozen=True, kw_only=True)
 class VersionLine:
     """What the versions of one trainer have in common: their run and epoch, and the adapter that they are, if any."""

@@ -29,7 +29,8 @@ from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, Snapshot
-from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionCall, VersionLine
+from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import layout_signature
 from meshrl.wire.types import AgentState, CollectivePlan, EngineInfo, OpenedGroup, TensorEntry, Transport
@@ -160,7 +161,7 @@ class BroadcastTransport:
     def __init__(
         self,
         line: VersionLine,
-        ranks: AllRanks,
+        ranks: RankCalls,
         share: BroadcastShare,
         tensors: tuple[TensorEntry, ...],
         plan: CollectivePlan,

@@ -29,7 +29,8 @@ from blake3 import blake3
 from meshrl.core.durable import write_at
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, Snapshot
-from meshrl.versions.transports.base import AllRanks, Answer, Prepared, VersionCall, VersionLine
+from meshrl.versions.transports.base import Answer, Prepared, VersionCall, VersionLine
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
@@ -339,7 +340,7 @@ class FilesystemTransport:
     def __init__(
         self,
         line: VersionLine,
-        ranks: AllRanks,
+        ranks: RankCalls,
         share: FileShare,
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,

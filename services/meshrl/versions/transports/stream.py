@@ -33,8 +33,9 @@ from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after, with_la
 from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.rule import DeltaRule
 from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, SideStream, Snapshot
-from meshrl.versions.transports.base import AllRanks, Answer, Prepared, VersionCall, VersionLine
+from meshrl.versions.transports.base import Answer, Prepared, VersionCall, VersionLine
 from meshrl.versions.transports.filesystem import RowShare, in_slices, in_threads
+from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest, entries_of
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
 
@@ -226,7 +227,7 @@ class StreamTransport:
     def __init__(
         self,
         line: VersionLine,
-        ranks: AllRanks,
+        ranks: RankCalls,
         share: StreamShare,
         *,
         num_shares: int = 1,
