@@ -1,4 +1,4 @@
-"""Every request that names a run is checked against the patterns of its caller."""
+"""Requests that name a run, and lists of runs in answers, are checked against the patterns of their caller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from meshrl.client.trust import Role, TrustFile
-from meshrl.core.rpc.roles import PATHS_OF, ROLES_OF, check_runs
+from meshrl.core.rpc.roles import LISTS_OF, PATHS_OF, ROLES_OF, check_runs, hide_runs
 from meshrl.v1 import exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import MeshError, Reason
 
@@ -41,7 +41,7 @@ def test_every_place_of_every_request_that_names_a_run_is_checked() -> None:
 
 
 def test_every_call_that_a_tenant_may_make_and_that_changes_a_run_names_it() -> None:
-    reads = {"GetTrainer", "ListEnvironments", "GetRolloutStatus", "ListEngines", "ListRevoked", "Renew"}
+    reads = {"GetTrainer", "ListRuns", "ListEnvironments", "GetRolloutStatus", "ListEngines", "ListRevoked", "Renew"}
     own = {name for name, roles in ROLES_OF.items() if Role.TENANT in roles and name.rpartition("/")[2] not in reads}
     assert {name.rpartition("/")[2] for name in own} >= {"CreateRun", "DeleteRun", "SubmitBatch", "RunRollouts"}
     changes = {name for name in own if not PATHS_OF[name]}
@@ -90,3 +90,47 @@ def test_patterns_go_from_the_token_to_its_bearer_and_to_members_that_came_by_it
     trust = file.read()
     assert trust.tokens[token.partition(".")[0]].scope.runs == PATTERNS
     assert trust.runs_of == {("tenant", "alice"): PATTERNS}
+
+
+def lists_of_runs(message: Descriptor, above: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    """Every list whose entries name a run, found without the code under test."""
+    found: set[tuple[str, ...]] = set()
+    for field in message.fields:
+        kind = field.message_type
+        if kind is not None and kind.full_name not in above:
+            if field.is_repeated and any(each.name == "run_id" for each in kind.fields):
+                found.add((field.name,))
+            else:
+                found |= {(field.name, *path) for path in lists_of_runs(kind, (*above, message.full_name))}
+    return found
+
+
+def test_every_list_of_every_answer_that_names_runs_is_filtered() -> None:
+    modules = (exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weights_pb2)
+    methods = {
+        f"{service.full_name}/{method.name}": method
+        for module in modules
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    found = {name: lists_of_runs(method.output_type) for name, method in methods.items()}
+    assert {name: set(paths) for name, paths in LISTS_OF.items()} == found
+    with_lists = {name.rpartition("/")[2] for name, paths in found.items() if paths}
+    assert with_lists >= {"GetTrainer", "ListRuns", "ListCheckpoints", "ListEngines", "GetRolloutStatus", "ListWorkers"}
+    assert not [name for name, paths in found.items() if paths and methods[name].server_streaming]
+
+
+def test_the_lists_of_an_answer_lack_the_runs_of_others() -> None:
+    name = next(each for each in LISTS_OF if each.endswith("TrainerService/GetTrainer"))
+    runs = [{"run_id": each} for each in ("main", "team-a-1", "team-b-1", "team-a-2")]
+    answer = trainer_pb2.GetTrainerResponse(runs=runs, model="m")
+    hide_runs((), name, answer)
+    assert len(answer.runs) == 4
+    hide_runs(PATTERNS, name, answer)
+    assert [run.run_id for run in answer.runs] == ["team-a-1", "team-a-2"]
+    assert answer.model == "m"
+    engines = next(each for each in LISTS_OF if each.endswith("WeightSync/ListEngines"))
+    served = [{"run_id": "team-b-1", "version": 3}, {"run_id": "team-a-1", "version": 5}]
+    listed = weights_pb2.ListEnginesResponse(engines=[{"served": served}, {}])
+    hide_runs(PATTERNS, engines, listed)
+    assert [[each.version for each in engine.served] for engine in listed.engines] == [[5], []]

@@ -202,7 +202,8 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """Lists the runs. Idempotent.
+        """Lists the runs; a caller that may use some of them only gets those, as in the lists of all other answers.
+        A page may then be shorter than page_size. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

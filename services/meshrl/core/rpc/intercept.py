@@ -18,7 +18,7 @@ from opentelemetry import trace
 
 from meshrl.client.channel import CONTRACT_KEY
 from meshrl.core.rpc.guard import Caller, Guard
-from meshrl.core.rpc.roles import check_runs
+from meshrl.core.rpc.roles import check_runs, hide_runs
 from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from
@@ -184,6 +184,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
                 try:
                     caller = self._admit(method, context)
                     answer = await behaviour(await method.request(received, context, caller), context)
+                    if caller is not None:
+                        hide_runs(caller.runs, method.name, answer)
                     if method.takes_stream:
                         await _stop_upload(received, context)
                     return answer

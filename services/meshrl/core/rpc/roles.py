@@ -2,7 +2,8 @@
 
 A role is in a certificate or token, and the option `allowed_roles` lists those of each RPC. One without it admits no
 member. Health and reflection are open to everybody. A request names runs in its fields `run_id`, also those inside its
-messages, such as a batch's header. A caller whose credential has no patterns of runs may name any.
+messages, such as a batch's header. A caller whose credential has no patterns of runs may name any. Lists in answers
+whose entries name a run hold for the others those that their patterns fit.
 """
 
 from __future__ import annotations
@@ -50,9 +51,25 @@ def _paths(message: Descriptor, above: tuple[Descriptor, ...] = ()) -> Iterator[
             yield from (f"{field.name}.{path}" for path in _paths(field.message_type, (message, *above)))
 
 
+def _lists(message: Descriptor, above: tuple[Descriptor, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for field in message.fields:
+        entry = field.message_type
+        if entry is None or entry in (message, *above):
+            continue
+        if field.is_repeated and "run_id" in entry.fields_by_name:
+            yield (field.name,)
+        else:
+            yield from ((field.name, *path) for path in _lists(entry, (message, *above)))
+
+
 ROLES_OF: Mapping[str, frozenset[Role]] = {name: _allowed(method) for name, method in METHODS.items()}
 PATHS_OF: Mapping[str, tuple[str, ...]] = {name: tuple(_paths(method.input_type)) for name, method in METHODS.items()}
 """Where a request of each RPC names a run."""
+
+LISTS_OF: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    name: tuple(_lists(method.output_type)) for name, method in METHODS.items()
+}
+"""The fields that lead to each list of an answer whose entries name a run."""
 
 
 def check_runs(caller: object, patterns: Sequence[str], method: str, request: object) -> None:
@@ -67,13 +84,36 @@ def check_runs(caller: object, patterns: Sequence[str], method: str, request: ob
         run_id = _value(message, path)
         if run_id is None or (not run_id and path in OWN_WHERE_EMPTY):
             continue
-        if not any(fnmatchcase(run_id, pattern) for pattern in patterns):
+        if not _fits(run_id, patterns):
             named = f"run {run_id!r}" if run_id else "no run"
             raise MeshError(
                 Reason.PERMISSION_DENIED,
                 f"{caller} may use the runs {', '.join(patterns)}, and {method} names {named} in {path}; name one of"
                 " them, or use a credential for it (meshrl token create --runs PATTERN)",
             )
+
+
+def hide_runs(patterns: Sequence[str], method: str, answer: object) -> None:
+    """Takes the entries of other runs out of the lists of an answer."""
+    for path in LISTS_OF.get(method, ()) if patterns else ():
+        assert isinstance(answer, Message)  # bulk has no lists of runs
+        _hide(answer, path, patterns)
+
+
+def _hide(message: Message, path: tuple[str, ...], patterns: Sequence[str]) -> None:
+    name, *below = path
+    field = getattr(message, name)
+    if not below:
+        kept = [entry for entry in field if _fits(entry.run_id, patterns)]
+        del field[:]
+        field.extend(kept)
+        return
+    for inner in field if message.DESCRIPTOR.fields_by_name[name].is_repeated else [field]:
+        _hide(inner, tuple(below), patterns)
+
+
+def _fits(run_id: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(run_id, pattern) for pattern in patterns)
 
 
 def _value(message: Message, path: str) -> str | None:
