@@ -141,7 +141,8 @@ class AdapterTable(Generic[Loaded]):
 
         `RUN` and `RUN@` are the newest version of a run, `RUN@VERSION` is one of its versions. An empty policy is the
         only run that the engine serves, or else the base model. Raises MeshError VERSION_NOT_AVAILABLE for a version
-        that is not here, INVALID_REQUEST for an empty policy where there are several runs.
+        that is not here yet, VERSION_SUPERSEDED for an older one that is here no more, and INVALID_REQUEST for an empty
+        policy where there are several runs.
         """
         adapter = self._find(policy)
         if adapter is None:
@@ -170,6 +171,9 @@ class AdapterTable(Generic[Loaded]):
         if adapter is None:
             held = ", ".join(sorted(each.name for each in self._adapters if each.newest)) or "none"
             wanted = f"version {version} of run {run_id!r}" if version else f"run {run_id!r}"
-            text = f"{wanted} is not here yet, or no more; this engine serves {held}"
+            if run_id in newest and version.isdecimal() and int(version) < newest[run_id].version:
+                text = f"{wanted} is here no more; ask for {newest[run_id].name}, or for {run_id!r}, its newest version"
+                raise MeshError(Reason.VERSION_SUPERSEDED, text)
+            text = f"{wanted} is not here yet; this engine serves {held}"
             raise MeshError(Reason.VERSION_NOT_AVAILABLE, text, retry_after_s=RETRY_AFTER_S)
         return adapter

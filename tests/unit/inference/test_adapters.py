@@ -170,6 +170,9 @@ async def test_what_is_not_there_yet_is_no_unknown_model(start_engine: EngineFac
             await complete(engine, asked(policy, [1, 2]))
         assert refused.value.reason is Reason.VERSION_NOT_AVAILABLE
         assert refused.value.retry_after_s
+    with pytest.raises(MeshError, match="version 3 of run 'a' is here no more; ask for a@4, or for 'a'") as gone:
+        await complete(engine, asked("a@3", [1, 2]))
+    assert (gone.value.reason, gone.value.reason.retryable) == (Reason.VERSION_SUPERSEDED, False)
     await engine.stage(version_of(trained(model, 2, "q_proj"), 5, "q_proj", run="a"))
     with pytest.raises(MeshError, match="version 5 of run 'a' is not here yet"):
         await complete(engine, asked("a@5", [1, 2]))  # loaded, and not decided

@@ -264,6 +264,7 @@ STATUS_OF: dict[Reason, int] = {
     Reason.LAYOUT_MISMATCH: 400,
     Reason.OVERLOADED: 429,
     Reason.RUN_LIMIT_REACHED: 409,
+    Reason.VERSION_SUPERSEDED: 410,
     Reason.UNREACHABLE: 502,
     Reason.DRAINING: 503,
     Reason.VERSION_NOT_AVAILABLE: 503,
