@@ -19,6 +19,7 @@ from meshrl.wire.types import RolloutFailure, RolloutRequest, RolloutSummary
 REMEMBERED_S = 600.0
 REMEMBERED_REQUESTS = 10_000
 RATE_WINDOW_S = 60.0
+MAX_RUNS = 64  # that are counted apart, as many as a hub takes
 
 
 class Outcome(enum.Enum):
@@ -87,6 +88,8 @@ class GroupTable:
         self._finished_at: deque[float] = deque()
         self.finished = 0
         self.failures: Counter[str] = Counter()
+        self.ended_of: dict[str, Counter[Outcome]] = {}
+        """How the rollouts of each run ended; of more than MAX_RUNS the one that came first is forgotten."""
         self.draining = False
 
     @property
@@ -117,8 +120,7 @@ class GroupTable:
                 f" {self.max_concurrent} plus max_queued {self._max_queued}",
                 retry_after_s=1.0,
             )
-        waiting = sum(len(group.waiting) for group in self._waiting.get(run_id, {}).values())
-        of_run = self._running_of[run_id] + waiting
+        of_run = self.running_of(run_id) + self.waiting_of(run_id)
         if self._max_per_run is not None and of_run + size > self._max_per_run:
             raise MeshError(
                 Reason.OVERLOADED,
@@ -131,6 +133,9 @@ class GroupTable:
         """Takes a group in; raises as `refuse` does."""
         self.refuse(request_id, group_id, size, now, run_id)
         self._seen[request_id] = now
+        if run_id not in self.ended_of and len(self.ended_of) == MAX_RUNS:
+            del self.ended_of[next(iter(self.ended_of))]
+        self.ended_of.setdefault(run_id, Counter())
         group = AdmittedGroup(
             request_id=request_id, group_id=group_id, size=size, run_id=run_id, waiting=deque(range(size))
         )
@@ -191,6 +196,14 @@ class GroupTable:
             self._count(group, outcome, now, reason, 0)
         return running, waiting
 
+    def running_of(self, run_id: str) -> int:
+        """Rollouts of a run that run now."""
+        return self._running_of[run_id]
+
+    def waiting_of(self, run_id: str) -> int:
+        """Rollouts of a run that wait for a place."""
+        return sum(len(group.waiting) for group in list(self._waiting.get(run_id, {}).values()))
+
     def _forget_waiting(self, group: AdmittedGroup) -> None:
         of_run = self._waiting.get(group.run_id, {})
         of_run.pop(group.request_id, None)
@@ -214,6 +227,7 @@ class GroupTable:
     def _count(self, group: AdmittedGroup, outcome: Outcome, now: float, reason: str, sampled_tokens: int) -> None:
         group.ended[outcome] += 1
         group.sampled_tokens += sampled_tokens
+        self.ended_of.setdefault(group.run_id, Counter())[outcome] += 1
         if outcome is Outcome.FINISHED:
             self.finished += 1
             self._finished_at.append(now)

@@ -18,6 +18,7 @@ from meshrl.core.orphans import children_end_too
 from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import run_program, say_ready
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.environments.plugins import NAMESAKES
@@ -31,6 +32,7 @@ from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.metrics import RolloutMetrics
 from meshrl.rollout.player import Player
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.rollout.workers.fleet import WorkerFleet
@@ -121,6 +123,7 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     table = GroupTable(
         max_concurrent=limit.rollouts, max_queued=config.max_queued, max_per_run=config.max_concurrent_per_run
     )
+    registry_of(tracer).register(RolloutMetrics(table))
     fleet = await stack.enter_async_context(WorkerFleet(config))
     players: dict[str, Player] = {name: PooledPlayer(fleet, name, config.client.failover_s) for name in fleet.names}
     for name in fleet.names:

@@ -23,6 +23,7 @@ from meshrl.core.program import run_program, say_ready
 from meshrl.core.rpc.enrollment import SERVICE as ENROLLMENT
 from meshrl.core.rpc.enrollment import EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.prime_rl import PrimeRLKeys
@@ -33,6 +34,7 @@ from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.decision_log import LogError
 from meshrl.weights.engine_calls import EngineCaller
 from meshrl.weights.hub import Hub
+from meshrl.weights.metrics import HubMetrics
 from meshrl.weights.relay import Relay
 from meshrl.weights.service import RelayService, WeightSyncService
 from meshrl.wire import frames
@@ -68,6 +70,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         return await serve_relay(config, config.upstream, stop, tracer)
     calling: asyncio.Task[None] | None = None
     hub = build_hub(config, tracer)
+    registry_of(tracer).register(HubMetrics(hub.coordinator))
     try:
         await hub.start()
     except (LogError, OSError) as error:

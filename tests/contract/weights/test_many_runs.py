@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from transformers import PreTrainedModel
 
 from inference_kit import ask, complete, full_forward, make_model
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.lora import adapted_layers, adapter_state, apply_lora, peft_state
 from meshrl.models.state import hf_state
+from meshrl.weights.metrics import HubMetrics
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig, Transport
@@ -93,6 +95,14 @@ async def test_each_run_goes_its_own_way_and_a_late_engine_gets_all_of_them(
     await mesh.until(
         lambda: {(s.run_id, s.version) for s in mesh.hub.list_engines("")[0].served} == {("a", 0), ("b", 6)}
     )
+    shown = CollectorRegistry()
+    shown.register(HubMetrics(mesh.hub.coordinator))
+    of_run = {
+        run: [shown.get_sample_value(f"meshrl_hub_{name}", {"run": run}) for name in ("version", "engines")]
+        for run in "ab"
+    }
+    assert of_run == {"a": [0, 1], "b": [6, 1]}
+    assert (shown.get_sample_value("meshrl_hub_bytes", {"run": "a"}) or 0) > 0
     assert info.routable
     assert info.max_adapters == engine.adapters.max_adapters
 

@@ -3,8 +3,10 @@
 from collections.abc import Sized
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from meshrl.rollout.groups import RATE_WINDOW_S, REMEMBERED_S, GroupTable, Outcome
+from meshrl.rollout.groups import MAX_RUNS, RATE_WINDOW_S, REMEMBERED_S, GroupTable, Outcome
+from meshrl.rollout.metrics import RolloutMetrics
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -131,3 +133,33 @@ def test_a_run_beyond_its_own_limit_is_refused_and_the_others_are_not() -> None:
     with pytest.raises(MeshError, match="6 rollouts of run 'a' run or wait; 1 more exceed max_concurrent_per_run 6"):
         groups.admit("r2", "g2", 1, 0.0, "a")
     groups.admit("r3", "g3", 6, 0.0, "b")
+
+
+def test_the_rollouts_of_each_run_and_the_reasons_of_failures_are_counted_for_prometheus():
+    groups = table(running=2, queued=6)
+    a = groups.admit("r1", "g1", 3, now=0.0, run_id="a")
+    groups.admit("r2", "g2", 1, now=0.0, run_id="b")
+    groups.start()
+    groups.record_outcome(a, 0, Outcome.FINISHED, 1.0)
+    groups.end(a, Outcome.FAILED, 2.0, reason="DEADLINE_EXCEEDED")
+    registry = CollectorRegistry()
+    registry.register(RolloutMetrics(groups))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"meshrl_rollouts_{name}", labels)
+
+    assert (value("running", run="a"), value("waiting", run="a")) == (0, 0)
+    assert value("running", run="b") == 1
+    assert value("ended_total", run="a", outcome="finished") == 1
+    assert value("ended_total", run="a", outcome="failed") == 2
+    assert value("failed_total", reason="DEADLINE_EXCEEDED") == 2
+
+
+def test_no_more_runs_are_counted_apart_than_a_hub_takes():
+    groups = table(queued=4)
+    for number in range(MAX_RUNS + 5):
+        group = groups.admit(f"r{number}", f"g{number}", 1, now=0.0, run_id=f"run{number}")
+        groups.end(group, Outcome.CANCELLED, 1.0)
+        groups.remove(group)
+    assert len(groups.ended_of) == MAX_RUNS
+    assert "run0" not in groups.ended_of
