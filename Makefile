@@ -21,10 +21,10 @@ WORKERS ?= $(shell echo $$(($(UNIT_WORKERS) + 1)))
 UNIT := tests/unit tests/property tests/golden
 test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
 
-.PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench wheels proto archive clean
+.PHONY: help setup vllm demo demo-runs test unit check lint format types layers contracts drift bench wheels proto archive clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 .tools/uv/bin/uv:
 	python3 -m venv .tools/uv
@@ -45,6 +45,9 @@ vllm: setup ## Create .tools/vllm, vLLM for the CPU (Linux; a few minutes, once)
 
 demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## Train a small model to reverse text on the CPU, end to end (ENGINE=vllm: with vLLM)
 	$(RUN) python -m meshrl.launch.demo --engine $(ENGINE) $(ARGS)
+
+demo-runs: setup ## Train three adapters of a small model beside each other in one mesh, on the CPU
+	$(RUN) python -m meshrl.launch.demo --runs $(ARGS)
 
 test: setup vllm $(BUF) $(AXE) ## Run every test that needs no GPU
 	$(RUN) pytest $(UNIT) --numprocesses $(UNIT_WORKERS) $(ARGS)

@@ -28,9 +28,9 @@ def starting(folder: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
     """Starts runs in `folder`, all with one output folder unless told otherwise, and ends those that are left."""
     runs: list[Run] = []
 
-    def start(*flags: str, output_dir: Path = folder / "out") -> Run:
+    def start(*flags: str, output_dir: Path = folder / "out", text: str = RUN_TOML) -> Run:
         config = folder / "run.toml"
-        config.write_text(RUN_TOML)
+        config.write_text(text)
         console = folder / f"console_{output_dir.name}.txt"
         command = [sys.executable, "-m", "meshrl.launch.main", "@", str(config), "--model.name", str(model_dir)]
         with console.open("wb") as out:

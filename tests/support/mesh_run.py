@@ -51,6 +51,20 @@ max_tokens = 16
 id = "reverse_text"
 """
 """A run that is small enough for two CPU cores; environments play in the rollout program unless told otherwise."""
+MESH_TOML = RUN_TOML.partition("[orchestrator]")[0] + "[trainer.model.lora]\nrank = 8\n"
+"""A mesh without a run, of the same size."""
+
+
+def of_orchestrator(*, seed: int, steps: int | None = None) -> str:
+    """The keys of an orchestrator whose run is as small."""
+    return (
+        f"batch_size = 8\ngroup_size = 4\nseq_len = 1024\nseed = {seed}\n"
+        + (f"max_steps = {steps}\n" if steps else "")
+        + "filters.zero_signal = false\nsampling.max_tokens = 8\nlogprob_check.fatal = true\n"
+        + 'train.env = [{ id = "reverse_text" }]\n'
+    )
+
+
 WITH_WORKERS = ("--rollout.workers", "1")
 """Flags of a run whose environments play in a process of their own, which takes ten seconds of a core to start."""
 
@@ -80,6 +94,10 @@ class Run:
     def port(self, program: str) -> int:
         config = (self.output_dir / "configs" / f"{program}.toml").read_text()
         return int(re.findall(r"^port = (\d+)", config, re.MULTILINE)[-1])
+
+    def of(self, run_id: str) -> Run:
+        """A run of this mesh, with its folder."""
+        return Run(process=self.process, output_dir=self.output_dir / f"run_{run_id}", console=self.console)
 
     def secret(self, name: str) -> str:
         """A file of the run's credentials: `engine.key`, or `ROLE.token`."""

@@ -6,6 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+ORCH_TOML = "orch.toml"
+INVALID = "config_validation_error.txt"
+"""Files of `Layout.control`: the configuration of the run's orchestrator, and why the trainer does not take it."""
+
 
 def is_gone(path: Path) -> bool:
     """Whether there is nothing at a path. A file system that does not answer, or refuses, has not lost it."""
@@ -32,6 +36,15 @@ class Layout:
     def log(self, process: str) -> Path:
         """A link to the log of the newest start; `log_place` gives the file that is written."""
         return self.logs / f"{process}.log"
+
+    def run_folder(self, run_id: str) -> Path:
+        """The folder of a run that joined a mesh, whose folder this is."""
+        return self.output_dir / f"run_{run_id.removeprefix('run_') or 'main'}"
+
+    @property
+    def control(self) -> Path:
+        """By what a trainer of several runs finds the run of this folder, and what it writes for the run's owner."""
+        return self.output_dir / "control"
 
     @property
     def configs(self) -> Path:

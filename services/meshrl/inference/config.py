@@ -147,8 +147,8 @@ class InferenceConfig(BaseConfig):
     """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
     embedded engine takes both. `rl` sets it."""
 
-    enable_lora: bool = False
-    """Serve adapters, each run's to its own requests. vLLM then takes no whole models. lora_rank implies it."""
+    enable_lora: bool | None = None
+    """Serve adapters, each run's to its own requests. vLLM then takes no whole models. None: with a lora_rank."""
 
     max_loras: int = Field(default=2, ge=1)
     """Adapters that the engine holds and that one batch may mix: twice the runs, since a version that is replaced stays
@@ -287,7 +287,7 @@ class InferenceConfig(BaseConfig):
 
     @property
     def _takes_adapters(self) -> bool:
-        return self.enable_lora or self.lora_rank is not None
+        return self.lora_rank is not None if self.enable_lora is None else self.enable_lora
 
     def vllm_arguments(self) -> JsonObject:
         """vLLM's engine arguments: what is set here and in the `vllm` table, and the model; not what is auto."""

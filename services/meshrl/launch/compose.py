@@ -12,7 +12,9 @@ from pydantic import SecretStr
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.credentials.secret import checked
+from meshrl.core.paths import Layout
 from meshrl.launch.config import RLConfig
+from meshrl.launch.config.sections import RunSection
 from meshrl.launch.gpus import VARIABLE, Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
@@ -28,7 +30,7 @@ _KEYS_OF_THE_ROLLOUT_PROGRAM: Mapping[str, bool | set[str]] = {
 """Keys that rl takes in the orchestrator's section, at their older place."""
 
 CLIENTS, ENGINES, HUB = 1, 2, 3
-"""Stages of the end of a run: the orchestrator is stage 0, and each stage uses only later ones."""
+"""Stages of the end of a run: orchestrators are stage 0, and each stage uses only later ones."""
 
 MOST_LORAS = 16  # that vLLM reserves memory for, unless more are asked for
 RESTART_DEADLINE_S = 180.0
@@ -56,6 +58,9 @@ class Part:
 
     python: Path | None = None
     """None means the interpreter of rl."""
+
+    run_id: str = ""
+    """Of the run that an orchestrator feeds, where it is not the trainer's own."""
 
     restarts: int = 0
 
@@ -95,17 +100,20 @@ def compose(
     taught = run.teacher_rollout(rollout)
     addresses = {"trainer": reach(trainer.server), "weights": run.hub, **running.model_dump(exclude_none=True)}
     addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
-    orchestrator = run.orchestrator(
-        {
+    orchestrators: dict[str, OrchestratorConfig] = {}
+    for section in config.orchestrators.values():
+        values: dict[str, object] = {
             "services": addresses,
-            **run.deadlines(ENGINE_START_S if shared else 0.0),
+            **run.deadlines(section, ENGINE_START_S if shared else 0.0),
             **({} if taught is None else {"teacher.rollout": [reach(taught.server)]}),
-            **({"session": session} if session and not config.orchestrator.session else {}),
+            **({"session": session} if session and not section.session else {}),
         }
-    )
+        if isinstance(section, RunSection) and section.output_dir == config.output_dir:
+            values["output_dir"] = Layout(config.output_dir).run_folder(section.run_id)
+        joined = f"_{section.run_id}" if isinstance(section, RunSection) else ""
+        orchestrators[f"orchestrator{joined}"] = run.orchestrator(section, values)
     given_key = None if config.inference is None else config.inference.api_key
     engine_key = key_environ(given_key, rollout.client.api_key_var)
-    scores = any(algo.type in ("opsd", "custom") for algo in config.orchestrator.algos.values())
     parts = [
         Part(
             name="weights",
@@ -144,16 +152,19 @@ def compose(
                 restarts=config.restarts,
             )
         )
-    parts.append(
-        Part(
-            name="orchestrator",
-            module="meshrl.orchestrator.main",
-            config=orchestrator,
-            end_stage=0,
-            environ=engine_key if scores else {},  # it calls engines itself
-            restarts=config.restarts_of("orchestrator"),
+    for name, orchestrator in orchestrators.items():
+        scores = any(algo.type in ("opsd", "custom") for algo in orchestrator.algos.values())
+        parts.append(
+            Part(
+                name=name,
+                module="meshrl.orchestrator.main",
+                config=orchestrator,
+                end_stage=0,
+                run_id=orchestrator.run_id if name != "orchestrator" else "",
+                environ=engine_key if scores else {},  # it calls engines itself
+                restarts=config.restarts_of("orchestrator"),
+            )
         )
-    )
     return tuple(part for part in parts if part.name not in running.replaced())
 
 
@@ -198,13 +209,14 @@ class _Composition:
             values["release_memory"] = True
         return with_values(_with_port(config.trainer, self.free_port), values)
 
-    def orchestrator(self, values: dict[str, object]) -> OrchestratorConfig:
+    def orchestrator(self, section: OrchestratorConfig, values: dict[str, object]) -> OrchestratorConfig:
+        """An orchestrator, with `values` of this launch and what follows from the other programs' keys."""
         config, ckpt = self.config, self.config.trainer.ckpt
         if config.inference is not None and config.inference.sleep_while_training:
             values["sleep_engines"] = True
         if ckpt is not None and not ckpt.weights_only and "trainer" not in config.orchestrator.services.given():
             values |= {"checkpoint_interval": ckpt.interval, "checkpoint_at_end": True}
-        return with_values(_own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM), values)
+        return with_values(orchestrator_of(section), values)
 
     def teacher_rollout(self, rollout: RolloutConfig) -> RolloutConfig | None:
         """The rollout program in which the teacher plays; None where it plays nothing, or one runs already."""
@@ -243,11 +255,11 @@ class _Composition:
             {**config.rollout.model_dump(), "client": client, "weights": self.hub, "env": env}
         )
 
-    def deadlines(self, trainer_held_s: float) -> dict[str, object]:
-        """The orchestrator's waits, where it names none itself: a trainer may be held until an engine serves, and look
-        for its hub before it answers, also after a restart."""
+    def deadlines(self, section: OrchestratorConfig, trainer_held_s: float) -> dict[str, object]:
+        """An orchestrator's waits, where it names none itself. The trainer may be held until an engine serves, and
+        look for its hub before it answers; where programs are restarted, that may happen in the midst of the run."""
         config = self.config
-        given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
+        given, hub_deadline_s = section.deadlines, config.trainer.hub_deadline_s
         values: dict[str, object] = {}
         if "startup_s" not in given.model_fields_set:
             values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S) + trainer_held_s
@@ -261,7 +273,10 @@ class _Composition:
         if given is None:
             return []
         broadcast, lora = given.weight_broadcast or config.trainer.weight_broadcast, config.trainer.model.lora
-        adapter_rank = lora.rank if lora is not None and config.trainer.weight_broadcast.lora_adapter_only else None
+        adapter_rank = None
+        if lora is not None and config.trainer.weight_broadcast.lora_adapter_only:
+            adapters = [run.run.lora for run in config.runs if run.run.lora is not None]
+            adapter_rank = max(lora.rank, *(own.rank or 0 for own in adapters), 0)
         hosts = hosts or [given.server.host] * config.engine_count
         parts = []
         for number, host in enumerate(hosts):
@@ -300,6 +315,12 @@ class _Composition:
                 )
             )
         return parts
+
+
+def orchestrator_of(section: OrchestratorConfig) -> OrchestratorConfig:
+    """The program's own configuration of one of the sections that rl has for orchestrators."""
+    others = {} if isinstance(section, RunSection) else _KEYS_OF_THE_ROLLOUT_PROGRAM
+    return _own_keys(OrchestratorConfig, section, others)
 
 
 def reach(server: ServerConfig) -> str:

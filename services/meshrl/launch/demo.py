@@ -1,9 +1,10 @@
 """The demo: makes a small model, warms it up with `sft`, trains it with `rl`, and reports; what `make demo` runs.
 
-    python -m meshrl.launch.demo [--engine embedded|vllm] [--seed N] [--max-async-level N] [--max-steps N]
+    python -m meshrl.launch.demo [--runs] [--engine embedded|vllm] [--seed N] [--max-async-level N] [--max-steps N]
                                  [--output-dir FOLDER]
 
-It only calls the programs that a user would call, with the files of configs/reverse_text.
+It only calls the programs that a user would call, with the files of configs/reverse_text, or with --runs (`make
+demo-runs`) those of configs/three_runs: three adapters of one model, trained beside each other in one mesh.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from meshrl.launch.demo_report import (
     draw,
     installed_versions,
     read_records,
+    runs_table,
     summarise,
     table,
     write_summary,
@@ -42,6 +44,8 @@ RL_DEADLINE_S = 3600.0
 END_GRACE_S = 90.0  # longer than rl gives its own programs
 STEP_LINE = re.compile(r" step (?P<step>\d+) \|")
 VLLM_PYTHON = Path(".tools/vllm/bin/python")  # where `make vllm` puts it
+TASKS = ("reverse_text", "letter_sort", "memory_game")
+"""What the model of three runs is warmed up for; each run is called by its own."""
 MADE_HERE = frozenset({"model", "data", "sft", "rl", "metrics.jsonl", "summary.json", "reward.png"})
 
 
@@ -55,8 +59,10 @@ class Options:
     seed: int
     max_async_level: int
     max_steps: int | None
+    warm_up_steps: int | None
     output_dir: Path
     configs: Path
+    runs: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,35 +78,46 @@ class Stage:
 def parse(arguments: Sequence[str]) -> Options:
     """Reads the command line; a mistake ends the process with exit code 2."""
     parser = argparse.ArgumentParser(
-        prog="demo", description="Trains a small model to reverse text on the CPU, through the real programs."
+        prog="demo", description="Trains a small model on the CPU, through the real programs."
     )
+    parser.add_argument("--runs", action="store_true", help="three runs beside each other in one mesh")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded", help="default embedded")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model, its data and the run (default 0)")
     parser.add_argument(
         "--max-async-level", type=int, default=2, help="steps that generation may be ahead of training (default 2)"
     )
     parser.add_argument("--max-steps", type=int, default=None, help="RL steps (default: those of rl.toml)")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/demo"), help="default outputs/demo")
+    parser.add_argument("--warm-up-steps", type=int, default=None, help="steps of sft (default: those of sft.toml)")
+    parser.add_argument("--output-dir", type=Path, help="default outputs/demo, with --runs outputs/demo_runs")
     parser.add_argument(
-        "--configs", type=Path, default=Path("configs/reverse_text"), help="folder of sft.toml and rl.toml"
+        "--configs", type=Path, help="folder of sft.toml and rl.toml (default configs/reverse_text or three_runs)"
     )
     read = parser.parse_args(arguments)
-    if read.max_async_level < 0 or (read.max_steps is not None and read.max_steps < 1):
-        parser.error("--max-async-level must be 0 or more and --max-steps 1 or more")
+    if read.max_async_level < 0 or any(
+        steps is not None and steps < 1 for steps in (read.max_steps, read.warm_up_steps)
+    ):
+        parser.error("--max-async-level must be 0 or more, --max-steps and --warm-up-steps 1 or more")
+    if read.runs and read.engine == "vllm":
+        parser.error("--runs is for the embedded engine; leave --engine out")
+    read.output_dir = read.output_dir or Path("outputs/demo_runs" if read.runs else "outputs/demo")
+    read.configs = read.configs or Path("configs/three_runs" if read.runs else "configs/reverse_text")
     return Options(**vars(read))
 
 
 def stages(options: Options) -> tuple[Stage, ...]:
     out, seed = options.output_dir, str(options.seed)
-    python, package = (sys.executable, "-m"), "meshrl.environments.reverse_text"
+    python, package = (sys.executable, "-m"), "meshrl.environments"
+    data = {task: out / "data" / task for task in TASKS} if options.runs else {"reverse_text": out / "data"}
+    names = (out / "data",) * 2 if options.runs else (out / "data" / "train.jsonl", out / "data" / "val.jsonl")
     model_flags = ("--head-dim", "32") if options.engine == "vllm" else ()  # its attention on CPUs has no 40
     sft = (
         _script("sft"), "@", str(options.configs / "sft.toml"),
         "--model.name", str(out / "model"),
-        "--data.name", str(out / "data" / "train.jsonl"),
-        "--val.data.name", str(out / "data" / "val.jsonl"),
+        "--data.name", str(names[0]),
+        "--val.data.name", str(names[1]),
         "--seed", seed, "--data.seed", seed,
         "--output-dir", str(out / "sft"),
+        *(("--max-steps", str(options.warm_up_steps)) if options.warm_up_steps else ()),
     )  # fmt: skip
     rl = (
         _script("rl"), "@", str(options.configs / "rl.toml"),
@@ -116,8 +133,11 @@ def stages(options: Options) -> tuple[Stage, ...]:
             name="prepare",
             title="making the model and the warm-up data",
             commands=(
-                (*python, f"{package}.model", str(out / "model"), "--seed", seed, *model_flags),
-                (*python, f"{package}.demonstrations", str(out / "data"), "--seed", seed),
+                (*python, f"{package}.reverse_text.model", str(out / "model"), "--seed", seed, *model_flags),
+                *(
+                    (*python, f"{package}.{task}.demonstrations", str(folder), "--seed", seed)
+                    for task, folder in data.items()
+                ),
             ),
             deadline_s=PREPARE_DEADLINE_S,
         ),
@@ -130,7 +150,9 @@ def stages(options: Options) -> tuple[Stage, ...]:
         ),
         Stage(
             name="rl",
-            title="training with rl: five programs over gRPC",
+            title="training three runs with rl: one mesh, three orchestrators"
+            if options.runs
+            else "training with rl: five programs over gRPC",
             commands=(rl,),
             deadline_s=RL_DEADLINE_S,
             shown_steps=5,
@@ -216,33 +238,40 @@ def demo(options: Options) -> str:
     for stage in plan:
         _say(f"\n== {stage.title}")
         seconds[stage.name] = run(stage, _write)
-    metrics = Layout(out).metrics_jsonl
-    records = read_records(Layout(out / "rl").metrics_jsonl)
-    shutil.copyfile(Layout(out / "rl").metrics_jsonl, metrics)
-    summary = summarise(
-        records,
-        seconds_by_stage=seconds,
-        engine=options.engine,
-        max_async_level=options.max_async_level,
-        seed=options.seed,
-        versions=installed_versions(),
-    )
-    write_summary(summary, Layout(out).summary_json)
-    draw(curves(records), out / "reward.png")
+    folders = {task: Layout(out / "rl").run_folder(task) for task in TASKS} if options.runs else {"": out / "rl"}
+    records = {run: read_records(Layout(folder).metrics_jsonl) for run, folder in folders.items()}
+    summaries = {
+        run: summarise(
+            found,
+            seconds_by_stage=seconds,
+            engine=options.engine,
+            max_async_level=options.max_async_level,
+            seed=options.seed,
+            versions=installed_versions(),
+        )
+        for run, found in records.items()
+    }
+    write_summary(summaries, Layout(out).summary_json)
+    draw({run or "reverse_text": curves(found) for run, found in records.items()}, out / "reward.png")
+    if not options.runs:
+        shutil.copyfile(Layout(out / "rl").metrics_jsonl, Layout(out).metrics_jsonl)
+    shown = runs_table(summaries) if options.runs else table(summaries[""])
+    last = min(int(found[-1]["step"]) for found in records.values())
     return (
-        f"\n{table(summary)}\n\n  picture {out / 'reward.png'}, figures {Layout(out).summary_json}, metrics {metrics}\n"
-        f"{looks(out / 'rl', last_step=max(int(record['step']) for record in records))}"
+        f"\n{shown}\n\n  picture {out / 'reward.png'}, figures {Layout(out).summary_json}, metrics"
+        f" {', '.join(str(Layout(folder).metrics_jsonl) for folder in folders.values())}\n"
+        f"{looks(next(iter(folders.values())), out / 'rl', last_step=last)}"
     )
 
 
-def looks(run: Path, *, last_step: int) -> str:
-    """Commands that look into the demo's run, as they can be pasted."""
+def looks(run: Path, mesh: Path, *, last_step: int) -> str:
+    """The commands that look into a demo's run and its mesh, as they can be pasted."""
     script = Path(_script("meshrl"))
     meshrl = str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
     worst = [meshrl, "rollouts", "worst", str(min(30, last_step)), "-o", str(run)]
     return (
         f"  the worst rollout of a step: {shlex.join(worst)}\n"
-        f"  everything, in a browser:    {shlex.join([meshrl, 'ui', str(run)])}"
+        f"  everything, in a browser:    {shlex.join([meshrl, 'ui', str(mesh)])}"
     )
 
 

@@ -177,19 +177,51 @@ def table(summary: Summary) -> str:
     return plain_table(rows, indent="  ")
 
 
-def write_summary(summary: Summary, path: Path) -> None:
-    path.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+def runs_table(summaries: Mapping[str, Summary]) -> str:
+    """The summaries of runs that one mesh trained, a run a line."""
+    rows = [
+        (
+            run,
+            f"{one.reward_before:.3f} -> {one.reward_after:.3f}",
+            f"{one.train_reward_first:.3f} -> {one.train_reward_last:.3f}",
+            f"{one.steps}",
+            f"{one.rollouts_per_s:.1f}",
+            f"{one.sync_lag_s * 1e3:.0f} ms",
+        )
+        for run, one in summaries.items()
+    ]
+    stages = next(iter(summaries.values())).seconds_by_stage
+    took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in stages.items())
+    columns = [
+        "run",
+        "held-out reward",
+        f"training, first and last {EDGE_STEPS}",
+        "steps",
+        "rollouts/s",
+        "lag of versions",
+    ]
+    return f"{plain_table([columns, *rows], indent='  ')}\n\n  seconds {sum(stages.values()):.0f}  ({took})"
 
 
-def draw(points: Curves, path: Path) -> None:
+def write_summary(summaries: Mapping[str, Summary], path: Path) -> None:
+    """Writes summary.json: the figures of the run, or of each by its name."""
+    figures = {run: asdict(summary) for run, summary in summaries.items()}
+    path.write_text(json.dumps(figures.get("", figures), indent=2) + "\n", encoding="utf-8")
+
+
+def draw(points: Mapping[str, Curves], path: Path) -> None:
+    """Writes the reward curves of runs, by their names, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of import that only the picture needs
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*zip(*points.train, strict=True), color="tab:blue", alpha=0.7, label="training, each step")
-    axes.plot(*zip(*points.held_out, strict=True), "o-", color="tab:orange", label="held out, by policy version")
-    axes.set(xlabel="step", ylabel="mean reward (LCS ratio)", title="reverse_text: reward over training", ylim=(0, 1))
+    for run, of in points.items():
+        (line,) = axes.plot(*zip(*of.train, strict=True), alpha=0.5, label=f"{run}, training, each step")
+        axes.plot(
+            *zip(*of.held_out, strict=True), "o-", color=line.get_color(), label=f"{run}, held out, by policy version"
+        )
+    axes.set(xlabel="step", ylabel="mean reward", title="reward over training", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     FigureCanvasAgg(figure).print_png(str(path))

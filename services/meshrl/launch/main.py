@@ -28,6 +28,7 @@ from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
 from meshrl.launch.credentials import credentials_for, with_engine_key
 from meshrl.launch.gpus import VARIABLE, visible
+from meshrl.launch.join import has_sections, joined
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.certificates import certify_engines
 from meshrl.launch.nodes.job import NodeLostError, NodePorts, copy_to_nodes, nodes_of_job, probe_nodes
@@ -37,7 +38,9 @@ from meshrl.launch.preflight.checks import examine, refusal
 from meshrl.launch.preflight.findings import Finding, Plan, error
 from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
+from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.main import main as orchestrator_main
+from meshrl.orchestrator.main import start as start_orchestrator
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
@@ -83,7 +86,8 @@ def programs(
                 SECTION: part.name.partition("_")[0],  # engines beyond the first are inference_2 and so on
             },
             end_stage=part.end_stage,
-            leader=part.name == "orchestrator",
+            leader=part.module == "meshrl.orchestrator.main",
+            title=part.run_id,
             restarts=part.restarts,
             again=trainer_again if part.name == "trainer" else None,
             after=part.after,
@@ -122,6 +126,9 @@ def launch(config: RLConfig) -> int:
                 empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
             kept = config.model_copy(update={"clean_output_dir": False, "dry_run": False})  # neither is of a run
             write_configs(layout, {**{part.name: part.config for part in parts}, _NAME: kept})
+            for part in parts:
+                if part.run_id and isinstance(part.config, OrchestratorConfig):  # its folder is looked at as a run's is
+                    write_configs(Layout(part.config.output_dir), {"orchestrator": part.config})
             if not config.dry_run:
                 credentials = dict(credentials_for(keyed, parts, os.environ))
                 if spread is not None and credentials:
@@ -224,6 +231,8 @@ def _supervise(
         )
     for line in placed(parts):
         logger.info("{}", line)
+    if not any(program.leader for program in started):
+        logger.info("a mesh without a run: `rl @ run.toml --mesh {}` adds one, Ctrl-C ends it", config.output_dir)
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)
     supervisor = Supervisor(
         started,
@@ -237,8 +246,11 @@ def _supervise(
     logger.info(
         "the run {}; metrics, logs and traces are in {}", "is over" if code == 0 else "failed", layout.output_dir
     )
-    if (outcome := RunFolder(layout.output_dir).outcome()) is not None:
-        logger.info("{}", outcome.line())
+    for part in parts:
+        if isinstance(part.config, OrchestratorConfig):
+            outcome = RunFolder(part.config.output_dir).outcome()
+            if outcome is not None:
+                logger.info("{}{}", f"{part.run_id}: " if part.run_id else "", outcome.line())
     return code
 
 
@@ -272,12 +284,15 @@ def _show(text: str) -> None:
 
 def main() -> None:
     """Console script `rl`. With --mesh FOLDER it is the orchestrator of one more run in a mesh that runs."""
-    if "--mesh" in sys.argv[1:]:
-        orchestrator_main()
-        return
-    config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
     code = 0
     try:
+        if "--mesh" in sys.argv[1:] and not has_sections(sys.argv[1:]):
+            orchestrator_main()
+            return
+        config = load_config(RLConfig, prog=_NAME, spellings=PrimeRLKeys(RLConfig))
+        if config.mesh is not None:
+            start_orchestrator(joined(config))
+            return
         keep_to(config.readable_by, config.output_dir)
         if config.slurm is None:
             code = launch(config)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
@@ -39,7 +40,7 @@ WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program to start; the run is over when the `leader` ends with exit code 0."""
+    """A program to start; the run is over when every `leader` has ended."""
 
     name: str
     command: Sequence[str]
@@ -47,7 +48,10 @@ class Program:
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     end_stage: int = 0
     leader: bool = False
-    """Its log is shown as well."""
+    """Its log is shown as well. One of several that fails does not end the others."""
+
+    title: str = ""
+    """Before each line of a leader's log that is shown."""
 
     restarts: int = 0
     """Restarts when it dies, unless MAX_FAILED_STARTS in a row ended before it served."""
@@ -122,7 +126,9 @@ class Supervisor:
         `lead` leads in place of a program, in this process: the run is over when it returns, with its exit code, and
         what it raises is raised. It is cancelled when a program dies, or on `stop` where it does not end by itself.
         """
-        tails = [LogTail(program.log, self._show) for program in self._programs if program.leader]
+        tails = [
+            LogTail(program.log, partial(self._show_of, program.title)) for program in self._programs if program.leader
+        ]
         showing = [asyncio.create_task(tail.follow(TAIL_POLL_S)) for tail in tails]
         leading = None if lead is None else asyncio.ensure_future(lead)
         losing = asyncio.create_task(self._lose_folder())
@@ -154,6 +160,9 @@ class Supervisor:
             await asyncio.gather(*showing, return_exceptions=True)
             for tail in tails:
                 tail.read()
+
+    def _show_of(self, title: str, text: str) -> None:
+        self._show(f"{title} | {text}" if title else text)
 
     def _tell_guardian(self, word: str, group: int) -> None:
         if self._guardian is not None and self._guardian.stdin is not None:
@@ -240,6 +249,7 @@ class Supervisor:
 
     async def _watch(self, stop: asyncio.Event, leading: asyncio.Future[int] | None, losing: asyncio.Task[None]) -> int:
         ends = [] if leading is None else [leading]
+        failed_leaders = 0
         while True:
             exits = [child.exited for child in self._children.values() if child.exited is not None]
             await stop_or_first(stop, losing, *exits, *ends)
@@ -258,17 +268,24 @@ class Supervisor:
                 await asyncio.wait(others, timeout=self._grace.cause_s, return_when=asyncio.FIRST_COMPLETED)
             for child in self._ended():
                 self._kill_rest(child)
+                leaders = any(other.program.leader for other in self._children.values())
                 if child.program.leader and child.process.returncode == 0:
-                    logger.info("{} is done; ending the other programs", child.program.name)
-                    return await self._end_in_order()
+                    logger.info("{} is done{}", child.program.name, "" if leaders else "; ending the other programs")
+                    if leaders:
+                        continue
+                    return await self._end_in_order() or min(failed_leaders, 1)
                 failed = 0 if child.ready.exists() else child.failed_starts + 1
                 hopeless = child.process.returncode == BAD_CONFIGURATION or failed == MAX_FAILED_STARTS
                 if await asyncio.to_thread(self._folder_is_lost):  # which is why it died
                     self._report_loss()
                     return 1
                 if child.restarts_left == 0 or hopeless:
-                    self._report(child, failed)
-                    return 1  # the caller's way out ends the others
+                    goes_on = child.program.leader and leaders
+                    self._report(child, failed, "Other runs go on" if goes_on else "Ending all other programs")
+                    if not goes_on:
+                        return 1  # the caller's way out ends the others
+                    failed_leaders += 1
+                    continue
                 await self._restart(child, failed)
 
     def _ended(self) -> list[_Child]:
@@ -295,15 +312,15 @@ class Supervisor:
             self._landmarks[0].parent,
         )
 
-    def _report(self, child: _Child, failed_starts: int) -> None:
+    def _report(self, child: _Child, failed_starts: int, then: str) -> None:
         lines = last_lines(child.program.log, child.log_start)
         shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
         how = how_it_ended(child.process.returncode)
         if failed_starts == MAX_FAILED_STARTS:
             how += f", the last of {failed_starts} starts in a row that ended before it served"
         logger.error(
-            "{} died: {}. Ending all other programs. Last lines of {}:{}",
-            child.program.name, how, child.program.log, shown,
+            "{} died: {}. {}. Last lines of {}:{}",
+            child.program.name, how, then, child.program.log, shown,
         )  # fmt: skip
 
     async def _end_in_order(self) -> int:

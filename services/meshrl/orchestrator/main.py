@@ -12,7 +12,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.trust import Role
-from meshrl.core.config import ConfigError, load_config
+from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.paths import Layout
 from meshrl.core.program import run_program, say_ready
@@ -41,12 +41,20 @@ def main() -> None:
     config = load_config(
         OrchestratorConfig, prog="orchestrator", spellings=PrimeRLKeys(OrchestratorConfig, "orchestrator")
     )
+    start(config)
+
+
+def start(config: OrchestratorConfig) -> None:
+    """Runs the program, in the mesh that the configuration names; a run that is found by its folder has its name."""
     if config.mesh is not None:
         try:
             config = in_mesh(config, RunFolder(config.mesh))
-        except ConfigError as error:
+            dump_toml(config, Layout(config.output_dir).config("orchestrator"))  # its folder is looked at as a run's
+        except (ConfigError, OSError) as error:
             sys.stderr.write(f"orchestrator: {error}\n")
             sys.exit(2)
+    if config.is_found:
+        config = config.model_copy(update={"run_id": config.output_dir.resolve().name, "run": None})
     run_program("orchestrator", config, as_member(Role.ORCHESTRATOR, orchestrate))
 
 
@@ -60,7 +68,7 @@ def in_mesh(config: OrchestratorConfig, mesh: RunFolder) -> OrchestratorConfig:
             raise ConfigError(f"orchestrator.mesh {str(mesh.path)!r} names no address of `{name}`; name a run's folder")
         services.setdefault(name, list(found) if name == "rollout" else found[0] if found else "")
     values["services"] = services
-    values.setdefault("output_dir", mesh.path / f"run_{config.run_id.removeprefix('run_') or 'main'}")
+    values.setdefault("output_dir", Layout(mesh.path).run_folder(config.run_id))
     token = mesh.path / "credentials" / f"{Role.ORCHESTRATOR}.token"
     if not config.tls.model_fields_set and token.exists():
         values["tls"] = {"token": token}

@@ -129,6 +129,23 @@ async def test_run_is_over_when_the_leader_is_done(programs: Programs, messages:
     assert "INFO leader is done; ending the other programs\n" in messages
 
 
+async def test_the_run_is_over_when_every_leader_has_ended_and_one_that_fails_leaves_the_others_alone(
+    programs: Programs, messages: list[str]
+) -> None:
+    programs.add("server", DRAINS + "print('ready', flush=True)\n" + SLEEP)
+    programs.add("failing", wait_for(programs.folder / "server.log") + "print('broken'); sys.exit(3)", leader=True)
+    programs.add("second", wait_for(programs.folder / "failing.log") + "print('two')", leader=True)
+    programs.add("third", wait_for(programs.folder / "second.log") + "time.sleep(1.5); print('three')", leader=True)
+    programs.listed = [replace(each, title=each.name if each.leader else "") for each in programs.listed]
+    shown: list[str] = []
+    assert await supervise(programs, show=shown.append) == 1
+    assert programs.alive() == []
+    assert "drained" in programs.log("server")
+    assert [line for line in messages if "Other runs go on" in line]
+    assert [line.split()[1] for line in messages if "is done" in line] == ["second", "third"]
+    assert {"second | two\n", "third | three\n"} <= set(shown)
+
+
 @pytest.mark.parametrize("how", ["deleted", "deleted and made again", "moved", "deleted, and a program dies of it"])
 async def test_a_run_whose_folder_is_lost_ends_and_names_it(
     programs: Programs,

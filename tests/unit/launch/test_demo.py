@@ -11,8 +11,17 @@ import pytest
 
 from meshrl.core.config import load_config
 from meshrl.launch.config import RLConfig
-from meshrl.launch.demo import DemoError, Stage, empty, is_shown, looks, parse, run, stages
-from meshrl.launch.demo_report import ReportError, curves, draw, read_records, summarise, table, write_summary
+from meshrl.launch.demo import TASKS, DemoError, Stage, empty, is_shown, looks, parse, run, stages
+from meshrl.launch.demo_report import (
+    ReportError,
+    curves,
+    draw,
+    read_records,
+    runs_table,
+    summarise,
+    table,
+    write_summary,
+)
 from meshrl.sft.config import SFTConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "reverse_text"
@@ -91,12 +100,12 @@ def test_curve_has_a_point_a_step_and_one_an_evaluated_version() -> None:
 
 
 def test_report_is_written_as_json_and_picture(tmp_path: Path) -> None:
-    write_summary(summarised(), tmp_path / "summary.json")
+    write_summary({"": summarised()}, tmp_path / "summary.json")
     written = json.loads((tmp_path / "summary.json").read_text())
     assert {"reward_before", "reward_after", "steps", "seconds", "rollouts_per_s", "tokens_per_s"} <= set(written)
     assert {"sync_pause_s", "sync_lag_s", "versions"} <= set(written)
     assert written["tokens_per_s"] == {"engine": pytest.approx(100.0), "trainer": pytest.approx(400.0)}
-    draw(curves(RECORDS), tmp_path / "reward.png")
+    draw({"reverse_text": curves(RECORDS)}, tmp_path / "reward.png")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -122,6 +131,26 @@ def test_options_reach_the_programs(tmp_path: Path) -> None:
     assert (sft.shown_steps, rl.shown_steps) == (50, 5)
 
 
+def test_three_runs_have_one_model_and_data_of_their_own(tmp_path: Path) -> None:
+    options = parse(["--runs", "--output-dir", str(tmp_path), "--warm-up-steps", "4"])
+    prepare, sft, rl = stages(options)
+    made = [command[2] for command in prepare.commands]
+    assert made[0] == "meshrl.environments.reverse_text.model"
+    assert made[1:] == [f"meshrl.environments.{task}.demonstrations" for task in TASKS]
+    warmed = load_config(SFTConfig, sft.commands[0][1:], prog="sft", environ={})
+    assert (warmed.max_steps, warmed.data.subsets) == (4, list(TASKS))
+    config = load_config(RLConfig, rl.commands[0][1:], prog="rl", environ={})
+    assert [run.run_id for run in config.runs] == list(TASKS)
+    assert not config.feeds_own_run
+
+
+def test_the_table_of_several_runs_has_a_line_each() -> None:
+    lines = runs_table({"a": summarised(), "b": summarised()}).splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["run", "a", "b"]
+    assert "0.500 -> 0.875" in lines[1]
+    assert "0.300 -> 0.600" in lines[1]
+
+
 def test_vllm_is_started_from_the_environment_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = parse(["--engine", "vllm"])
@@ -137,7 +166,9 @@ def test_vllm_is_started_from_the_environment_that_has_it(tmp_path: Path, monkey
     assert "vllm" not in " ".join(stages(parse([]))[-1].commands[0])
 
 
-@pytest.mark.parametrize("flags", [["--max-async-level", "-1"], ["--max-steps", "0"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "flags", [["--max-async-level", "-1"], ["--max-steps", "0"], ["--runs", "--engine", "vllm"], ["--nonsense"]]
+)
 def test_wrong_options_end_with_code_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(flags)
@@ -191,7 +222,8 @@ def test_the_demos_configurations_are_valid_and_agree() -> None:
 
 
 def test_the_demo_says_how_to_look_into_its_run(tmp_path: Path) -> None:
-    worst, browser = looks(tmp_path / "my demo" / "rl", last_step=60).splitlines()
+    mine = tmp_path / "my demo" / "rl"
+    worst, browser = looks(mine, mine, last_step=60).splitlines()
     assert worst.endswith(f"meshrl rollouts worst 30 -o '{tmp_path}/my demo/rl'")
     assert Path(browser.split()[4]).name == "meshrl"
-    assert looks(tmp_path, last_step=7).splitlines()[0].endswith(f"worst 7 -o {tmp_path}")
+    assert looks(tmp_path, tmp_path, last_step=7).splitlines()[0].endswith(f"worst 7 -o {tmp_path}")

@@ -12,6 +12,7 @@ import pytest
 from meshrl.core.config.schema import kind_of
 from meshrl.prime_rl.keys import KEYS
 from meshrl.sft.config import SFTConfig
+from meshrl.wire.types import AdapterSpec
 from pasted_files import PROGRAMS, load_program
 
 ROOT = Path(__file__).parents[3]
@@ -63,6 +64,40 @@ def test_a_file_of_2026_means_what_it_says(load: Callable[..., Any]) -> None:
     assert "orchestrator.sampling.max_completion_tokens is called orchestrator.sampling.max_tokens here" in said
     assert "trainer.model.impl is not used: " in said
     assert said.count("orchestrator.env is called") == 1
+
+
+def test_keys_of_several_runs_mean_what_they_say(load: Callable[..., Any], refused: Callable[..., str]) -> None:
+    mesh = load(
+        ENVIRONMENT + "[orchestrator]\nlora_name = 'mine'\n[orchestrator.model.lora]\nrank = 8\nalpha = 8.0\n"
+        "[inference]\nenable_lora = true\nmax_loras = 6\nmax_cpu_loras = 12\nmax_lora_rank = 64\n"
+    )
+    assert (mesh.trainer.run_id, mesh.orchestrator.run_id) == ("mine", "mine")
+    assert (mesh.trainer.model.lora.rank, mesh.trainer.model.lora.alpha) == (8, 8.0)
+    assert mesh.inference.vllm_arguments().items() >= {
+        "enable_lora": True, "max_loras": 6, "max_cpu_loras": 12, "max_lora_rank": 64,
+    }.items()  # fmt: skip
+    run = load(
+        "[[train.env]]\nid = 'reverse-text'\n[model]\nname = 'm'\n[model.lora]\nname = 'mine'\nrank = 4\nalpha = 8.0\n"
+        "[optim]\nlr = 1e-3\nweight_decay = 0.1\n[scheduler]\ntype = 'linear'\nwarmup_steps = 3\n"
+        "[loss]\ntype = 'grpo'\nclip_high = 0.3\n",
+        program="orchestrator",
+    )
+    spec = run.run.spec()
+    assert (run.run_id, spec.adapter.rank, spec.adapter.alpha) == ("mine", 4, 8.0)
+    assert (spec.optimizer.learning_rate, spec.optimizer.weight_decay) == (1e-3, 0.1)
+    assert (spec.schedule.type, spec.schedule.warmup_steps) == ("linear", 3)
+    assert (spec.loss.name, spec.loss.constants) == ("grpo", {"clip_high": 0.3})
+    off = "[inference]\nenable_lora = false\n[trainer.model.lora]\nrank = 8\n"
+    assert "inference.enable_lora is false, but trainer.model.lora publishes adapters" in refused(ENVIRONMENT + off)
+
+
+def test_an_adapters_alpha_alone_has_the_rank_of_the_trainers_own(load: Callable[..., Any]) -> None:
+    text = "run_id = 'mine'\n[[train.env]]\nid = 'reverse-text'\n[model.lora]\nalpha = 6.0\n"
+    run = load(text, program="orchestrator").run
+    own = AdapterSpec(rank=8, alpha=1.0, target_modules=("q_proj",))
+    assert (run.spec(own).adapter.rank, run.spec(own).adapter.alpha) == (8, 6.0)
+    with pytest.raises(ValueError, match=r"run\.lora\.rank is missing"):
+        run.spec()
 
 
 def test_an_environment_of_2025_is_the_first_to_train_on(load: Callable[..., Any]) -> None:

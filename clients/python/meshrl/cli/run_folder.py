@@ -90,6 +90,8 @@ class RunFolder:
         from meshrl.client.credentials import PREFIX, CredentialFiles, credentials_of  # gRPC takes 0.1 s to import
 
         folder = self.path / "credentials"
+        if self.path.name.startswith("run_") and not os.path.exists(folder):  # a run of a mesh, whose folder is above
+            folder = self.path.resolve().parent / "credentials"
         if any(variable.startswith(PREFIX) and value for variable, value in os.environ.items()):
             return None
         if os.access(folder / "ca.key", os.R_OK):  # Path.exists raises in another user's folder

@@ -47,8 +47,9 @@ class Layer:
         return next(
             (
                 place
-                for place, given in self.given.items()
-                if (_starts(path, place) and given.value != {}) or (_starts(place, path) and value != {})
+                for place in self.given
+                if (_starts(path, place) and not self._may_hold(place, path[len(place)]))
+                or (_starts(place, path) and value != {})
             ),
             None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import ALL_EXPERTS, EXPERT_RANK_STEP, ModelConfig
@@ -34,13 +34,21 @@ def complete(values: ReadTable) -> Table:
         deployment.setdefault("num_train_gpus", len(gpus))  # one process for each GPU
     _adapt_experts(completed)
     _follow(completed, "rollout", "seq_len", "orchestrator")
+    given = completed.get("runs")
+    runs = given if isinstance(given, list) else []
     if _is_longer(completed.get("trainer")):
         _follow(completed, "orchestrator", "seq_len", "trainer")
+        for run in runs:
+            if isinstance(run, dict):
+                run.setdefault("seq_len", completed["trainer"]["seq_len"])
     for name in ["rollout", *(["inference"] if starts_engine else [])]:
         _follow(completed, name, "model", "trainer")
     rollout = completed.setdefault("rollout", {})
     if isinstance(rollout, dict) and "env" not in rollout:
-        rollout["env"] = _hosted_environments(completed.get("orchestrator"))
+        rollout["env"] = _hosted_environments([completed.get("orchestrator"), *runs])
+    trainer = completed["trainer"]
+    if runs and isinstance(trainer, dict):
+        trainer.setdefault("max_concurrent_runs", max(2, len(runs)))
     return completed
 
 
@@ -77,17 +85,18 @@ def _is_longer(trainer: object) -> bool:
     return seq_len.isdecimal() and int(seq_len) > usual
 
 
-def _hosted_environments(orchestrator: object) -> list[Table]:
-    """Those of the train and eval entries, each name once. None where there is none to train on, and the first of two
-    that differ: validation reports both."""
+def _hosted_environments(orchestrators: Sequence[object]) -> list[Table]:
+    """The environments that the rollout program must host for the train and eval entries, each name once. None at all
+    where there is none to train on, and the first of two that differ: validation reports both."""
     hosted: dict[str, Table] = {}
-    for part in ("train", "eval"):
-        section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None
-        entries = section.get("env") if isinstance(section, Mapping) else None
-        if entries is None and part == "train":
-            return []
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, Mapping) and isinstance(entry.get("id"), str):  # else its own key is reported
-                name = entry.get("name") or entry["id"]
-                hosted.setdefault(name, {"part": part, **{key: entry[key] for key in HOSTED_KEYS if key in entry}})
-    return list(hosted.values())
+    trained = False
+    for orchestrator in orchestrators:
+        for part in ("train", "eval"):
+            section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None
+            entries = section.get("env") if isinstance(section, Mapping) else None
+            trained |= part == "train" and entries is not None
+            for entry in entries if isinstance(entries, list) else ():
+                if isinstance(entry, Mapping) and isinstance(entry.get("id"), str):  # else its own key is reported
+                    name = entry.get("name") or entry["id"]
+                    hosted.setdefault(name, {"part": part, **{key: entry[key] for key in HOSTED_KEYS if key in entry}})
+    return list(hosted.values()) if trained else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
@@ -22,10 +22,12 @@ from meshrl.launch.config.sections import (
     OrchestratorSection,
     RolloutSection,
     RunDeploymentConfig,
+    RunSection,
     WeightsSection,
 )
 from meshrl.launch.config.shared_keys import COMPONENTS, HandedTo, every_component, hand_down
 from meshrl.launch.gpus import GpuDemand
+from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import CheckpointConfig
 
@@ -50,7 +52,7 @@ class RLConfig(BaseConfig):
         ),
         "Where it runs": (
             "inference", "num_engines", "deployment.num_train_gpus", "deployment.num_infer_gpus", "trainer_gpu_ids",
-            "inference_gpu_ids", "restarts", "slurm", "deployment.type",
+            "inference_gpu_ids", "restarts", "slurm", "deployment.type", "mesh",
         ),
         "What it leaves": (
             "output_dir", "clean_output_dir", "ckpt", "ckpt.interval", "ckpt.resume_step", "wandb", "wandb.project",
@@ -77,20 +79,22 @@ class RLConfig(BaseConfig):
     show_rows: Annotated[int | None, HandedTo(("rollout.show_rows",))] = Field(default=None, ge=0, le=64)
     """First prompts that each worker of rollout logs, for rollout."""
 
-    max_steps: Annotated[int | None, HandedTo(("trainer.max_steps", "orchestrator.max_steps"), even_none=True)] = Field(
-        default=None, ge=1
-    )
-    """Training steps, for trainer and orchestrator."""
+    max_steps: Annotated[
+        int | None, HandedTo(("trainer.max_steps", "orchestrator.max_steps", "runs.*.max_steps"), even_none=True)
+    ] = Field(default=None, ge=1)
+    """Training steps, for trainer, orchestrator and each of `runs`."""
 
     algorithm: AlgorithmName | None = None
     """Advantage and loss of an algorithm (see meshrl.launch.config.presets), for orchestrator and trainer; within one
     file or on the command line, their own keys win. None leaves both to orchestrator.advantage and trainer.loss."""
 
-    max_async_level: Annotated[int | None, HandedTo(("orchestrator.max_async_level",))] = Field(default=None, ge=0)
-    """Most steps that generation may run ahead of training, for the orchestrator."""
+    max_async_level: Annotated[int | None, HandedTo(("orchestrator.max_async_level", "runs.*.max_async_level"))] = (
+        Field(default=None, ge=0)
+    )
+    """Most steps that generation may run ahead of training, for the orchestrators."""
 
-    seed: Annotated[int | None, HandedTo(("trainer.seed", "orchestrator.seed", "inference.seed"))] = None
-    """Seed, for trainer, orchestrator and inference."""
+    seed: Annotated[int | None, HandedTo(("trainer.seed", "orchestrator.seed", "inference.seed", "runs.*.seed"))] = None
+    """Seed, for trainer, orchestrators and inference."""
 
     run_id: Annotated[str | None, HandedTo(("trainer.run_id", "orchestrator.run_id"))] = Field(
         default=None, min_length=1
@@ -103,8 +107,8 @@ class RLConfig(BaseConfig):
     tls: Annotated[TlsConfig, HandedTo(every_component("tls"))] = TlsConfig()
     """Certificates and tokens, for every program; on one host rl makes tokens by default."""
 
-    wandb: Annotated[WandbConfig | None, HandedTo(("orchestrator.wandb",), even_none=True)] = None
-    """Weights & Biases: one run for all programs; None means off."""
+    wandb: Annotated[WandbConfig | None, HandedTo(("orchestrator.wandb", "runs.*.wandb"), even_none=True)] = None
+    """Weights & Biases: one run for all programs, and one for each of `runs`; None means off."""
 
     ckpt: Annotated[CheckpointConfig | None, HandedTo(("trainer.ckpt",), even_none=True)] = None
     """Checkpoints; None means off."""
@@ -179,7 +183,16 @@ class RLConfig(BaseConfig):
         HandedTo(("rollout.client",), key="client"),
         HandedTo(("rollout.vf_level",), key="log.vf_level"),
     ] = OrchestratorSection()
-    """The orchestrator."""
+    """The orchestrator of the trainer's own run. Without an environment to train on there is none: a mesh of the runs
+    in `runs`, and of those that join it."""
+
+    mesh: Path | None = None
+    """Folder of a mesh that runs: nothing is started but the orchestrator of one more run there, run_id. The trainer's
+    section then gives its adapter, optimizer, schedule and loss. A file may also hold the orchestrator's keys alone."""
+
+    runs: list[RunSection] = Field(default_factory=list)
+    """Runs that train adapters of their own beside each other, each by an orchestrator of its own: its keys, with
+    run_id and [runs.run]. The trainer needs model.lora."""
 
     inference: InferenceConfig | None = None
     """The inference engine to start; None starts none. Engines in orchestrator.client.base_url run already and are used
@@ -197,19 +210,39 @@ class RLConfig(BaseConfig):
         elsewhere = self.orchestrator.environments_elsewhere
         return [entry for entry in self.rollout.env if entry.resolved_name not in elsewhere]
 
-    def place_of(self, environment: str) -> tuple[str, ...]:
-        trained, evaluated = self.orchestrator.train.env, self.orchestrator.eval
-        lists: dict[tuple[str, ...], Sequence[EnvConfig]] = {
-            ("orchestrator", "train", "env"): trained,
-            ("orchestrator", "eval", "env"): [] if evaluated is None else evaluated.env,
-            ("rollout", "env"): self.rollout.env,
+    @property
+    def feeds_own_run(self) -> bool:
+        """Whether an orchestrator feeds the trainer's own run."""
+        return bool(self.orchestrator.train.env) or not self.takes_runs
+
+    @property
+    def orchestrators(self) -> dict[str, OrchestratorConfig]:
+        """Each orchestrator that is started, by its key."""
+        own = {"orchestrator": self.orchestrator} if self.feeds_own_run else {}
+        return own | {f"runs.{place}": run for place, run in enumerate(self.runs)}
+
+    @property
+    def takes_runs(self) -> bool:
+        """Whether runs can be added to the trainer."""
+        return bool(self.runs) or self.trainer.max_concurrent_runs > 1
+
+    def _orchestrated(self) -> Iterator[tuple[tuple[str, ...], EnvConfig]]:
+        """The environments of every orchestrator, each with the path of its entry."""
+        orchestrators = {("orchestrator",): self.orchestrator} | {
+            ("runs", str(place)): run for place, run in enumerate(self.runs)
         }
-        return next(
-            (*section, str(place))
-            for section, entries in lists.items()
-            for place, entry in enumerate(entries)
-            if entry.resolved_name == environment
-        )
+        for section, orchestrator in orchestrators.items():
+            lists: dict[str, Sequence[EnvConfig]] = {"train": orchestrator.train.env}
+            if orchestrator.eval is not None:
+                lists["eval"] = orchestrator.eval.env
+            for part, entries in lists.items():
+                for place, entry in enumerate(entries):
+                    yield (*section, part, "env", str(place)), entry
+
+    def place_of(self, environment: str) -> tuple[str, ...]:
+        """The path of an environment's entry, for error messages."""
+        hosted = ((("rollout", "env", str(place)), entry) for place, entry in enumerate(self.rollout.env))
+        return next(place for place, entry in (*self._orchestrated(), *hosted) if entry.resolved_name == environment)
 
     @property
     def engine_count(self) -> int:
@@ -275,8 +308,8 @@ class RLConfig(BaseConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         problems = [
-            *self._running(), *self._environments(), *self._differences(), *self._lengths(), *self._processes(),
-            *self._slow_links(),
+            *self._running(), *self._environments(), *self._many_runs(), *self._differences(), *self._lengths(),
+            *self._processes(), *self._slow_links(),
         ]  # fmt: skip
         if problems:
             raise ValueError("\n".join(problems))
@@ -322,16 +355,31 @@ class RLConfig(BaseConfig):
 
     def _environments(self) -> list[str]:
         """Entries that the rollout program cannot tell apart."""
-        evals = self.orchestrator.eval.env if self.orchestrator.eval is not None else []
         known: dict[str, EnvConfig] = {}
-        for entry in (*self.orchestrator.train.env, *evals):
+        for place, entry in self._orchestrated():
             first = known.setdefault(entry.resolved_name, entry)
             if (first.id, first.args) != (entry.id, entry.args):
                 return [
-                    f"orchestrator: two environments are called {entry.resolved_name!r} but differ in id or args; give"
+                    f"{place[0]}: two environments are called {entry.resolved_name!r} but differ in id or args; give"
                     " one of them another name"
                 ]
         return []
+
+    def _many_runs(self) -> list[str]:
+        """What a mesh of several runs cannot be without."""
+        names = [run.run_id for run in self.runs]
+        problems = [
+            f"runs: two runs are called {name!r}; give one of them another run_id"
+            for name in sorted(
+                {name for name in (*names, self.trainer.run_id) if [*names, self.trainer.run_id].count(name) > 1}
+            )
+        ]
+        if self.runs and self.trainer.max_concurrent_runs == 1:
+            problems.append(
+                f"trainer.max_concurrent_runs is 1, but {len(self.runs)} run(s) are to be added; set it to"
+                f" {max(2, len(self.runs))}, or leave it out"
+            )
+        return problems
 
     def _started(self) -> set[str]:
         return {name for name in COMPONENTS if getattr(self, name) is not None} - self.orchestrator.services.replaced()
@@ -380,6 +428,12 @@ class RLConfig(BaseConfig):
                     f"inference.url is the address of one engine, and rl starts {self.engine_count}; set"
                     " inference.server.host to the address at which others reach this machine, and leave url out"
                 )
+        adapters = self.trainer.model.lora is not None and self.trainer.weight_broadcast.lora_adapter_only
+        if self.inference is not None and self.inference.enable_lora is False and adapters:
+            problems.append(
+                "inference.enable_lora is false, but trainer.model.lora publishes adapters; leave enable_lora out, or"
+                " publish merged weights with trainer.weight_broadcast.lora_adapter_only = false"
+            )
         if self.inference is not None and self.inference.headless:
             problems.append("inference.headless is for other nodes; start `inference --headless` there, and rl here")
         return problems
@@ -438,19 +492,20 @@ class RLConfig(BaseConfig):
     def _lengths(self) -> list[str]:
         problems = []
         started = self._started()
-        if "trainer" in started and self.orchestrator.seq_len > self.trainer.seq_len:
-            problems.append(
-                f"orchestrator.seq_len ({self.orchestrator.seq_len}) is more than trainer.seq_len"
-                f" ({self.trainer.seq_len}); set seq_len once, or lower the orchestrator's"
-            )
+        for name, orchestrator in self.orchestrators.items() if "trainer" in started else ():
+            if orchestrator.seq_len > self.trainer.seq_len:
+                problems.append(
+                    f"{name}.seq_len ({orchestrator.seq_len}) is more than trainer.seq_len"
+                    f" ({self.trainer.seq_len}); set seq_len once, or lower the orchestrator's"
+                )
+            last, most = orchestrator.last_step, self.trainer.max_steps
+            if most is not None and (last is None or last > most):
+                problems.append(
+                    f"{name}.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
+                )
         if self.inference is not None and "rollout" in started and self.rollout.seq_len > self.inference.max_model_len:
             problems.append(
                 f"rollout.seq_len ({self.rollout.seq_len}) is more than inference.max_model_len"
                 f" ({self.inference.max_model_len}); raise max_model_len, or lower seq_len"
-            )
-        last, most = self.orchestrator.last_step, self.trainer.max_steps
-        if "trainer" in started and most is not None and (last is None or last > most):
-            problems.append(
-                f"orchestrator.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
             )
         return problems

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LOCAL, AddressesOrNone, LogConfig, LogLevel, ModelConfig
 from meshrl.core.slurm.config import DeploymentType
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import NewRunConfig, OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
 from meshrl.weights.config import WeightsConfig
@@ -91,6 +91,23 @@ class OrchestratorSection(OrchestratorConfig):
         return self
 
 
+class RunSection(OrchestratorConfig):
+    """The orchestrator of a run that trains an adapter of its own in the mesh."""
+
+    run_id: str = Field(min_length=1, pattern=r"^[^/\\]+$")
+    """Name of the run, which its folder run_NAME in output_dir has as well."""
+
+    run: NewRunConfig = NewRunConfig()
+    """How the trainer makes it; what is left out is as in the trainer's section."""
+
+    @model_validator(mode="after")
+    def _in_the_mesh(self) -> Self:
+        for key in ("services", "mesh", "session"):
+            if key in self.model_fields_set:
+                raise ValueError(f"runs: {key} of run {self.run_id!r} is that of its mesh; leave it out")
+        return self
+
+
 class RolloutSection(RolloutConfig):
     """The rollout program, whose environments follow from those of the orchestrator."""
 
@@ -99,7 +116,8 @@ class RolloutSection(RolloutConfig):
         if not self.env:
             raise ValueError(
                 "orchestrator.train.env: needs at least one environment, got none, so rollout has nothing to host; add"
-                " [[orchestrator.train.env]] with id = '<taskset>', or --orchestrator.train.env.0.id <taskset>"
+                " [[orchestrator.train.env]] with id = '<taskset>', or --orchestrator.train.env.0.id <taskset>; a mesh"
+                " that runs join names them in [[rollout.env]]"
             )
         return self
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from meshrl.core.config.layers import Given, Layer
 
 COMPONENTS = ("rollout", "trainer", "weights", "inference", "orchestrator")
+EVERY_RUN = "runs.*."
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,21 @@ class HandedTo:
 
 
 def every_component(key: str) -> tuple[str, ...]:
-    return tuple(f"{name}.{key}" for name in COMPONENTS)
+    """The paths of a key that all components have, and the orchestrators of `runs`."""
+    return (*(f"{name}.{key}" for name in COMPONENTS), f"{EVERY_RUN}{key}")
+
+
+def _runs(layers: Sequence[Layer]) -> tuple[list[str], int]:
+    """The places of `runs`, by the last layer that lists them and those above it, and the number of that layer."""
+    places: dict[str, None] = {}
+    listed = 0
+    for number, layer in enumerate(layers):
+        part = layer.below(("runs",))
+        if () in part:
+            places.clear()
+            listed = number
+        places |= {path[0]: None for path in part if path}
+    return list(places), listed
 
 
 def hand_down(section: type[BaseModel], layers: Sequence[Layer]) -> None:
@@ -37,13 +52,21 @@ def hand_down(section: type[BaseModel], layers: Sequence[Layer]) -> None:
     merged afterwards. A shared key alone does not switch `inference` on."""
     own = next((part for layer in reversed(layers) if (part := layer.below(("inference",)))), {(): Given(None, "")})
     is_on = () not in own or own[()].value is not None
+    runs, listed = _runs(layers)
     for name, field in section.model_fields.items():
         for shared in field.metadata:
             if not isinstance(shared, HandedTo):
                 continue
-            targets = [path for path in shared.targets if is_on or not path.startswith("inference.")]
-            for layer in layers:
+            targets = [
+                path.replace("*", place)
+                for path in shared.targets
+                if is_on or not path.startswith("inference.")
+                for place in (runs if path.startswith(EVERY_RUN) else [""])
+            ]
+            for number, layer in reversed(list(enumerate(layers))):
                 part = layer.below((name, *filter(None, shared.key.split("."))))
                 if part and (shared.even_none or () not in part or part[()].value is not None):
                     for target in targets:
-                        layer.offer(tuple(target.split(".")), part)
+                        # what lies below the list of runs would be replaced with it
+                        place = layers[max(number, listed)] if target.startswith("runs.") else layer
+                        place.offer(tuple(target.split(".")), part)

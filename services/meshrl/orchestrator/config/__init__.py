@@ -10,6 +10,7 @@ from meshrl.orchestrator.config.environments import (
 from meshrl.orchestrator.config.program import (
     DeadlinesConfig,
     LogprobCheckConfig,
+    NewRunConfig,
     OrchestratorConfig,
     RolloutSamplesConfig,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "EvalConfig",
     "EvalEnvConfig",
     "LogprobCheckConfig",
+    "NewRunConfig",
     "OrchestratorConfig",
     "RolloutSamplesConfig",
     "TeacherConfig",

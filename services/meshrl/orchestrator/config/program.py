@@ -21,12 +21,13 @@ from meshrl.core.config.shared import (
     log_extras_of,
     refuse_repeated_names,
 )
+from meshrl.core.paths import ORCH_TOML, Layout
 from meshrl.core.private_folders import ReadableBy
 from meshrl.diagnosis.causes import CAUSES
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
-from meshrl.wire.types import AdapterSpec, OptimizerSpec, RunSpec
+from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunSpec, ScheduleSpec
 
 
 class FilterConfig(BaseConfig):
@@ -51,8 +52,8 @@ class FilterConfig(BaseConfig):
 class RunLoraConfig(BaseConfig):
     """The adapter of a run of its own."""
 
-    rank: int = Field(ge=1)
-    """Rank of the product."""
+    rank: int | None = Field(default=None, ge=1)
+    """Rank of the product; None is that of trainer.model.lora."""
 
     alpha: float | None = Field(default=None, gt=0.0)
     """Scale: a layer adds alpha / rank times the product; None is twice the rank."""
@@ -64,6 +65,54 @@ class RunLoraConfig(BaseConfig):
     """Layers that have it, such as q_proj; none named: those of trainer.model.lora."""
 
 
+class RunLossConfig(BaseConfig):
+    """The policy loss of a run of its own."""
+
+    name: str
+    """Its name, as trainer.loss.type has it."""
+
+    constants: dict[str, float] = Field(default_factory=dict)
+    """Its constants by their names; the others are those of the loss."""
+
+
+class RunOptimConfig(BaseConfig):
+    """The optimizer of a run of its own, beside its learning rate and type; None is as in trainer.optim."""
+
+    weight_decay: float | None = Field(default=None, ge=0.0)
+    """Decoupled weight decay."""
+
+    betas1: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """adamw: decay of the first moment."""
+
+    betas2: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """adamw: decay of the second moment."""
+
+    eps: float | None = Field(default=None, gt=0.0)
+    """adamw: term that keeps the update finite."""
+
+    momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """muon, sgd: decay of the momentum."""
+
+    max_norm: float | None = Field(default=None, ge=0.0)
+    """Gradients are scaled down to this norm; 0 is never."""
+
+
+class RunSchedulerConfig(BaseConfig):
+    """The learning rate of a run of its own over the steps; None is as in trainer.scheduler."""
+
+    type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape of the decay."""
+
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps over which the rate rises to its peak."""
+
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Length of the decay."""
+
+    min_lr: float | None = Field(default=None, ge=0.0)
+    """Rate at the end of the decay and after it."""
+
+
 class NewRunConfig(BaseConfig):
     """A run that is made at a trainer of several runs when this orchestrator starts, unless it is there."""
 
@@ -73,8 +122,17 @@ class NewRunConfig(BaseConfig):
     lr: float | None = Field(default=None, gt=0.0)
     """Peak learning rate; None is trainer.optim.lr."""
 
-    optim_type: str = "adamw"
+    optim_type: Literal["adamw", "muon", "sgd"] = "adamw"
     """Type of the optimizer that lr is for."""
+
+    optim: RunOptimConfig = RunOptimConfig()
+    """More of the optimizer."""
+
+    scheduler: RunSchedulerConfig | None = None
+    """The learning rate over the steps; None is trainer.scheduler."""
+
+    loss: RunLossConfig | None = None
+    """The policy loss; None is trainer.loss."""
 
     share: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Its share of the trainer's time while other runs have work, relative to theirs."""
@@ -82,15 +140,45 @@ class NewRunConfig(BaseConfig):
     delete: bool = False
     """Delete the run from the trainer once it is trained to its end. Its checkpoints stay."""
 
-    @property
-    def spec(self) -> RunSpec:
-        """How the trainer is to train it; what is left out is as in the trainer's own configuration."""
-        lora, adapter = self.lora, None
-        if lora is not None:
-            alpha, targets = lora.alpha or 2.0 * lora.rank, tuple(lora.target_modules)
-            adapter = AdapterSpec(rank=lora.rank, alpha=alpha, dropout=lora.dropout, target_modules=targets)
-        optimizer = None if self.lr is None else OptimizerSpec(type=self.optim_type, learning_rate=self.lr)
-        return RunSpec(adapter=adapter, optimizer=optimizer, share=self.share)
+    def spec(self, of_trainer: AdapterSpec | None = None) -> RunSpec:
+        """How the trainer is to train it; what is left out is as in the trainer's own configuration.
+
+        `of_trainer` is the adapter of the trainer's own run. Raises ValueError for an adapter without a rank.
+        """
+        adapter, optim, schedule = None, self.optim, self.scheduler
+        if self.lora is not None:
+            rank = self.lora.rank or (None if of_trainer is None else of_trainer.rank)
+            if rank is None:
+                raise ValueError(
+                    "orchestrator.run.lora.rank is missing, and the trainer reports none of its own; set it"
+                )
+            targets = tuple(self.lora.target_modules)
+            alpha = self.lora.alpha or 2.0 * rank
+            adapter = AdapterSpec(rank=rank, alpha=alpha, dropout=self.lora.dropout, target_modules=targets)
+        optimizer = OptimizerSpec(
+            type=self.optim_type,
+            learning_rate=self.lr,
+            beta1=optim.betas1,
+            beta2=optim.betas2,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            momentum=optim.momentum,
+            max_grad_norm=optim.max_norm,
+        )
+        return RunSpec(
+            adapter=adapter,
+            optimizer=None if optimizer == OptimizerSpec(type="adamw") else optimizer,
+            schedule=None
+            if schedule is None
+            else ScheduleSpec(
+                type=schedule.type,
+                warmup_steps=schedule.warmup_steps,
+                decay_steps=schedule.decay_steps,
+                min_learning_rate=schedule.min_lr,
+            ),
+            loss=None if self.loss is None else LossSpec(name=self.loss.name, constants=self.loss.constants),
+            share=self.share,
+        )
 
 
 class AlertsConfig(BaseConfig):
@@ -126,6 +214,9 @@ class DeadlinesConfig(BaseConfig):
 
     retry_s: float = Field(default=300.0, gt=0.0)
     """For refused groups (no engine holds the version, overload) to be accepted, over all attempts."""
+
+    place_s: float = Field(default=3600.0, gt=0.0)
+    """For a place at the trainer, while it holds as many runs as it may."""
 
     batch_s: float = Field(default=3600.0, gt=0.0)
     """For the groups of one step."""
@@ -310,9 +401,14 @@ class OrchestratorConfig(BaseConfig):
     prime_monitor: PrimeMonitorConfig | None = None
     """The Prime Intellect platform; None means off."""
 
+    @property
+    def is_found(self) -> bool:
+        """Whether the trainer makes the run, whose folder it finds and whose name is the folder's."""
+        return (Layout(self.output_dir).control / ORCH_TOML).exists()
+
     @model_validator(mode="after")
     def _new_run_has_a_name(self) -> Self:
-        if self.run is not None and not self.run_id:
+        if self.run is not None and not self.run_id and not self.is_found:
             raise ValueError("orchestrator.run makes a run, but orchestrator.run_id is empty; name the run there")
         return self
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from loguru import logger
 
 from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.channel import ServiceClient
 from meshrl.core.clock import Clock
+from meshrl.core.paths import INVALID, ORCH_TOML, Layout
 from meshrl.orchestrator.config import EvalConfig, OrchestratorConfig
 from meshrl.orchestrator.config.program import NewRunConfig
 from meshrl.sampling.hosts import HostTable
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError, failed, first_cause
-from meshrl.wire.errors import MeshError
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
+
+NO_PLACE = (Reason.RUN_LIMIT_REACHED, Reason.NO_ROOM_FOR_RUN)
+PLACE_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,14 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
     mesh = Mesh(
         environments=services.rollouts.environments(),
         trainer=trainer,
-        run=await the_run(config.run_id, config.run, trainer, services.trainer),
+        run=await the_run(
+            config.run_id,
+            config.run,
+            trainer,
+            services.trainer,
+            control=Layout(config.output_dir).control if config.is_found else None,
+            place_s=config.deadlines.place_s,
+        ),
     )
     check_hosted(wanted, services.rollouts.table)
     check_fit(mesh, config.seq_len, config.eval)
@@ -133,16 +146,49 @@ async def _wait_for(name: str, address: str, client: ServiceClient, deadline_s: 
         raise failed(name, address, "starting", error) from error
 
 
-async def the_run(run_id: str, own: NewRunConfig | None, trainer: TrainerInfo, client: TrainerClient) -> RunInfo:
-    """The run to feed, which is made where the trainer does not have it and it may be. Raises RunError."""
-    if own is None or any(run.run_id == run_id for run in trainer.runs):
+async def the_run(
+    run_id: str,
+    own: NewRunConfig | None,
+    trainer: TrainerInfo,
+    client: TrainerClient,
+    *,
+    control: Path | None = None,
+    place_s: float = 0.0,
+) -> RunInfo:
+    """The run to feed, which is made where the trainer does not have it and it may be.
+
+    With `control`, the folder by which the trainer finds the run, it is the trainer that makes it. It is waited for up
+    to `place_s`, also while the trainer holds as many runs as it may. Raises RunError.
+    """
+    if any(run.run_id == run_id for run in trainer.runs) or (own is None and control is None):
         return find_run(run_id, trainer)
-    try:
-        made = await client.create_run(run_id, own.spec)
-    except MeshError as error:
-        raise failed("trainer", client.address, f"making the run {run_id!r}", error) from error
-    logger.info(f"made the run {made.run_id} at the trainer")
-    return made
+    adapter = trainer.runs[0].spec.adapter if trainer.runs and trainer.runs[0].spec is not None else None
+    deadline, told = time.monotonic() + place_s, False
+    while True:
+        try:
+            if own is not None:
+                made = await client.create_run(run_id, own.spec(adapter))
+                logger.info(f"made the run {made.run_id} at the trainer")
+                return made
+            assert control is not None
+            found = [run for run in await client.list_runs() if run.run_id == run_id]
+            if found:
+                return found[0]
+            why = f"the trainer has not taken up {control / ORCH_TOML}"
+            if (control / INVALID).exists():
+                raise RunError(f"{why}: {(control / INVALID).read_text().strip()}")
+        except MeshError as error:
+            if error.reason not in NO_PLACE or trainer.max_runs < 2:  # one that takes no runs never will
+                raise failed("trainer", client.address, f"making the run {run_id!r}", error) from error
+            why = str(error)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        if time.monotonic() > deadline:
+            raise RunError(f"no place for the run {run_id!r} in deadlines.place_s ({place_s:g} s): {why}")
+        if not told:
+            logger.info(f"the run {run_id} waits, for up to {place_s:g} s: {why}")
+            told = True
+        await asyncio.sleep(PLACE_POLL_S)
 
 
 def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:

@@ -20,14 +20,14 @@ from loguru import logger
 from pydantic import ValidationError
 
 from meshrl.core.durable import write_file
+from meshrl.core.paths import INVALID, ORCH_TOML, Layout
 from meshrl.trainer.runs.hooks import RunHooks
 from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.wire.errors import MeshError, Reason
 
 PATTERN = "run_*"
-CONTROL, FILE = "control", "orch.toml"
-INVALID, EVICTED = "config_validation_error.txt", "evicted.txt"
+EVICTED = "evicted.txt"
 EVERY_S = 1.0
 SECTIONS = ("optim", "scheduler", "loss", "ckpt")
 VALUES = ("max_steps", "seed", "share")
@@ -74,7 +74,7 @@ class Discovery:
 
     def _files(self) -> dict[str, bytes]:
         found = {}
-        for file in self._output_dir.glob(f"{PATTERN}/{CONTROL}/{FILE}"):
+        for file in self._output_dir.glob(str(Layout(Path(PATTERN)).control / ORCH_TOML)):
             try:
                 found[file.parents[1].name] = file.read_bytes()
             except FileNotFoundError:
@@ -82,7 +82,7 @@ class Discovery:
         return found
 
     async def _take_up(self, run_id: str, data: bytes) -> None:
-        problem = self._output_dir / run_id / CONTROL / INVALID
+        problem = Layout(self._output_dir / run_id).control / INVALID
         try:
             table = tomllib.loads(data.decode())
             settings = settings_from(table, self._host.own_settings, folder=run_id)
@@ -107,7 +107,7 @@ class Discovery:
     async def _evictions(self, run_id: str) -> None:
         """Writes why the trainer has suspended a run; once its owner deletes the file, the run goes on."""
         suspension = self._host.suspension(run_id)
-        file = self._output_dir / run_id / CONTROL / EVICTED
+        file = Layout(self._output_dir / run_id).control / EVICTED
         if suspension is None or not suspension.reason:
             self._told_evicted.discard(run_id)
         elif run_id not in self._told_evicted:

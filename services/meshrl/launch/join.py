@@ -1,0 +1,70 @@
+"""A configuration of `rl` as that of one more run in a mesh that runs: `rl @ rl.toml --mesh FOLDER --run-id NAME`.
+
+The orchestrator's section is used whole, and the trainer's for adapter, optimizer, schedule and loss. Everything else
+belongs to the mesh, whose programs run already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from meshrl.core.config import ConfigError
+from meshrl.core.config.sources import TomlFile
+from meshrl.launch.compose import orchestrator_of
+from meshrl.launch.config import RLConfig
+from meshrl.launch.config.shared_keys import COMPONENTS
+from meshrl.orchestrator.config import NewRunConfig, OrchestratorConfig
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.loss_config import NORMALISERS
+
+_LORA = {"rank", "alpha", "dropout", "target_modules"}
+
+
+def has_sections(argv: Sequence[str]) -> bool:
+    """Whether a command line is in the form of `rl`; without a section of it the keys are the orchestrator's own.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    files = [TomlFile((), name)() for before, name in pairwise(argv) if before == "@"]
+    flags = {word.removeprefix("--").partition(".")[0] for word in argv if word.startswith("--") and "." in word}
+    return any(set(COMPONENTS) & set(keys) for keys in (*files, flags))
+
+
+def joined(config: RLConfig) -> OrchestratorConfig:
+    """The orchestrator of a run in the mesh of a folder, `mesh`. Raises ConfigError for a run that cannot be one."""
+    if not config.orchestrator.run_id:
+        raise ConfigError("--mesh adds a run, but run_id is empty; name the run with --run-id")
+    values = orchestrator_of(config.orchestrator).model_dump(exclude={"services"})
+    origin = config.origin_of(("output_dir",)) or ""
+    if not origin.startswith("--"):  # that of a file is for the run alone
+        del values["output_dir"]
+    own = config.orchestrator.run
+    values["run"] = as_run(config.trainer).model_dump() | ({} if own is None else own.model_dump(exclude_unset=True))
+    return OrchestratorConfig.model_validate(values | {"mesh": config.mesh})
+
+
+def as_run(trainer: TrainerConfig) -> NewRunConfig:
+    """The adapter, optimizer, schedule and loss of a trainer's configuration; the rest is as in the mesh.
+
+    Raises ConfigError for a loss that the contract cannot name.
+    """
+    lora, optim, scheduler, loss = trainer.model.lora, trainer.optim, trainer.scheduler, trainer.loss
+    if loss.type == "custom" or loss.normaliser not in (None, NORMALISERS[loss.type]):
+        key = "type" if loss.type == "custom" else "normaliser"
+        raise ConfigError(
+            f"trainer.loss.{key} is {getattr(loss, key)!r}, which a run cannot bring to a mesh; leave it"
+            " out, or set it in the mesh's own trainer.loss"
+        )
+    given = optim.model_dump(include=optim.model_fields_set)
+    constants = {name: value for name, value in loss.constants.items() if value is not None}
+    return NewRunConfig.model_validate(
+        {
+            "lora": None if lora is None else lora.model_dump(include=_LORA),
+            "lr": given.pop("lr", None),
+            "optim_type": given.pop("type", "adamw"),
+            "optim": given | ({"max_norm": optim.max_norm or 0.0} if "max_norm" in given else {}),
+            "scheduler": scheduler.model_dump() if scheduler.model_fields_set else None,
+            "loss": {"name": loss.type, "constants": constants} if loss.model_fields_set else None,
+        }
+    )
