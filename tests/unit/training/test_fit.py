@@ -77,6 +77,19 @@ def test_adapters_leave_the_model_without_gradients_and_optimizer_state(folder: 
     assert (need.gradients, need.optimizer) == (4 * adapters, 8 * adapters)
 
 
+def test_modules_beside_adapters_are_held_and_trained_in_float32(folder: str) -> None:
+    lora = LoraConfig(rank=2, target_modules=["q_proj"])
+    needs = [
+        memory_need(
+            TrainerModelConfig(name=folder, device="cpu", dtype="bfloat16", lora=each), OptimConfig(), RankGroup()
+        )
+        for each in (lora, lora.model_copy(update={"modules_to_save": ["o_proj"]}))
+    ]
+    whole = LAYERS * HIDDEN * HIDDEN
+    assert [needs[1].weights - needs[0].weights, needs[1].gradients - needs[0].gradients] == [2 * whole, 4 * whole]
+    assert needs[1].optimizer - needs[0].optimizer == 8 * whole
+
+
 def test_state_on_the_host_does_not_count(folder: str) -> None:
     config = TrainerModelConfig(name=folder, device="cpu", optim_cpu_offload=True)
     assert memory_need(config, OptimConfig(), RankGroup()).total == 8 * PARAMETERS
