@@ -1,8 +1,6 @@
 """Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row.
 
-The forward pass is that of transformers, for every model. One of fewer calls, for small models on a CPU, was tried:
-without it `make demo` takes 1.04 times as many CPU seconds (215 against 207, two runs of each), so it is gone.
-
+The forward pass is that of transformers, for every model.
 Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V vocabulary, K alternatives.
 """
 

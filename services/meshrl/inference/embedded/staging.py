@@ -57,7 +57,8 @@ class Staging:
     async def stage(self, host: HostVersion, *, copy: bool = True) -> None:
         """Builds the shadow from tensors in memory. Raises MeshError LAYOUT_MISMATCH, OUT_OF_MEMORY."""
         self._shadow = None
-        self._shadow = await asyncio.to_thread(self._build, host, copy=copy)
+        with self.named_out_of_memory(host.version):
+            self._shadow = await asyncio.to_thread(self._weights.stage, host.version, host.tensors, copy=copy)
 
     async def receive(self, manifest: Manifest) -> HostVersion:
         """Returns what a group broadcasts. Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH, OUT_OF_MEMORY."""
@@ -70,10 +71,6 @@ class Staging:
         with self.named_out_of_memory(manifest.version):
             await self.receiver.receive(manifest, sink)
         return HostVersion(run_id=manifest.run_id, version=manifest.version, tensors=arrived, adapter=manifest.adapter)
-
-    def _build(self, host: HostVersion, *, copy: bool) -> Shadow:
-        with self.named_out_of_memory(host.version):
-            return self._weights.stage(host.version, host.tensors, copy=copy)
 
     def named_out_of_memory(self, version: int) -> AbstractContextManager[None]:
         """Names the keys that make room, where the device has none for a version."""

@@ -141,7 +141,11 @@ class StreamShare(RowShare):
             self._lanes = self._digests(snapshot)
             if has_base:
                 assert self._base is not None, "there is a base"
-                has_base = self._encode_on_gpu(rows, self._base, snapshot.flat)
+                try:
+                    self.pieces = encode_on_device(rows, self._base, snapshot.flat, self._threads)
+                except torch.OutOfMemoryError as error:  # training needs it: a version in full needs none
+                    device, has_base = snapshot.flat.device, False
+                    logger.warning("no room on {} to make a delta, the version goes in full: {}", device, error)
         changed = sum(piece.changed * piece.run.width for piece in self.pieces)
         whole = sum(tensor.num_bytes for tensor in snapshot.tensors)  # which is larger than any delta that pays
         size = stream_bytes(self.pieces) if has_base else whole
@@ -150,14 +154,6 @@ class StreamShare(RowShare):
             "bytes": {"delta": str(size), "changed": str(changed)},
             "digests": {"lanes": self._lanes.astype("<u8").tobytes().hex()},
         }
-
-    def _encode_on_gpu(self, rows: Rows, old: torch.Tensor, new: torch.Tensor) -> bool:
-        try:
-            self.pieces = encode_on_device(rows, old, new, self._threads)
-        except torch.OutOfMemoryError as error:  # training needs it: a version in full needs none
-            logger.warning("no room on {} to make a delta, the version goes in full: {}", new.device, error)
-            return False
-        return True
 
     def _digests(self, snapshot: Snapshot) -> Lanes:
         """(T, 2) digests of this rank's rows of each tensor, made where they are."""
