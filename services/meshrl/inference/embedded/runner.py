@@ -32,7 +32,7 @@ from meshrl.inference.embedded.cache import (
 from meshrl.inference.embedded.low_rank import BASE, AdapterLayers
 from meshrl.inference.embedded.routes import RouteStore
 from meshrl.inference.embedded.sampler import BatchSampling, reweight, sample, uniforms
-from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
+from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable, StepOutput
 from meshrl.inference.engine import GREEDY_BELOW
 from meshrl.models.families import unpacked_reason
 from meshrl.models.routers import Routers
@@ -42,16 +42,6 @@ SCORED_LOGITS = 2**28  # of a prompt, in one forward pass: a gigabyte of float32
 GPU_BLOCK = 64
 # not cuDNN: it plans anew for every length, which takes longer than the step
 GPU_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepOutput:
-    """What one step sampled, on the host."""
-
-    token_ids: NDArray[np.int64]  # (R,)
-    logprobs: NDArray[np.float32]  # (R,)
-    raw_logprobs: NDArray[np.float32] | None  # (R,)
-    alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # (R, K) each
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

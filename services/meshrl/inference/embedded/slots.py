@@ -89,6 +89,16 @@ class PrefillPiece:
     tokens: NDArray[np.int32]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepOutput:
+    """What one step sampled for its decoding rows, on the host."""
+
+    token_ids: NDArray[np.int64]  # (R,)
+    logprobs: NDArray[np.float32]  # (R,)
+    raw_logprobs: NDArray[np.float32] | None  # (R,)
+    alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # (R, K) each
+
+
 class SlotTable:
     """The slots, the queue before them and what has been sampled so far. `now` gives seconds for requests' times."""
 
@@ -210,11 +220,7 @@ class SlotTable:
         tokens_M = self.tokens_SM[slot]
         return tokens_M[:prompt], tokens_M[prompt : prompt + made]
 
-    def absorb(
-        self, token_ids_R: NDArray[np.int64], logprobs_R: NDArray[np.float32],
-        raw_logprobs_R: NDArray[np.float32] | None,
-        alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None, version: int,
-    ) -> list[tuple[RequestRow, FinishReason | None]]:  # fmt: skip
+    def absorb(self, output: StepOutput, version: int) -> list[tuple[RequestRow, FinishReason | None]]:
         """Records one sampled token for each decoding row and removes the rows that are done.
 
         Returns the rows with something to deliver; finished ones have been delivered to and left. A row whose logprob
@@ -224,12 +230,12 @@ class SlotTable:
         index = np.arange(rows)
         live = self.slots[:rows]
         live["cached"] += 1
-        self.tokens_SM[index, live["cached"]] = token_ids_R
-        self.logprobs_SM[index, live["generated"]] = logprobs_R
-        if raw_logprobs_R is not None:
-            self.raw_logprobs_SM[index, live["generated"]] = raw_logprobs_R
-        if alternatives is not None:
-            ids_RK, logprobs_RK = alternatives
+        self.tokens_SM[index, live["cached"]] = output.token_ids
+        self.logprobs_SM[index, live["generated"]] = output.logprobs
+        if output.raw_logprobs is not None:
+            self.raw_logprobs_SM[index, live["generated"]] = output.raw_logprobs
+        if output.alternatives is not None:
+            ids_RK, logprobs_RK = output.alternatives
             for row in self.rows[:rows]:
                 if wanted := row.request.sampling.top_logprobs:
                     ids_K = ids_RK[row.slot, :wanted].astype(np.int32)
@@ -239,8 +245,8 @@ class SlotTable:
             row.spans = [[0, version if row.adapter_version is None else row.adapter_version]]
             row.first_s = self._now()
         live["generated"] += 1
-        stopped = (self.stop_SW[:rows] == token_ids_R[:, None]).any(1) & (live["generated"] > live["min_tokens"])
-        broken = ~np.isfinite(logprobs_R)
+        stopped = (self.stop_SW[:rows] == output.token_ids[:, None]).any(1) & (live["generated"] > live["min_tokens"])
+        broken = ~np.isfinite(output.logprobs)
         done = stopped | (live["generated"] >= live["limit"]) | broken
         for slot in np.flatnonzero(live["streams"] & ~done):
             self.rows[slot].deliver(self.chunk(self.rows[slot], None))

@@ -200,9 +200,7 @@ class StepThread:
         if output is not None:
             version = UNKNOWN_VERSION if self.version is None else self.version
             self.counts.tokens += len(output.token_ids)
-            left = self.table.absorb(
-                output.token_ids, output.logprobs, output.raw_logprobs, output.alternatives, version
-            )
+            left = self.table.absorb(output, version)
             self.counts.finished += len(left)
             if broken := [row for row, reason in left if reason is None]:
                 message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
