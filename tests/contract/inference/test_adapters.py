@@ -67,6 +67,12 @@ async def test_each_adapter_version_takes_the_place_of_the_one_before(
         await serves(lora_mesh, lora_client, seed, lora_mesh.version)
 
 
+def test_adapters_need_no_second_copy_of_the_weights(lora_mesh: EngineMesh) -> None:
+    if lora_mesh.kind.name == "embedded":
+        pytest.skip("it makes the second copy of whole versions when one comes")
+    assert "weight versions are staged as adapters" in lora_mesh.engine.log.read_text()
+
+
 async def test_a_request_in_flight_stays_on_its_adapter(lora_mesh: EngineMesh, lora_client: EngineClient) -> None:
     prompt, seed = [1, 2, 3], 3
     await publish(lora_mesh, seed)

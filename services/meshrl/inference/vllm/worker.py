@@ -44,14 +44,21 @@ class WeightsExtension:
     def meshrl_open(self, ends: str) -> dict[str, str]:
         """Builds the shadow; once, before requests come. Returns what was built, or {"reason", "message"}.
 
-        `ends`: the `JobEnds.address` for the ends of jobs.
+        An engine of adapters has none: its weights never change. `ends`: the `JobEnds.address` for the ends of jobs.
         """
         self._meshrl_ends = ends
+        self._meshrl_job: Job | None = None
+        self._meshrl_receiver: Receiver | None = None
+        self._meshrl_staged: int | None = None
         worker = self._meshrl_worker
         if self._meshrl_device().type == "cpu":
             # vLLM's attention in bfloat16 uses AMX where the processor has it. Without the kernel's leave for this
             # process the first request would end it with SIGILL.
             torch.cpu._init_amx()
+        free = f", {self.meshrl_free_bytes() / GIB:.2f} GiB are free" if self._meshrl_device().type == "cuda" else ""
+        device = f"{worker.device}{free}"
+        if worker.vllm_config.lora_config is not None:
+            return {"shadow": "adapters", "device": device}
         try:
             self._meshrl_shadow, self._meshrl_in_place = tested_shadow(worker, self._meshrl_first_shadow())
             config = worker.vllm_config.model_config
@@ -62,11 +69,7 @@ class WeightsExtension:
             return {"reason": Reason.NOT_SUPPORTED.name, "message": text}
         self._meshrl_outline = outline if renamed_in_layers(outline) else None
         self._meshrl_reader = PortionReader(self._meshrl_device())
-        self._meshrl_job: Job | None = None
-        self._meshrl_receiver: Receiver | None = None
-        self._meshrl_staged: int | None = None
-        free = f", {self.meshrl_free_bytes() / GIB:.2f} GiB are free" if self._meshrl_device().type == "cuda" else ""
-        return {"shadow": type(self._meshrl_shadow).__name__, "device": f"{worker.device}{free}"}
+        return {"shadow": type(self._meshrl_shadow).__name__, "device": device}
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
         """Starts to fill the shadow from safetensors files under Hugging Face names."""
