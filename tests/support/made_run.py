@@ -74,8 +74,9 @@ def add_version(path: Path, version: int, engines: dict[str, float], base: int |
         "meshrl.transport": "stream",
     }
     _write_span(path, "weights", "rl.sync", seal_s, 0.5, {**about, **sent})
-    for engine, after_s in engines.items():
-        _write_span(path, "inference", "rl.sync.apply", seal_s + after_s, 0.25, {**about, "meshrl.engine_id": engine})
+    for process, (engine, after_s) in enumerate(engines.items(), 1):
+        taken = {**about, "meshrl.engine_id": engine}
+        _write_span(path, "inference", "rl.sync.apply", seal_s + after_s, 0.25, taken, process)
 
 
 def add_ledger(path: Path, rollouts: Iterable[tuple[str, str, str, float]]) -> None:
@@ -90,7 +91,13 @@ def add_ledger(path: Path, rollouts: Iterable[tuple[str, str, str, float]]) -> N
 
 
 def _write_span(
-    path: Path, program: str, name: str, start_s: float, seconds: float, attributes: dict[str, str | int]
+    path: Path,
+    program: str,
+    name: str,
+    start_s: float,
+    seconds: float,
+    attributes: dict[str, str | int],
+    process: int = 1,
 ) -> None:
     span = {
         "name": name, "traceId": "a" * 32, "spanId": name, "parentSpanId": "",
@@ -102,4 +109,5 @@ def _write_span(
     }  # fmt: skip
     (path / "traces").mkdir(exist_ok=True)
     with (path / "traces" / f"{program}.jsonl").open("a") as file:
-        file.write(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}) + "\n")
+        resource = {"attributes": [{"key": "process.pid", "value": {"intValue": str(process)}}]}
+        file.write(json.dumps({"resourceSpans": [{"resource": resource, "scopeSpans": [{"spans": [span]}]}]}) + "\n")

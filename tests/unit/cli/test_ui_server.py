@@ -308,6 +308,14 @@ def test_of_many_versions_the_newest_are_kept_in_whatever_order_files_are_read(
     ]
 
 
+async def test_each_engine_has_a_lane_of_its_own_in_the_timeline(run_path: Path, client: TestClient) -> None:
+    add_version(run_path, 10, {"e0": 1.0, "e1": 2.0})
+    lanes = (await (await client.get("/api/runs/0/timeline?step=3")).json())["lanes"]
+    assert {name: [span["name"] for span in lane] for name, lane in lanes.items() if name.startswith("engine")} == {
+        "engine e0": ["rl.sync.apply"], "engine e1": ["rl.sync.apply"],
+    }  # fmt: skip
+
+
 async def test_rollouts_of_an_environment_are_counted_by_what_became_of_them_and_lately(
     run_path: Path, client: TestClient
 ) -> None:

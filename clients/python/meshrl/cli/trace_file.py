@@ -70,5 +70,9 @@ def spans_of(lines: list[bytes]) -> Iterator[JsonObject]:
         except ValueError:  # cut off by a full disk
             continue
         for resource in exported.get("resourceSpans", ()):
+            about = resource.get("resource", {}).get("attributes", ())
+            process = next((int(one["value"]["intValue"]) for one in about if one["key"] == "process.pid"), 0)
             for scope in resource.get("scopeSpans", ()):
-                yield from scope.get("spans", ())
+                for span in scope.get("spans", ()):
+                    span["process"] = process
+                    yield span

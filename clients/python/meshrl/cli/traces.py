@@ -38,6 +38,8 @@ class RunSpan:
     end_us: int
     attributes: JsonObject = field(default_factory=dict)
     links: tuple[str, ...] = ()
+    process: int = 0
+    """0 where no trace has it."""
 
 
 def read_spans(folder: RunFolder) -> list[RunSpan]:
@@ -63,6 +65,7 @@ def to_run_span(program: str, raw: JsonObject) -> RunSpan:
         end_us=end // 1000,
         attributes={pair["key"]: next(iter(pair["value"].values()), None) for pair in raw.get("attributes", ())},
         links=tuple(link["spanId"] for link in raw.get("links", ())),
+        process=raw.get("process", 0),
     )
 
 

@@ -171,6 +171,7 @@ class Traces:
         self._spans: deque[RunSpan] = deque(maxlen=KEPT_SPANS)
         self._steps: dict[int, RunSpan] = {}
         self._versions: dict[tuple[str, int], dict[str, Any]] = {}  # by content and number
+        self._engines: dict[tuple[str, int], str] = {}  # by program and process
 
     @property
     def steps(self) -> list[int]:
@@ -219,6 +220,7 @@ class Traces:
         if span.name == "rl.sync":
             one |= {"sealed": span.start_s, "lag": span.seconds}
         elif span.name == "rl.sync.apply" and "meshrl.engine_id" in about:
+            self._engines[span.program, span.process] = about["meshrl.engine_id"]
             one["engines"][about["meshrl.engine_id"]] = {"pause": span.seconds, "at": span.start_s}
             first = min(engine["at"] for engine in one["engines"].values())
             for engine in one["engines"].values():
@@ -228,7 +230,7 @@ class Traces:
             self._versions = dict(newest)
 
     def timeline(self, step: int) -> JsonObject | None:
-        """The spans during a step, by the program that they ran in; None for a step without a span.
+        """The spans during a step, by the program or the engine that they ran in; None for a step without a span.
 
         Spans of other steps that overlap it are among them: engines and trainer work on two steps at once.
         """
@@ -240,7 +242,8 @@ class Traces:
         during.sort(key=lambda span: span.seconds, reverse=True)
         lanes: dict[str, list[JsonObject]] = {}
         for span in sorted(during[:MOST_SPANS], key=lambda span: span.start_s):
-            lanes.setdefault(span.program, []).append(
+            engine = self._engines.get((span.program, span.process)) if span.process else None
+            lanes.setdefault(span.program if engine is None else f"engine {engine}", []).append(
                 {
                     "name": span.name,
                     "start": span.start_s - root.start_s,

@@ -3,8 +3,8 @@ import { element, get, node, number } from "./page.js";
 
 const ROW = 14;
 const MOST_ROWS = 8;
-const FIRST = ["trainer", "weights", "inference", "orchestrator"]; // lanes that tell most come first
-const LABELS = 130;
+const FIRST = ["trainer", "weights", "engine", "inference", "orchestrator"]; // lanes that tell most come first
+const LABELS = 150;
 const WIDTH = 1400;
 
 export async function drawTimeline(box, { run, query, go, open }) {
@@ -60,7 +60,7 @@ function picture(found, about) {
   const svg = node("svg", {});
   let top = 16;
   const spans = [];
-  const rank = (program) => (FIRST.includes(program) ? FIRST.indexOf(program) : FIRST.length);
+  const rank = (program) => FIRST.findIndex((name) => program.startsWith(name)) + 1 || FIRST.length + 1;
   for (const [program, lane] of Object.entries(found.lanes).sort(([one], [other]) => rank(one) - rank(other))) {
     const places = rows(lane);
     const height = (Math.max(0, ...places) + 1) * ROW;
