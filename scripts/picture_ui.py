@@ -55,13 +55,7 @@ async def look(tab: Tab, address: str, width: int, scheme: str, ready: str) -> b
     await tab.open(address)
     await tab.until(ready)
     await asyncio.sleep(0.5)  # charts take the width of their boxes
-    return await shot(tab)
-
-
-async def shot(tab: Tab, **more: object) -> bytes:
-    """What is seen, as WebP."""
-    found = await tab.call("Page.captureScreenshot", format="webp", quality=QUALITY, **more)
-    return base64.b64decode(found["data"])
+    return await tab.picture(QUALITY)
 
 
 async def sheet(tab: Tab, pictures: dict[str, bytes]) -> bytes:
@@ -81,7 +75,7 @@ async def sheet(tab: Tab, pictures: dict[str, bytes]) -> bytes:
     await tab.until("document.images.length && [...document.images].every((one) => one.complete)")
     size = await tab.ask("[document.body.scrollWidth, document.body.scrollHeight]")
     clip = {"x": 0, "y": 0, "width": size[0] + 16, "height": size[1] + 16, "scale": 1}
-    return await shot(tab, captureBeyondViewport=True, clip=clip)
+    return await tab.picture(QUALITY, captureBeyondViewport=True, clip=clip)
 
 
 async def take(runs: list[Path], to: Path) -> None:

@@ -67,10 +67,23 @@ class Tab:
         """Goes to an address, another view of the page that is open already among them."""
         await self.call("Page.navigate", url=address)
 
-    async def picture(self, path: Path) -> None:
-        """Writes a PNG of what is seen into a folder that is there."""
-        shot = await self.call("Page.captureScreenshot", format="png")
-        await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
+    async def drag(self, selector: str, start: float, end: float) -> None:
+        """Presses the mouse at a share of an element's width, moves it to another and lets go."""
+        box = f"document.querySelector('{selector}').getBoundingClientRect()"
+        left, middle, width = await self.ask(
+            f"(({{ left, top, width, height }}) => [left, top + height / 2, width])({box})"
+        )
+        for kind, share in (("mousePressed", start), ("mouseMoved", (start + end) / 2), ("mouseMoved", end),
+                            ("mouseReleased", end)):  # fmt: skip
+            x = left + share * width
+            await self.call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=middle, button="left", buttons=1, clickCount=1
+            )
+
+    async def picture(self, quality: int, **more: object) -> bytes:
+        """What is seen, as WebP; `more` as Page.captureScreenshot takes it."""
+        shot = await self.call("Page.captureScreenshot", format="webp", quality=quality, **more)
+        return base64.b64decode(shot["data"])
 
 
 @asynccontextmanager

@@ -107,26 +107,15 @@ async def test_no_view_has_a_serious_fault_of_accessibility(page: tuple[Tab, str
         assert await tab.ask("document.documentElement.scrollWidth") <= width, f"{view} is wider than the screen"
 
 
-async def drag(tab: Tab, selector: str, start: float, end: float) -> None:
-    """Presses the mouse at a share of an element's width, moves it to another and lets go."""
-    box = await tab.ask(f"(({{ left, top, width, height }}) => [left, top + height / 2, width])"
-                        f"(document.querySelector('{selector}').getBoundingClientRect())")  # fmt: skip
-    left, middle, width = box
-    for kind, share in (("mousePressed", start), ("mouseMoved", (start + end) / 2), ("mouseMoved", end),
-                        ("mouseReleased", end)):  # fmt: skip
-        x = left + share * width
-        await tab.call("Input.dispatchMouseEvent", type=kind, x=x, y=middle, button="left", buttons=1, clickCount=1)
-
-
 async def test_a_chart_zooms_shows_values_and_opens_the_step_of_a_point(page: tuple[Tab, str]) -> None:
     tab, address = page
     await tab.open(f"{address}#/0/overview")
     await tab.until(VIEWS["overview"])
     await tab.until("document.querySelector('.u-over').getBoundingClientRect().width > 100")
-    await drag(tab, ".u-over", 0.25, 0.75)
+    await tab.drag(".u-over", 0.25, 0.75)
     await tab.until("document.querySelector('.chart').plot.scales.x.min > 1")
     await tab.until("document.querySelector('.u-legend').innerText.match(/reward.all.mean\\s*0\\.\\d/)")
-    await drag(tab, ".u-over", 0.5, 0.5)
+    await tab.drag(".u-over", 0.5, 0.5)
     await tab.until("location.hash.startsWith('#/0/timeline?step=')")
 
 
