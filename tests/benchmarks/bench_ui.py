@@ -2,9 +2,11 @@
 
 Makes the folder, serves it, asks for each route, and drives a headless Chromium: first paint of a page opened anew,
 each view's time from the change of address to its last element, and a rollout of 32,768 tokens. Prints two tables;
-needs Chromium on PATH.
+needs Chromium on PATH. With --beside it looks at a run that goes on instead, on Linux: the CPU time that `meshrl ui`
+takes with one page open, as a share of the time of the run's programs.
 
     python tests/benchmarks/bench_ui.py [--steps N] [--rollouts N] [--repeats N]
+    python tests/benchmarks/bench_ui.py --beside RUN [--seconds N]
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from aiohttp.test_utils import TestServer
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+from bench_workers import cpu_s
 from browser import browser_tab
 from made_run import add_ledger, make_run, rollout
 from meshrl.cli.run_folder import RunFolder
@@ -68,6 +71,7 @@ def fill(folder: Path, steps: int, rollouts: int) -> None:
     )
 
 
+WARM_UP_S = 5.0
 ROUTES = (
     "runs", "runs/0/now", "runs/0/metrics", f"runs/0/metrics?names={','.join(NAMES)}",
     f"runs/0/metrics?along=time&names={','.join(NAMES)}", "runs/0/doctor", "differences?runs=0,0", "runs/0/rollouts",
@@ -122,12 +126,43 @@ async def measure(folder: Path, repeats: int) -> None:
     await server.close()
 
 
+def rl_of(run: Path) -> int:
+    """The process that started the programs of a run."""
+    orchestrator = json.loads((run / "state/orchestrator.json").read_text())["pid"]
+    return int(Path(f"/proc/{orchestrator}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def beside(run: Path, seconds: float) -> None:
+    """Prints the CPU time of `meshrl ui` beside that of a run, while a page is open on each of its views in turn."""
+    command = [sys.executable, "-m", "meshrl.cli.main", "ui", str(run), "--port", "0"]
+    ui = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert ui.stdout is not None
+    rl = rl_of(run)
+    address = (await ui.stdout.readline()).decode().split()[1]
+    print("| view | s | ui, CPU s | run, CPU s | share |\n|---|---|---|---|---|")
+    async with browser_tab() as tab:
+        for view in ("overview", "weights", "environments", "hosts"):
+            await tab.open(f"{address}#/0/{view}")
+            await asyncio.sleep(WARM_UP_S)
+            before = sum(cpu_s(ui.pid)), sum(cpu_s(rl))
+            await asyncio.sleep(seconds)
+            spent, of_run = sum(cpu_s(ui.pid)) - before[0], sum(cpu_s(rl)) - before[1]
+            print(f"| {view} | {seconds:.0f} | {spent:.2f} | {of_run:.1f} | {spent / of_run:.2%} |", flush=True)
+    ui.terminate()
+    await ui.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rollouts", type=int, default=1_300_000)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--beside", type=Path, metavar="RUN")
+    parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args()
+    if options.beside is not None:
+        asyncio.run(beside(options.beside, options.seconds))
+        return
     with tempfile.TemporaryDirectory() as folder:
         fill(Path(folder) / "run", options.steps, options.rollouts)
         asyncio.run(measure(Path(folder) / "run", options.repeats))

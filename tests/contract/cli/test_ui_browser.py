@@ -150,6 +150,8 @@ async def test_a_report_draws_its_curves_from_the_file_alone(run_path: Path, tmp
     async with browser_tab() as tab:
         await tab.open(path.as_uri())
         await tab.until("document.querySelectorAll('.u-wrap').length == 2")
+        await tab.until("document.querySelectorAll('rect.span').length == 2")
+        await tab.until("document.querySelectorAll('svg.rails circle').length == 2")
         assert tab.errors == []
         assert await tab.ask("document.querySelector('#view img, main img')") is None
 

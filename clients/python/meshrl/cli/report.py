@@ -1,4 +1,4 @@
-"""`meshrl report`: a run in one HTML file, with its curves, outcome, cost and best rollouts; it needs no network."""
+"""`meshrl report`: a run in one HTML file, with its pictures, outcome, cost and best rollouts; it needs no network."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ import click
 
 from meshrl.cli.command import CliError
 from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.ui.views import Traces, waits_of
 from meshrl.diagnosis.causes import diagnose
 from meshrl.diagnosis.history import MetricsHistory
 from meshrl.wire.values import JsonObject
 
 STATIC = Path(__file__).parent / "ui/static"
-SCRIPTS = ("page.js", "chart.js", "overview.js")
+SCRIPTS = ("page.js", "chart.js", "overview.js", "timeline.js", "weights.js")
 """Modules of `meshrl ui` that the page is drawn by, each after those that it imports."""
-MOST_POINTS = 1000
+MOST_POINTS, MOST_SPANS = 1000, 1000
 SHOWN_KEYS = re.compile(r"\.(model\.name|optim\.\w+|loss\.\w+|max_steps|batch_size|group_size|max_async_level|seed)$")
 _DRAW = """
 const run = JSON.parse(document.querySelector("#run").textContent);
 const charts = document.querySelector(".charts");
 for (const [title, unit, of] of curves(run.names, run.series)) charts.append(chart(title, unit, of));
+const show = (place, title, ...parts) => document.querySelector(place).append(element("h2", {}, title), ...parts);
+if (run.timeline) show("#timeline", `Step ${run.timeline.step}`, ...lanes(run.timeline));
+if (run.versions.versions.length) show("#versions", "Versions", versions(run.versions, []));
 """
 
 
@@ -35,7 +39,16 @@ def report_page(folder: RunFolder, price: float | None) -> str:
     outcome = folder.outcome(history, price)
     if outcome is None:
         raise CliError(f"{folder.path} has no step in metrics.jsonl: name a run's output folder")
-    data = {"names": history.names, "series": history.points(history.names, MOST_POINTS)}
+    traces = Traces(folder)
+    traces.read_on()
+    step = max(traces.steps, default=0)
+    timeline = traces.timeline(step, MOST_SPANS)
+    data = {
+        "names": history.names,
+        "series": history.points(history.names, MOST_POINTS),
+        "timeline": timeline and {**timeline, "waits": waits_of(history.series.columns, step)},
+        "versions": traces.versions(),
+    }
     end = folder.end()
     parts = [
         f"<h1>{_text(folder.path.resolve())}</h1>",
@@ -44,7 +57,7 @@ def report_page(folder: RunFolder, price: float | None) -> str:
         "<h2>What it came to</h2>",
         _table(("metric", "first", "last", "best"), _scores(history)),
         *_causes(folder, history),
-        '<h2>Curves</h2><div class="charts"></div>',
+        '<h2>Curves</h2><div class="charts"></div><div id="timeline"></div><div id="versions"></div>',
         *_rollouts(folder),
         "<h2>Configuration</h2>",
         _table(("key", "value"), [row for row in folder.settings().items() if SHOWN_KEYS.search(row[0])]),
@@ -112,7 +125,7 @@ def _text(value: object) -> str:
 @click.option("--to", "target", type=click.Path(dir_okay=False, path_type=Path), help="The file; RUN/report.html.")
 @click.option("--price", type=click.FloatRange(min=0.0), help="Of one GPU for an hour, in your currency.")
 def report(run: Path, target: Path | None, price: float | None) -> None:
-    """Write a run in one HTML file: curves, outcome, cost, what is wrong, and the best and worst rollouts.
+    """Write a run in one HTML file: curves, the last step's timeline, versions, cost, causes and rollouts.
 
     RUN is its output folder. The file needs no network, so it can be attached to an issue.
     """

@@ -95,7 +95,7 @@ def watch(folder: RunFolder, interval_s: float, count: int | None) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             now = run(read_status(folder))
-            causes = [f"{one.cause}: {one.evidence}" for one in diagnose(folder.observed(history))]
+            causes = [f"{one.cause}: {one.evidence}; {one.what_to_do}" for one in diagnose(folder.observed(history))]
             width = shutil.get_terminal_size((80, 24)).columns
             click.clear()
             click.echo("\n".join(screen(now, history, causes, width=width, letters=not _has_blocks(sys.stdout))))

@@ -332,7 +332,7 @@ def _starved_trainer(run: Observed) -> str:
     warmed_up = len(run.values("time/wait_for_batch")) >= 2 * RECENT  # the first steps wait for engines to start
     if run.synchronous or not warmed_up or not waits or not steps or not sum(steps):
         return ""
-    share = sum(waits) / sum(steps)
+    share = min(1.0, sum(waits) / sum(steps))
     if share <= MOST_WAITING or statistics.fmean(waits) <= LEAST_S:
         return ""
     return f"the trainer waited for batches for {share:.0%} of the last {RECENT} steps: sampling is what takes long"
@@ -342,7 +342,7 @@ def _idle_engines(run: Observed) -> str:
     idle, waits, steps = run.now("perf/idle_slots"), run.now("time/wait_for_ckpt"), run.now("time/step")
     if run.synchronous or not idle or not waits or not steps:
         return ""
-    share = sum(waits) / sum(steps)
+    share = min(1.0, sum(waits) / sum(steps))
     if statistics.median(idle) <= MOST_WAITING or share <= MOST_WAITING or statistics.fmean(waits) <= LEAST_S:
         return ""
     return (

@@ -229,7 +229,7 @@ class Traces:
             newest = sorted(self._versions.items(), key=lambda kept: kept[1]["sealed"])[-KEPT_VERSIONS:]
             self._versions = dict(newest)
 
-    def timeline(self, step: int) -> JsonObject | None:
+    def timeline(self, step: int, most: int = MOST_SPANS) -> JsonObject | None:
         """The spans during a step, by the program or the engine that they ran in; None for a step without a span.
 
         Spans of other steps that overlap it are among them: engines and trainer work on two steps at once.
@@ -241,7 +241,7 @@ class Traces:
         during = [span for span in self._spans if span.start_s < end_s and span.start_s + span.seconds > root.start_s]
         during.sort(key=lambda span: span.seconds, reverse=True)
         lanes: dict[str, list[JsonObject]] = {}
-        for span in sorted(during[:MOST_SPANS], key=lambda span: span.start_s):
+        for span in sorted(during[:most], key=lambda span: span.start_s):
             engine = self._engines.get((span.program, span.process)) if span.process else None
             lanes.setdefault(span.program if engine is None else f"engine {engine}", []).append(
                 {
@@ -256,6 +256,6 @@ class Traces:
             "step": step,
             "seconds": root.seconds,
             "lanes": lanes,
-            "left_out": max(0, len(during) - MOST_SPANS),
+            "left_out": max(0, len(during) - most),
             "steps": [min(self._steps), max(self._steps)],
         }

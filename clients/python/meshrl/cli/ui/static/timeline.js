@@ -11,7 +11,6 @@ export async function drawTimeline(box, { run, query, go, open }) {
   const step = query.get("step");
   const found = await get(`/api/runs/${run}/timeline${step ? `?step=${step}` : ""}`);
   const [first, last] = found.steps;
-  const about = element("div", { id: "about", "aria-live": "polite" }, "point at a span; the wheel or + and - zoom, dragging or the arrow keys move, 0 shows all");
   box.append(
     element("div", { class: "bar" },
       element("button", { onclick: () => go({ step: Math.max(first, found.step - 1) }) }, "earlier"),
@@ -20,9 +19,14 @@ export async function drawTimeline(box, { run, query, go, open }) {
       element("button", { onclick: () => open("rollouts", { step: found.step }) }, "its rollouts"),
       element("button", { onclick: () => open("weights", { version: found.step }) }, "who serves its version"),
       element("span", {}, `${number(found.seconds)} s${found.left_out ? `; ${found.left_out} shorter spans are left out` : ""}`)),
-    element("ul", { class: "waits" }, ...found.waits.map((words) => element("li", {}, words))),
-    element("div", { class: "scroll" }, picture(found, about)), legend(found), about,
+    ...lanes(found),
   );
+}
+
+// What a step waited for, its spans with a lane for each program, and what their colours stand for.
+export function lanes(found) {
+  const about = element("div", { id: "about", "aria-live": "polite" }, "point at a span; the wheel or + and - zoom, dragging or the arrow keys move, 0 shows all");
+  return [element("ul", { class: "waits" }, ...found.waits.map((words) => element("li", {}, words))), element("div", { class: "scroll" }, picture(found, about)), legend(found), about];
 }
 
 // What each colour stands for, the longest spans first.

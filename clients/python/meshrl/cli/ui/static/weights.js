@@ -3,7 +3,7 @@ import { chart } from "./chart.js";
 import { ask } from "./overview.js";
 import { element, get, node, number, table } from "./page.js";
 
-const CHARTS = [
+const CURVES = [
   ["Lag of a version", "s", "weights/lag_s"], ["Pause of an engine", "s", "weights/pause_s"], ["Bytes of a version", "bytes", "weights/bytes"],
   ["Version that engines serve", "version", "policy/active_version"], ["Oldest token trained", "versions back", "off_policy/all/max"],
 ];
@@ -11,9 +11,9 @@ const RAIL = 14; // a run's line in the graph, and a row's height
 const HIGH = 28;
 
 export async function drawWeights(box, { run, query, open }) {
-  const { series } = await ask(run, CHARTS.map(([, , name]) => name), "step");
+  const { series } = await ask(run, CURVES.map(([, , name]) => name), "step");
   const [engines, graph] = [element("div", {}, element("p", { class: "none" }, "asking the hub")), element("div")];
-  const shown = CHARTS.filter(([, , name]) => series[name]).map(([title, unit, name]) =>
+  const shown = CURVES.filter(([, , name]) => series[name]).map(([title, unit, name]) =>
     chart(title, unit, [{ label: name, x: series[name][0], values: series[name][1], steps: series[name][2] }], {}, (step) => open("rollouts", { step })));
   box.append(engines, graph, element("div", { class: "charts" }, ...shown));
   const draw = (found, rows) => graph.replaceChildren(...(found.versions.length ? [element("h2", {}, "Versions, and which engine took them"), versions(found, rows, query.get("version"), open)] : []));
@@ -29,7 +29,7 @@ export async function drawWeights(box, { run, query, open }) {
 }
 
 // A row a version, the newest first: squares are full versions (anchors), circles deltas, which hang on their base.
-function versions({ versions, engines }, rows, wanted, open) {
+export function versions({ versions, engines }, rows, wanted, open) {
   const runs = [...new Set(versions.map((one) => one.run_id ?? ""))].sort();
   const serves = (one, engine) => rows.some(({ figures, version }) => figures.engine_id === engine && (figures.serves?.[one.run_id] ?? version) === one.version);
   const columns = [
@@ -40,7 +40,7 @@ function versions({ versions, engines }, rows, wanted, open) {
     ...engines.map((engine) => [`pause at ${engine}`, (one) => taken(one.engines[engine], serves(one, engine))]),
   ];
   const chosen = (one) => String(one.version) === wanted;
-  return table(columns, versions, { chosen, open: (one) => open("timeline", { step: one.version }) });
+  return table(columns, versions, { chosen, open: open && ((one) => open("timeline", { step: one.version })) });
 }
 
 function taken(cell, serves) {
