@@ -71,7 +71,7 @@ def fill(folder: Path, steps: int, rollouts: int) -> None:
     )
 
 
-WARM_UP_S = 5.0
+WARM_UP_S = 15.0
 ROUTES = (
     "runs", "runs/0/now", "runs/0/metrics", f"runs/0/metrics?names={','.join(NAMES)}",
     f"runs/0/metrics?along=time&names={','.join(NAMES)}", "runs/0/doctor", "differences?runs=0,0", "runs/0/rollouts",
@@ -147,6 +147,7 @@ async def beside(run: Path, seconds: float) -> None:
             before = sum(cpu_s(ui.pid)), sum(cpu_s(rl))
             await asyncio.sleep(seconds)
             spent, of_run = sum(cpu_s(ui.pid)) - before[0], sum(cpu_s(rl)) - before[1]
+            assert of_run > 0.0, "the run has ended meanwhile: name one that goes on longer"
             print(f"| {view} | {seconds:.0f} | {spent:.2f} | {of_run:.1f} | {spent / of_run:.2%} |", flush=True)
     ui.terminate()
     await ui.wait()

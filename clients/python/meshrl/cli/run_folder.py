@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,9 +65,10 @@ class RunFolder:
 
     def config(self, program: str) -> JsonObject:
         """The resolved configuration of one program; empty when the folder has none that can be read."""
+        path = self.path / "configs" / f"{program}.toml"
         try:
-            with (self.path / "configs" / f"{program}.toml").open("rb") as file:
-                return tomllib.load(file)
+            found = path.stat()
+            return _toml(path, found.st_mtime_ns, found.st_size)
         except (OSError, tomllib.TOMLDecodeError):  # not this run's: a program that another machine runs
             return {}
 
@@ -271,6 +273,13 @@ class RunFolder:
                 continue
             for span in spans_of(lines):
                 yield path.name.partition(".")[0], span
+
+
+@lru_cache(maxsize=64)
+def _toml(path: Path, _mtime_ns: int, _size: int) -> JsonObject:
+    """A file as it was at that time: the page asks for the same ones every few seconds."""
+    with path.open("rb") as file:
+        return tomllib.load(file)
 
 
 def _logged(line: str) -> tuple[str, str]:

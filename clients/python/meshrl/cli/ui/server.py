@@ -27,6 +27,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.cli.ui.pieces import TokenPieces
 from meshrl.cli.ui.views import (
+    OF_VERSIONS,
     WINDOW,
     KeptRollouts,
     LedgerFunnel,
@@ -46,9 +47,9 @@ _T = TypeVar("_T")
 
 
 STATIC = Path(__file__).parent / "static"
-LOOK_S = 0.5
-"""Seconds between two looks at whether a run's files have grown."""
-STATUS_S = 2.0
+LOOK_S, REST_S = 0.5, 5.0
+"""Seconds between two looks at whether a run's files have grown, and after one that found so: pages draw anew then."""
+STATUS_S = 3.0
 """How long an answer of the services is good for, however many pages ask."""
 MOST_POINTS = 2000
 _DIGITS, _MOST = 18, 2**62
@@ -257,7 +258,7 @@ class Page:
 
     async def _versions(self, request: web.Request) -> web.Response:
         run = self._run(request)
-        await run.read(run.traces.read_on)
+        await run.read(lambda: run.traces.read_on(OF_VERSIONS))
         return _json(await run.read(run.traces.versions))
 
     async def _timeline(self, request: web.Request) -> web.Response:
@@ -293,7 +294,7 @@ class Page:
                 # A page that is gone is found out by writing to it, so a comment is written where there is no news.
                 await answer.write(f"data: {size}\n\n".encode() if grown else b": still here\n\n")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ending.wait(), LOOK_S)
+                    await asyncio.wait_for(self._ending.wait(), REST_S if grown else LOOK_S)
         return answer
 
 

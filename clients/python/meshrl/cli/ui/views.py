@@ -33,6 +33,8 @@ PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs")
 """What a sample has a list of, with one entry a token."""
 
 LATELY_S = 60.0
+OF_VERSIONS = ("weights", "inference")
+"""Programs whose traces name versions: reading those of every rollout takes far longer."""
 FUNNEL_S, SLOW_S = 10.0, 0.2
 """A count that took longer than SLOW_S stands for FUNNEL_S."""
 
@@ -178,9 +180,11 @@ class Traces:
         """Steps whose span has ended."""
         return sorted(self._steps)
 
-    def read_on(self) -> None:
-        """Takes what the files have gained since the last call."""
+    def read_on(self, programs: tuple[str, ...] = ("",)) -> None:
+        """Takes what the files of programs, by the beginnings of their names, have gained since the last call."""
         for path in trace_files(self._folder.path / "traces"):
+            if not path.name.startswith(programs):
+                continue
             try:
                 file = path.stat().st_ino  # a file that was moved aside is known by it
                 lines, end = read_lines(path, self._offsets.get(file, 0))

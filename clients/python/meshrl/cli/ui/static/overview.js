@@ -2,7 +2,7 @@
 import { chart, looks } from "./chart.js";
 import { element, get, number, table } from "./page.js";
 
-const ASK_AGAIN_MS = 2000;
+const ASK_AGAIN_MS = 4000;
 // A title, a unit, metrics by name or pattern.
 export const CHARTS = [
   ["Reward", "", ["reward/all/mean"], /^eval\/.*\/avg@\d+$/],
@@ -84,7 +84,7 @@ function keepAsking(box, refresh) {
   refresh();
   const timer = setInterval(() => {
     if (shown && !box.isConnected) clearInterval(timer);
-    else if (box.isConnected) {
+    else if (box.isConnected && !document.hidden) {
       shown = true;
       refresh();
     }
