@@ -1,6 +1,6 @@
 """Takes the pictures of `meshrl ui` in docs/images/ui: every page, and sheets of all pages at a phone's width and dark.
 
-    python scripts/picture_ui.py RUN [OTHER_RUN ...] [--to FOLDER]
+    python scripts/picture_ui.py RUN [OTHER_RUN ...] [--to FOLDER] [--only PAGE ...]
 
 RUN is a run's output folder; the others are compared with it. Needs Chromium on PATH.
 """
@@ -31,8 +31,8 @@ PAGES = {
     "weights": ("weights", f"{DRAWN} > 3 && document.querySelector('svg.rails')"),
     "environments": ("environments", f"{DRAWN} > 2"),
     "compare": ("compare?metric=reward/all/mean,mismatch_kl/all/mean", f"{DRAWN} == 2"),
-    "runs": ("runs", "document.querySelector('tbody tr')"),
-    "hosts": ("hosts", "document.querySelector('#view h2, #view p')"),
+    "runs": ("runs", "document.querySelector('tbody tr') && !document.querySelector('.asking')"),
+    "hosts": ("hosts", "document.querySelector('#view table, #view p')"),
 }
 """Under the name of a picture: the view, and when it is drawn."""
 WIDE, NARROW, HIGH = 1280, 390, 900
@@ -78,15 +78,16 @@ async def sheet(tab: Tab, pictures: dict[str, bytes]) -> bytes:
     return await tab.picture(QUALITY, captureBeyondViewport=True, clip=clip)
 
 
-async def take(runs: list[Path], to: Path) -> None:
+async def take(runs: list[Path], to: Path, pages: list[str]) -> None:
     folders = [RunFolder(path) for path in runs]
     server = TestServer(Page(folders).application(hosts=None, token=None))
     await server.start_server()
     first = folders[0].sampled_steps()[0]
     async with browser_tab() as tab:
-        for name, (width, scheme) in {"wide_light": (WIDE, "light"), **SHEETS}.items():
+        for name, (width, scheme) in {"wide_light": (WIDE, "light"), **(SHEETS if pages == [*PAGES] else {})}.items():
             taken = {}
-            for page, (view, ready) in PAGES.items():
+            for page in pages:
+                view, ready = PAGES[page]
                 address = f"{server.make_url('/')}?{name}#/0/{view.format(first=first)}"
                 taken[page] = await look(tab, address, width, scheme, ready)
             if name in SHEETS:
@@ -102,9 +103,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--to", type=Path, default=TO)
+    parser.add_argument("--only", nargs="+", choices=PAGES, default=[*PAGES], help="these pages, without the sheets")
     given = parser.parse_args()
     given.to.mkdir(parents=True, exist_ok=True)
-    asyncio.run(take(given.runs, given.to))
+    asyncio.run(take(given.runs, given.to, given.only))
 
 
 if __name__ == "__main__":

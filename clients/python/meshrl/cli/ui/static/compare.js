@@ -40,9 +40,9 @@ export async function drawRuns(box, { run, open }) {
     [["run", (one) => one.path], ["state", (one) => (one.live ? "running" : one.ended_by ? `died: ${one.ended_by}` : "over")], ["step", (one) => one.step, "number"], ["of", (one) => one.max_steps, "number"], ["reward", (one) => number(one.reward), "number"], ["seconds a step", (one) => number(one.step_s), "number"], ["rollouts/s", (one) => number(one.rollouts_per_s), "number"], ["failed", (one) => number(one.errored), "number"], ["environments", (one) => one.environments.join(", ")]],
     runs, { open: (one) => open("overview", {}, runs.indexOf(one)) },
   ));
-  const mesh = element("div");
+  const mesh = element("div", { class: "asking" });
   box.append(mesh);
-  get(`/api/runs/${run}/now`).then(({ rows }) => drawMesh(mesh, rows), (error) => mesh.append(element("p", { class: "error" }, error.message)));
+  get(`/api/runs/${run}/now`).then(({ rows }) => drawMesh(mesh, rows)).catch((error) => mesh.append(element("p", { class: "error" }, error.message))).finally(() => mesh.classList.remove("asking"));
 }
 
 // All runs of the trainer that this run names, wherever their folders are.
