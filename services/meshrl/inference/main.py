@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, load_config
+from meshrl.core.config.schema import SECTION
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import loading
 from meshrl.core.interpreter import start_anew_in
@@ -46,7 +47,8 @@ def main() -> None:
 
 
 def _run(config: InferenceProgramConfig) -> None:
-    name = f"inference-{config.engine_id}" if config.engine_id else "inference"
+    # Engines of one run write to one folder: traces, states and targets of metrics have the program's name.
+    name = f"inference-{config.engine_id}" if config.engine_id else os.environ.get(SECTION, "inference")
     log_as(name, config)
     if config.headless:
         from meshrl.inference.vllm.build import run_headless  # vLLM is an extra, and takes seconds to import

@@ -83,7 +83,7 @@ def programs(
             environ={
                 **part.environ,
                 **(credentials or {}).get(part.name, {}),
-                SECTION: part.name.partition("_")[0],  # engines beyond the first are inference_2 and so on
+                SECTION: part.name,
             },
             end_stage=part.end_stage,
             leader=part.module == "meshrl.orchestrator.main",

@@ -9,6 +9,7 @@ from meshrl.core.rpc.serve import check_bind
 def test_a_flag_is_named_as_the_program_that_was_started_knows_it() -> None:
     assert flag("filters.zero_signal", off=True, environ={}) == "--no-filters.zero-signal"
     under_rl = {SECTION: "orchestrator"}
+    assert flag("seed", environ={SECTION: "inference_2"}) == "--inference.seed"
     assert flag("filters.zero_signal", off=True, environ=under_rl) == "--no-orchestrator.filters.zero-signal"
     assert flag("server.insecure", environ={SECTION: "trainer"}) == "--trainer.server.insecure"
 

@@ -90,9 +90,11 @@ def test_output_dir_that_cannot_be_written_ends_with_code_2(
 
 
 def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(tmp_path: Path) -> None:
-    parts, layout = parts_of(tmp_path), Layout(tmp_path)
+    parts, layout = parts_of(tmp_path, "--num-engines", "2"), Layout(tmp_path)
     write_configs(layout, {part.name: part.config for part in parts})
-    for program in programs(parts, layout):
+    started = programs(parts, layout)
+    assert {"inference", "inference_2"} <= {program.name for program in started}
+    for program in started:
         executable, dash_m, module, at, path = program.command
         assert (executable, dash_m, at) == (sys.executable, "-m", "@")
         assert Path(path).read_text()

@@ -21,7 +21,7 @@ Table = dict[str, Any]
 ReadTable = Mapping[str, Any]
 
 SECTION = "MESHRL_SECTION"
-"""The variable by which rl gives a program the section of its keys; unset for one that is started alone."""
+"""Set by rl: the name of the program, which begins with the section of its keys, as in inference_2."""
 
 LISTED_KEYS = 16
 """Most keys of a section that a message lists."""
@@ -121,7 +121,7 @@ def flag_of(path: Path) -> str:
 def flag(key: str, *, off: bool = False, environ: Mapping[str, str] | None = None) -> str:
     """The flag for a program's own key, such as `server.insecure`, in advice: of one that rl has started, a flag of rl.
     `off` is the one that turns it off."""
-    section = (os.environ if environ is None else environ).get(SECTION, "")
+    section = (os.environ if environ is None else environ).get(SECTION, "").partition("_")[0]
     name = flag_of(tuple(filter(None, (section, key)))).removeprefix("--")
     return f"--{'no-' if off else ''}{name}"
 
