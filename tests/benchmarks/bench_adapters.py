@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,9 +94,11 @@ async def land(http: aiohttp.ClientSession, url: str, run: int, folder: Path, ve
     return time.perf_counter() - began
 
 
-async def measure(arguments: argparse.Namespace, url: str, folders: list[Path]) -> list[dict[str, float | str]]:
+async def measure(arguments: argparse.Namespace, url: str, folders: list[Path]) -> list[float]:
+    """Prints a row for each turn; returns their p99."""
     runs = arguments.adapters
-    gaps, rows = Gaps(runs), []
+    gaps, p99s = Gaps(runs), []
+    print(f"{'landings':<16}{'number':>8}{'load ms':>9}{'tokens/s':>10}{'p50':>8}{'p99':>8}{'p99.9':>8}{'max':>8}")
     timeout, connector = aiohttp.ClientTimeout(total=None, sock_read=120), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         for run in range(runs):
@@ -120,23 +123,20 @@ async def measure(arguments: argparse.Namespace, url: str, folders: list[Path]) 
                     await asyncio.sleep(max(0.0, min(arguments.every - (took[-1] if took else 0.0), left)))
                 gaps.on = False
                 others = np.array([gap for of_run in gaps.of[:-1] for gap in of_run]) * 1e3
-                rows.append(
-                    {
-                        "landings": f"one in {arguments.every:g} s" if landing else "none",
-                        "number": float(len(took)),
-                        "load_ms": float(np.mean(took)) * 1e3 if took else 0.0,
-                        "tokens_per_s": sum(map(len, gaps.of)) / arguments.seconds,
-                        "p50": float(np.percentile(others, 50)),
-                        "p99": float(np.percentile(others, 99)),
-                        "p99.9": float(np.percentile(others, 99.9)),
-                        "max": float(others.max()),
-                    }
+                shown = [float(value) for value in (*np.percentile(others, [50, 99, 99.9]), others.max())]
+                p99s.append(shown[1])
+                print(
+                    f"{f'one in {arguments.every:g} s' if landing else 'none':<16}{len(took):>8}"
+                    f"{float(np.mean(took)) * 1e3 if took else 0.0:>9.0f}"
+                    f"{sum(map(len, gaps.of)) / arguments.seconds:>10,.0f}"
+                    + "".join(f"{value:>8.1f}" for value in shown),
+                    flush=True,
                 )
         finally:
             for each in streams:
                 each.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
-    return rows
+    return p99s
 
 
 def model_folder(arguments: argparse.Namespace, folder: Path) -> Path:
@@ -167,35 +167,35 @@ def bench(arguments: argparse.Namespace, folder: Path) -> None:
             [arguments.engine_python, "-m", "meshrl.inference.main", *flags, *arguments.engine_flag],
             stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
+    began = time.perf_counter()
     try:
-        wait_until_healthy(url, engine, folder / "engine.out")
-        rows = asyncio.run(measure(arguments, url, folders))
+        wait_until_healthy(url, engine)
+        size = sum(each.stat().st_size for each in folders[0].iterdir()) / 2**20
+        print(
+            f"{arguments.adapters} adapters of rank {arguments.rank} ({size:.1f} MiB), {arguments.streams} streams,"
+            f" {arguments.engine}, up after {time.perf_counter() - began:.0f} s; gaps between tokens of the runs that"
+            " nothing lands for, in ms",
+            flush=True,
+        )
+        p99s = asyncio.run(measure(arguments, url, folders))
+    except BaseException:
+        sys.stderr.write((folder / "engine.out").read_text(errors="replace")[-3000:])
+        raise
     finally:
         engine.terminate()
         try:
             engine.wait(30)
         except subprocess.TimeoutExpired:
             engine.kill()
-    size = sum(each.stat().st_size for each in folders[0].iterdir()) / 2**20
-    print(
-        f"{arguments.adapters} adapters of rank {arguments.rank} ({size:.1f} MiB each), {arguments.streams} streams,"
-        f" {arguments.engine}; gaps between tokens of the runs that nothing lands for, in ms"
-    )
-    print(f"{'landings':<16}{'number':>8}{'load ms':>9}{'tokens/s':>10}{'p50':>8}{'p99':>8}{'p99.9':>8}{'max':>8}")
-    for row in rows:
-        print(
-            f"{row['landings']:<16}{row['number']:>8.0f}{row['load_ms']:>9.0f}{row['tokens_per_s']:>10,.0f}"
-            + "".join(f"{row[key]:>8.1f}" for key in ("p50", "p99", "p99.9", "max"))
-        )
-    without, with_ = (float(np.median([row["p99"] for row in rows[place::2]])) for place in (0, 1))
+    without, with_ = (float(np.median(p99s[place::2])) for place in (0, 1))
     print(f"p99 with landings over without: {with_ / without:.2f} (medians of {arguments.rounds} turns)")
 
 
-def wait_until_healthy(url: str, engine: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_healthy(url: str, engine: subprocess.Popen[bytes]) -> None:
     ends = time.monotonic() + START_S
     while True:
         if engine.poll() is not None or time.monotonic() > ends:
-            raise SystemExit(f"the engine is not up:\n{log.read_text(errors='replace')[-4000:]}")
+            raise SystemExit("the engine is not up")
         with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=2):
             return
         time.sleep(0.5)
@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="turns without and with landings")
     parser.add_argument("--warm-up-s", type=float, default=5.0)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the engine ends as well
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         bench(arguments, Path(folder))
 
