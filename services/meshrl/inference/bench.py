@@ -50,7 +50,6 @@ class EngineBenchReport:
     latency_p99_s: float
 
     def table(self) -> str:
-        """The numbers for a person."""
         rows = (
             ("sampled", f"{self.tokens_per_s:,.0f}", f"tokens/s, {self.requests_per_s:,.1f} requests/s"),
             ("tokens", f"{self.prompt_tokens:,d}", f"of prompts, {self.sampled_tokens:,d} sampled"),

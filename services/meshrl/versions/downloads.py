@@ -67,7 +67,6 @@ class Downloader:
         return await _Download(self, held, artifact_id, on_bytes).run() if held.missing else 0
 
     async def close(self) -> None:
-        """Ends the connections."""
         await self.connections.close()
 
 

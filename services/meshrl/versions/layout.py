@@ -32,7 +32,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """The layout of tensors by name."""
     return tuple((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items())
 
 

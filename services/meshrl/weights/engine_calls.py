@@ -46,7 +46,6 @@ class EngineCaller:
         self._logged: dict[str, str] = {}  # by URL, what was last logged
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Calls until `stop` is set."""
         while not stop.is_set():
             missing = set(self._urls) - set(self._registered())
             await asyncio.gather(*(self._call(url) for url in self._urls if url in missing))

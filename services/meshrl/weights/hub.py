@@ -348,7 +348,6 @@ class Hub:
     # --- engines --------------------------------------------------------------------------------
 
     async def register(self, registration: AgentRegistration) -> Lease:
-        """Gives an engine a lease."""
         self._check_stays()
         lease, actions = self.coordinator.register(registration, uuid.uuid4().hex, self._now())
         await self._actions.put(actions)
@@ -436,7 +435,6 @@ class Hub:
             return None
 
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
-        """The engines that hold a lease."""
         engines, wall_s = self.coordinator.engines(engine_pool, self._now()), self._wall()
         return tuple(replace(engine, last_seen_time=wall_s - engine.last_seen_s) for engine in engines)
 

@@ -341,7 +341,6 @@ class SlotTable:
         self.rows[target].slot = target
 
     def _swap(self, one: int, other: int) -> None:
-        """Exchanges two rows that have sampled nothing yet."""
         cached = self.slots["cached"]
         self._store.swap_slots(one, other, int(cached[one]), int(cached[other]))
         pair, reverse = [one, other], [other, one]

@@ -130,7 +130,6 @@ class StepThread:
         await self.join()
 
     async def join(self) -> None:
-        """Waits for the thread's end."""
         await asyncio.to_thread(self._thread.join, COMMAND_DEADLINE_S)
 
     def _put(self, item: _Submit | _Call[Any]) -> None:
@@ -147,7 +146,6 @@ class StepThread:
         self._outbox.append(delivery)
 
     def fail_all(self, error: MeshError) -> None:
-        """Ends every request with `error`."""
         for row in [*reversed(self.table.rows), *self.table.waiting]:
             row.fail(error)
             self.table.remove(row)

@@ -58,7 +58,6 @@ class UnfinishedRequest:
     first_s: float = 0.0  # when its first token was there
 
     def record(self) -> CompletionRecord:
-        """The record for the front end."""
         record: CompletionRecord = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
         if self.first_s:
             begun_s = self.started_s or self.came_s

@@ -44,11 +44,9 @@ class PublishReport:
 
     @property
     def seconds(self) -> float:
-        """The time of all parts."""
         return sum(self.parts_s.values())
 
     def log(self) -> None:
-        """Writes it to the log."""
         parts = ", ".join(f"{name} {length_s:.3f}" for name, length_s in self.parts_s.items())
         logger.info("version {} is published: {} bytes in {:.3f} s ({})",
                     self.version, self.num_bytes, self.seconds, parts)  # fmt: skip

@@ -73,12 +73,10 @@ class PublishPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a version."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def layout(self) -> bytes:
-        """The layout signature of versions."""
         return layout_signature((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
 
 

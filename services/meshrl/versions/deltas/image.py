@@ -44,7 +44,6 @@ class WeightImage:
 
     @property
     def root(self) -> bytes:
-        """Root of the weights in the image."""
         return self.manifest.result_root
 
     def confirm(self) -> None:
@@ -83,7 +82,6 @@ class WeightImage:
         self._hashing.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Lets go of the bytes."""
         self._threads.shutdown(wait=False)
         self._hashing.shutdown(wait=False)
         self.held.release()

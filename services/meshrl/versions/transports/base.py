@@ -41,8 +41,7 @@ class RankShare(Protocol):
     """One rank's part in publishing a version; `progress` shows whether it still moves."""
 
     @property
-    def calls(self) -> Sequence[type[PublishCall]]:
-        """The calls that it takes."""
+    def calls(self) -> Sequence[type[PublishCall]]: ...
 
     @property
     def progress(self) -> Progress: ...

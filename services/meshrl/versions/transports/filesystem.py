@@ -275,7 +275,6 @@ class RowShare:
         self._host_copies = HostCopies()
 
     def close(self) -> None:
-        """Ends its threads."""
         self._threads.shutdown(wait=False)
 
 
@@ -372,7 +371,6 @@ class FilesystemTransport:
         return {}
 
     async def close(self) -> None:
-        """Ends its threads."""
         self._share.close()
 
     def _write(self, version: int) -> Manifest:

@@ -264,7 +264,6 @@ class StreamTransport:
         return {"keep": time.monotonic() - began_s}
 
     async def close(self) -> None:
-        """Ends its threads."""
         self._threads.shutdown(wait=False)
         self._share.close()
 

@@ -97,7 +97,6 @@ class Coordinator:
         return next(iter(self.lines.values()), None) or self._new_line("")
 
     def record(self, key: Key) -> VersionRecord:
-        """The version of a key that it has."""
         return self.lines[key.run_id].records[key]
 
     def by_artifact(self, artifact_id: str) -> VersionRecord:

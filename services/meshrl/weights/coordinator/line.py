@@ -132,7 +132,6 @@ class RunLine:
         return of_group or any(not record.adapter for record in self.records.live)
 
     def newest_decided(self) -> VersionRecord | None:
-        """The version that every engine should serve."""
         return self.records.newest_decided()
 
     def find(self, version: int | None) -> VersionRecord:

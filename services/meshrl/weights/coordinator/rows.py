@@ -28,7 +28,6 @@ def hub(epochs: Mapping[str, int], closed: Sequence[str], revision: int) -> Json
 
 
 def hub_of(row: JsonObject) -> tuple[Mapping[str, int], Sequence[str], int]:
-    """Reads epochs, closed runs and the revision back."""
     return row["epochs"], row["closed"], row["revision"]
 
 
@@ -41,7 +40,6 @@ def version(record: VersionRecord, revision: int, wall_minus_monotonic_s: float)
 
 
 def version_of(row: JsonObject, monotonic_minus_wall_s: float) -> VersionRecord:
-    """Reads a version back."""
     kept = {name: from_plain(_TYPES[name], row[name]) for name in KEPT if name in row}
     record = VersionRecord(**{**kept, "key": Key(*row["key"])})
     record.sealed_s += monotonic_minus_wall_s
@@ -53,6 +51,5 @@ def group(opened: EngineGroup, wall_minus_monotonic_s: float) -> JsonObject:
 
 
 def group_of(row: JsonObject, monotonic_minus_wall_s: float) -> EngineGroup:
-    """Reads a group back."""
     opened: EngineGroup = from_plain(EngineGroup, row["group"])
     return replace(opened, until_s=opened.until_s + monotonic_minus_wall_s)
