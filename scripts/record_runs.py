@@ -78,6 +78,10 @@ RUNS: dict[str, Sequence[str]] = {
     "masked_tokens": (
         "--trainer.loss.dppo-mask-low", "1e-6", "--trainer.loss.dppo-mask-high", "1e-6", "--max-steps", "20",
     ),
+    "idle_engines": (
+        "--model.dtype", "bfloat16", "--num-engines", "2", "--orchestrator.batch-size", "128",
+        "--trainer.optim.lr", "3e-5", "--weight-broadcast.type", "stream", "--weight-broadcast.anchor-every", "6",
+    ),
     "well_reverse_text": (),
     "well_synchronous": ("--max-async-level", "0"),
 }  # fmt: skip

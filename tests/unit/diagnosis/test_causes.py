@@ -36,6 +36,7 @@ ILL = {
     "repeated_completions": "repeated_completions",
     "stale_rollouts": "stale_rollouts",
     "masked_tokens": "masked_tokens",
+    "idle_engines": "idle_engines",
 }
 """Under the name of a recorded run, the cause that comes first."""
 Record = dict[str, Any]
@@ -71,7 +72,7 @@ def test_a_run_that_is_well_has_no_cause_at_any_of_its_steps(name: str) -> None:
 
 def test_five_runs_are_well_and_twelve_ill() -> None:
     assert len(WELL) >= 5
-    assert len(ILL) + len(CHANGED) >= 12
+    assert len(ILL) >= 12
 
 
 def later(change: Callable[[Record, int], None]) -> Callable[[Record, int], None]:
@@ -84,12 +85,7 @@ def later(change: Callable[[Record, int], None]) -> Callable[[Record, int], None
     return changed
 
 
-def slow_trainer(record: Record, step: int) -> None:
-    record |= {"perf/idle_slots": 0.8, "time/wait_for_ckpt": 9.0, "time/step": 10.0, "time/wait_for_batch": 0.0}
-
-
 CHANGED: dict[str, Callable[[Record, int], None]] = {
-    "idle_engines": slow_trainer,
     "slow_weights": lambda record, step: record.update({"weights/lag_s": 2.5}),
     "mismatch_growth": lambda record, step: record.update({"mismatch_kl/all/mean": 1e-4 * 1.2**step}),
     "entropy_collapse": lambda record, step: record.update(
