@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 from opentelemetry import trace
 from transformers import Qwen3ForCausalLM
 
@@ -143,15 +142,6 @@ def test_what_a_configuration_mends_is_a_config_error(tmp_path: Path, model: str
 
 
 # --- disks without room ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def errors_said() -> Iterator[list[str]]:
-    """Every error that is logged, with its traceback where it has one."""
-    said: list[str] = []
-    handler = logger.add(said.append, level="ERROR", format="{message}\n{exception}")
-    yield said
-    logger.remove(handler)
 
 
 @pytest.fixture

@@ -30,37 +30,6 @@ async def test_submitted_batch_becomes_a_version(mesh: Mesh) -> None:
     assert (run.step, run.version, run.revision) == (1, 1, 3)
 
 
-async def test_watch_sends_history_then_live_and_resumes(mesh: Mesh) -> None:
-    await mesh.client.submit_batch(batch(1))
-    await mesh.until(StepState.DONE, 1)
-    seen: list[tuple[int, StepState]] = []
-
-    async def watch() -> None:
-        async for event in mesh.client.watch_steps("main", after_revision=1):
-            seen.append((event.step, event.state))
-            if (event.step, event.state) == (2, StepState.DONE):
-                return
-
-    watching = asyncio.create_task(watch())
-    await mesh.client.submit_batch(batch(2))
-    await asyncio.wait_for(watching, 60.0)
-    assert seen == [(1, StepState.RUNNING), (1, StepState.DONE)] + [
-        (2, state) for state in (StepState.QUEUED, StepState.RUNNING, StepState.DONE)
-    ]
-
-
-async def test_full_queue_tells_when_to_come_back(mesh: Mesh) -> None:
-    mesh.gate.clear()
-    await mesh.client.submit_batch(batch(1))
-    await mesh.until(StepState.RUNNING, 1)
-    await mesh.client.submit_batch(batch(2))
-    error = await mesh.refused(batch(3))
-    assert error.reason is Reason.OVERLOADED
-    assert error.retry_after_s == pytest.approx(0.5)
-    mesh.gate.set()
-    await mesh.until(StepState.DONE, 2)
-
-
 async def test_checkpoint_is_on_disk_when_the_call_returns(mesh: Mesh, tmp_path: Path) -> None:
     await mesh.client.submit_batch(batch(1))
     await mesh.until(StepState.DONE, 1)

@@ -159,23 +159,6 @@ async def test_rolling_commit_lets_each_engine_resume_on_its_own(
     assert len((await activation).engines) == 2
 
 
-async def test_watch_shows_current_states_first_and_then_each_change(mesh: Any, engine: Any, state: Any) -> None:
-    publisher = mesh.publisher(Transport.STREAM)
-    await publisher.publish(0, state(1))
-    watch = mesh.client().watch_versions()
-    first = await asyncio.wait_for(anext(watch), 60.0)
-    assert (first.version.version, first.version.state) == (0, VersionState.SEALED)
-    mesh.start_agent("e0", engine)
-    await activate(mesh, 0)
-    revisions, states = [first.revision], [first.version.state]
-    while states[-1] is not VersionState.COMMITTED:
-        event = await asyncio.wait_for(anext(watch), 60.0)
-        revisions.append(event.revision)
-        states.append(event.version.state)
-    assert revisions == sorted(set(revisions))
-    await watch.aclose()
-
-
 async def test_a_hub_that_drains_finishes_its_commit_and_takes_nothing_new(
     mesh: Any, engine: Any, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ async def test_corrupt_version_is_refused_old_one_served_and_next_one_goes_throu
     report = await publisher.publish(1, state(2))
     flip_a_byte(mesh, transport, 1, report.artifact_id)
     agent = mesh.start_agent("e0", engine)
-    await mesh.until(lambda: mesh.hub.list_engines("")[0].last_fault is not None)
+    await mesh.until(lambda: any(one.last_fault is not None for one in mesh.hub.list_engines("")))
     fault = mesh.hub.list_engines("")[0].last_fault
     assert fault.reason == Reason.DIGEST_MISMATCH.name
     with pytest.raises(MeshError, match="e0 refused it") as caught:
@@ -141,7 +141,7 @@ async def test_version_that_was_decided_and_then_lost_does_not_stop_the_next_one
     flip_a_byte(mesh, transport, 0, report.artifact_id)
     restarted = new_engine(7)  # the only engine, and what it should serve is damaged
     mesh.start_agent("e0", restarted)
-    await mesh.until(lambda: mesh.hub.list_engines("")[0].last_fault is not None)
+    await mesh.until(lambda: any(one.last_fault is not None for one in mesh.hub.list_engines("")))
     await publisher.publish(1, state(2))
     await activate(mesh, 1)
     assert restarted.holds(state(2))
@@ -365,20 +365,6 @@ async def test_a_number_of_another_epoch_is_refused_by_its_content_and_what_the_
     assert engine.holds(state(2))
 
 
-async def test_create_and_seal_are_idempotent_and_conflicts_are_named(
-    mesh: Any, state: Any, transport: Transport
-) -> None:
-    publisher = mesh.publisher(transport)
-    first = await publisher.publish(0, state(1))
-    revision = mesh.hub.coordinator.revision
-    again = await publisher.publish(0, state(1))
-    assert again.artifact_id == first.artifact_id
-    assert mesh.hub.coordinator.revision == revision
-    with pytest.raises(MeshError) as caught:
-        await publisher.publish(0, state(2))
-    assert caught.value.reason is Reason.VERSION_CONFLICT
-
-
 async def pieces(chunks: list[Chunk]) -> Any:
     for chunk in chunks:
         yield chunk
@@ -395,16 +381,6 @@ async def test_upload_resumes_with_the_chunks_that_are_missing(mesh: Any, engine
     client = mesh.client()
     some = await client.create_version(manifest, pieces([chunks[4], chunks[1]]))
     assert some.missing_offsets == tuple(c.offset for i, c in enumerate(chunks) if i not in (1, 4))
-    with pytest.raises(MeshError) as unsealed:
-        await client.seal_version(run_id="run", epoch=1, version=0, artifact_id=some.artifact_id)
-    assert unsealed.value.reason is Reason.CHUNKS_MISSING
-    with pytest.raises(MeshError) as corrupt:
-        await client.create_version(manifest, pieces([Chunk(offset=0, data=chunks[0].data, crc32c=1)]))
-    assert corrupt.value.reason is Reason.CHUNK_CORRUPT
-    wrong = b"\0" * 4096
-    with pytest.raises(MeshError) as mismatch:
-        await client.create_version(manifest, pieces([Chunk(offset=0, data=wrong, crc32c=google_crc32c.value(wrong))]))
-    assert mismatch.value.reason is Reason.DIGEST_MISMATCH
     await mesh.kill_hub()
     await mesh.start_hub()  # what had arrived is found again
     client = mesh.client()

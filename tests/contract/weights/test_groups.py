@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import google_crc32c
 import pytest
 
-from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, entries_of, layout_signature, plan_tensors
 from meshrl.wire.types import (
@@ -189,26 +187,6 @@ async def test_a_group_is_opened_over_the_wire_and_its_engines_are_told(mesh: An
     info = (await mesh.client().list_engines())[1]
     assert (info.collective_ranks, info.collective_backend, info.host) == (3, "gloo", "here")
     assert info.transports == tuple(Transport)
-
-
-async def test_the_same_request_gets_the_same_group_and_other_content_is_refused(mesh: Any, line: Any) -> None:
-    await line("a").dial()
-    request = pb.OpenGroupRequest(
-        request_id=str(uuid.uuid4()),
-        run_id="run",
-        epoch=1,
-        store_address="h:1",
-        backend="gloo",
-        num_senders=1,
-        deadline_s=30.0,
-    )
-    stub = mesh.client()._stub
-    first = await stub.OpenGroup(request)
-    assert await stub.OpenGroup(request) == first
-    request.num_senders = 2
-    with pytest.raises(MeshError) as caught:
-        await mesh.client()._unary(stub.OpenGroup, "OpenGroup", request)
-    assert caught.value.reason is Reason.DUPLICATE_REQUEST
 
 
 async def test_a_version_that_travels_in_a_group_has_no_bytes_at_the_hub(mesh: Any) -> None:
