@@ -67,14 +67,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run([], model, tmp_path_factory.mktemp("alone") / "curves.json", ALONE | OF_THEIR_OWN)
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Adapters of the experts of a mixture."""
+    mixture = tmp_path_factory.mktemp("mixture")
+    create_model(mixture, seed=0, hidden_size=64, num_layers=2, num_experts=8)
+    lora = {"rank": 8, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    return {"experts": {"name": str(mixture), "lora": lora}}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(model: Path, experts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run([], model, tmp_path_factory.mktemp("alone") / "curves.json", ALONE | OF_THEIR_OWN | experts)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, experts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return run(torchrun, model, tmp_path_factory.mktemp("ranks") / "curves.json", ON_TWO_RANKS)
+    return run(torchrun, model, tmp_path_factory.mktemp("ranks") / "curves.json", ON_TWO_RANKS | experts)
 
 
 def run(launcher: list[str], model: Path, result: Path, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -113,15 +122,8 @@ def test_the_curve_is_one_of_training(alone: dict[str, Any]) -> None:
     assert len(set(alone["plain"]["loss"])) == STEPS
 
 
-def test_adapters_of_experts_train_on_two_ranks_as_on_one(tmp_path: Path) -> None:
-    model = tmp_path / "mixture"
-    create_model(model, seed=0, hidden_size=64, num_layers=2, num_experts=8)
-    lora = {"rank": 8, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    one, two = (
-        run(launcher, model, tmp_path / f"{len(launcher)}.json", {"experts": {"lora": lora}})["experts"]
-        for launcher in ([], torchrun)
-    )
+def test_adapters_of_experts_train_on_two_ranks_as_on_one(alone: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    one, two = alone["experts"], two_ranks["experts"]
     assert two["tokens"] == one["tokens"]
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
