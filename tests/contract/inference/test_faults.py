@@ -106,6 +106,7 @@ async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_res
     await check_served(mesh)
 
 
+@pytest.mark.parametrize("engine_kind", ["embedded"], indirect=True)  # hub and agent decide, whatever the engine
 async def test_engine_killed_in_a_gang_that_has_applied_serves_what_was_decided_after_its_restart(
     mesh: EngineMesh,
 ) -> None:
