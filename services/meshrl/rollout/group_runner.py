@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from loguru import logger
@@ -29,19 +29,23 @@ from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, Serializ
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 
+Emit = Callable[[RolloutEvent | bytes], None]
+"""Gets the events of a group as they come. Bytes are a RunRolloutsResponse."""
+
 
 @dataclass(eq=False)
 class _RunningGroup:
-    """A group that is streaming: its rollouts being played, and its events; None in `events` ends the stream."""
+    """A group that is streaming: its rollouts being played, and where its events go; `over` ends the stream."""
 
     group: AdmittedGroup
     request: RolloutRequest
     opened: PlayableGroup
-    events: asyncio.Queue[RolloutEvent | bytes | None] = field(default_factory=asyncio.Queue)
+    emit: Emit
+    over: asyncio.Event = field(default_factory=asyncio.Event)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     has_begun: bool = False
     """Whether something of it was streamed; until then it may be refused."""
-    refusal: MeshError | None = None
+    refusal: Exception | None = None
 
     def doing(self, index: int) -> str:
         """What a rollout that has not ended does, for the message of whoever ends it."""
@@ -79,32 +83,30 @@ class GroupRunner:
         self._follow_engines()
         router.on_look = self._follow_engines
 
-    async def run(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent | bytes, None]:
-        """Plays a group; yields each rollout or failure as it ends, then the summary. Bytes are a RunRolloutsResponse.
+    async def run(self, request: RolloutRequest, emit: Emit) -> None:
+        """Plays a group: `emit` gets each rollout or failure as it ends, then the summary.
 
         The deadline counts from this call. A group that passes it ends with failures and its summary, also where it
-        still waits for its task or an engine. Closing the iterator cancels what still runs. Raises MeshError
+        still waits for its task or an engine. Cancelling the call cancels what still runs. Raises MeshError
         UNKNOWN_ENVIRONMENT, UNKNOWN_TASK, INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING,
-        DUPLICATE_REQUEST or OVERLOADED before the first event.
+        DUPLICATE_REQUEST or OVERLOADED before the first event, and what `emit` raises.
         """
         arrived = self._clock()
         try:
-            running = await self._admit(request)
+            running = await self._admit(request, emit)
         except MeshError as error:
             if error.reason is not Reason.DEADLINE_PASSED:
                 raise
-            for late_event in self._late_before_it_began(request, error):
-                yield late_event
+            self._end_before_it_began(request, error, emit)
             return
         left_s = max(0.0, arrived + request.deadline_s - self._clock())
         timer = asyncio.get_running_loop().call_later(left_s + running.opened.late_s, self._end_late, running)
         try:
             self._start_waiting()
-            while (event := await running.events.get()) is not None:
-                yield event
+            await running.over.wait()
             if running.refusal is not None:
                 raise running.refusal
-            yield running.group.summary
+            emit(running.group.summary)
         finally:
             timer.cancel()
             self._cancel(running)
@@ -177,7 +179,7 @@ class GroupRunner:
         self._failures.log_counts(self._clock(), every_s=0.0)
         return stopped
 
-    async def _admit(self, request: RolloutRequest) -> _RunningGroup:
+    async def _admit(self, request: RolloutRequest, emit: Emit) -> _RunningGroup:
         player = self.environments.get(request.environment)
         if player is None:
             hosted = ", ".join(sorted(self.environments))
@@ -203,7 +205,7 @@ class GroupRunner:
                 raise
             waits = player.opening(request) if opened is None else "no engine that may answer was found yet"
             raise MeshError(Reason.DEADLINE_PASSED, f"{late(request)}: {waits}") from error
-        running = self._running[request.request_id] = _RunningGroup(group, request, opened)
+        running = self._running[request.request_id] = _RunningGroup(group, request, opened, emit)
         self._idle.clear()
         return running
 
@@ -233,12 +235,11 @@ class GroupRunner:
             if running.has_begun:
                 self._record(running, index, rollout_failure(running.request, error, str(uuid.uuid4())))
             elif not running.group.over:
-                running.refusal = error
-                self._cancel(running)
+                self._refuse(running, error)
         except asyncio.CancelledError:  # whoever cancelled has counted it, unless the loop itself is ending
             recorded = self._table.record_outcome(running.group, index, Outcome.CANCELLED, self._clock())
             if recorded and running.group.over:
-                running.events.put_nowait(None)
+                running.over.set()
         else:
             self._record(running, index, played)
         finally:
@@ -264,16 +265,27 @@ class GroupRunner:
             return
         running.has_begun = True
         if isinstance(played, RolloutFailure):
-            running.events.put_nowait(played)
+            self._emit(running, played)
             self._failures.add(running.request.environment, played, now)
         else:
-            for rollout in played.messages if isinstance(played, SerializedRollouts) else played:
-                running.events.put_nowait(rollout)
+            self._emit(running, *(played.messages if isinstance(played, SerializedRollouts) else played))
         if group.over:
-            running.events.put_nowait(None)
+            running.over.set()
 
-    def _late_before_it_began(self, request: RolloutRequest, error: MeshError) -> Iterator[RolloutEvent]:
-        """The events of a group whose deadline passed before any of its rollouts could start. Raises as `admit`."""
+    def _emit(self, running: _RunningGroup, *events: RolloutEvent | bytes) -> None:
+        try:
+            for event in events:
+                running.emit(event)
+        except Exception as error:  # noqa: BLE001  # such as text that no message can hold; raised by `run`
+            self._refuse(running, error)
+
+    def _refuse(self, running: _RunningGroup, error: Exception) -> None:
+        running.refusal = error
+        self._cancel(running)
+        running.over.set()
+
+    def _end_before_it_began(self, request: RolloutRequest, error: MeshError, emit: Emit) -> None:
+        """Ends a group whose deadline passed before any of its rollouts could start. Raises as `admit`."""
         now = self._clock()
         group = self._table.admit(request.request_id, request.group_id, request.group_size, now, request.run_id)
         self._table.end(group, Outcome.FAILED, now, reason=error.reason.name)
@@ -283,8 +295,8 @@ class GroupRunner:
             request.group_size, request.group_id, request.environment, error.message,
         )  # fmt: skip
         for _ in range(request.group_size):
-            yield rollout_failure(request, error, str(uuid.uuid4()))
-        yield group.summary
+            emit(rollout_failure(request, error, str(uuid.uuid4())))
+        emit(group.summary)
 
     def _end_late(self, running: _RunningGroup) -> None:
         """The deadline has passed: each rollout that is left is a failure, which says what it was doing."""
@@ -299,7 +311,7 @@ class GroupRunner:
         )
         for index in lost:
             error = MeshError(reason, f"{late(request)}: {running.doing(index)}")
-            running.events.put_nowait(rollout_failure(request, error, str(uuid.uuid4())))
+            self._emit(running, rollout_failure(request, error, str(uuid.uuid4())))
         self._stop(running, playing)
         self._start_waiting()
 
@@ -315,4 +327,4 @@ class GroupRunner:
     def _stop(running: _RunningGroup, playing: Collection[int]) -> None:
         for index in playing:
             running.playing[index].cancel()
-        running.events.put_nowait(None)
+        running.over.set()

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 from loguru import logger
 
 from meshrl.core.waiting import Pulse
+from meshrl.rollout.group_runner import Emit
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
@@ -25,7 +26,7 @@ from meshrl.wire.types import RolloutEvent, RolloutRequest
 
 KEPT_BYTES = 256 * 2**20
 
-Run = Callable[[RolloutRequest], AsyncGenerator[RolloutEvent | bytes, None]]
+Run = Callable[[RolloutRequest, Emit], Awaitable[None]]
 
 
 class GroupStreams:
@@ -123,18 +124,20 @@ class _GroupStream:
 
     async def _play(self, run: Run) -> None:
         try:
-            async with aclosing(run(replace(self.request, linger_s=0.0, after_seq=None))) as events:
-                async for event in events:
-                    for message in [event] if isinstance(event, bytes) else _serialized(event):
-                        number = pb.RunRolloutsResponse(seq=self._first + len(self._kept))
-                        self._kept.append(message + number.SerializeToString())  # one more field, behind the others
-                        self._count(len(self._kept[-1]))
-                    self._changed.beat()
+            await run(self.request, self._add)
         except Exception as error:  # noqa: BLE001  # raised where the stream is read
             self._error = error
         finally:
             self.over = True
             self._changed.beat()
+
+    def _add(self, event: RolloutEvent | bytes) -> None:
+        for message in [event] if isinstance(event, bytes) else convert.rollout_messages(event):
+            data = message if isinstance(message, bytes) else message.SerializeToString()
+            number = pb.RunRolloutsResponse(seq=self._first + len(self._kept))
+            self._kept.append(data + number.SerializeToString())  # one more field, behind the others
+            self._count(len(self._kept[-1]))
+        self._changed.beat()
 
     async def read(self, after_seq: int) -> AsyncGenerator[bytes, None]:
         """Takes the place of whoever reads the stream, and yields the messages behind `after_seq`."""
@@ -193,10 +196,6 @@ class _GroupStream:
 def _identity(request: RolloutRequest) -> RolloutRequest:
     """What makes two requests the same, however they are traced and wherever they attach."""
     return replace(request, after_seq=None, traceparent="")
-
-
-def _serialized(event: RolloutEvent) -> list[bytes]:
-    return [message.SerializeToString() for message in convert.rollout_messages(event)]
 
 
 def _gone(request: RolloutRequest, why: str) -> MeshError:

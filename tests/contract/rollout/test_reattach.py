@@ -146,10 +146,10 @@ async def test_kept_bytes_have_a_bound_and_what_nobody_has_read_stays(make_group
     request = make_group(group_size=8, linger_s=30.0)
     failure = RolloutFailure(rollout_id="r", group_id="g", reason="INTERNAL", message="x" * 1000, retryable=False)
 
-    async def run(asked):
+    async def run(asked, emit):
         for _ in range(8):
-            yield failure
-        yield RolloutSummary(finished=0, failed=8, cancelled=0, sampled_tokens=0)
+            emit(failure)
+        emit(RolloutSummary(finished=0, failed=8, cancelled=0, sampled_tokens=0))
 
     streams = GroupStreams(run, most_bytes=3000)
     messages = [message async for message in streams.follow(request)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import grpc
@@ -52,19 +51,6 @@ class ListenConfig(Protocol):
 
     @property
     def insecure(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class UnixSocket:
-    """A `ListenConfig` of a file in a folder of this user alone."""
-
-    path: str
-    port: int = 0
-    insecure: bool = True
-
-    @property
-    def host(self) -> str:
-        return f"unix:{self.path}"
 
 
 class GrpcServer:
@@ -116,10 +102,7 @@ class GrpcServer:
         self._health.set(self._services, serving=False)
         add_reflection((*self._services, HEALTH_SERVICE), self._server)
         host, port = self._config.host, self._config.port
-        if isinstance(self._config, UnixSocket):
-            address = host
-        else:
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             bound = self._credentials.add_port(self._server, address)
         except RuntimeError as error:  # how grpc says that it could not bind

@@ -29,7 +29,7 @@ from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import rollout_pb2
 from meshrl.wire import convert, validate
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
+from meshrl.wire.types import CONTRACT_VERSION, RolloutEvent, RolloutRequest
 
 FIRST_ANSWER_S = 30.0
 """For the orchestrator to name its terms."""
@@ -295,16 +295,15 @@ class ExchangeWorker:
     async def _play(self, call_id: str, request: rollout_pb2.RunRolloutsRequest) -> None:
         """One group, from request to end; a call that was dropped is cancelled, and says nothing more."""
         error: MeshError | None = None
+
+        def emit(event: RolloutEvent | bytes) -> None:
+            parse = rollout_pb2.RunRolloutsResponse.FromString
+            for result in [parse(event)] if isinstance(event, bytes) else convert.rollout_messages(event):
+                self._put(call_id, result=result)
+
         try:
             validate.check(request)
-            async with aclosing(self._runner.run(convert.from_proto(RolloutRequest, request))) as events:
-                async for event in events:
-                    for result in (
-                        [rollout_pb2.RunRolloutsResponse.FromString(event)]
-                        if isinstance(event, bytes)
-                        else convert.rollout_messages(event)
-                    ):
-                        self._put(call_id, result=result)
+            await self._runner.run(convert.from_proto(RolloutRequest, request), emit)
         except MeshError as refusal:  # told to whoever asked for the group
             error = refusal
         except Exception as defect:  # noqa: BLE001  # the boundary, as at a server: one group must not end the worker

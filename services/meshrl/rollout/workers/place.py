@@ -85,13 +85,13 @@ class WorkerPlace:
         worker = self.worker
         if worker is None:
             return
-        await worker.stop()
+        worker.stop()
         try:
             await asyncio.wait_for(worker.gone.wait(), grace_s)
         except TimeoutError:  # code of an environment that does not end
             worker.kill("the service ends")
         await worker.wait_gone()
-        await worker.close()
+        worker.close()
 
     def host(self, names: Callable[[], Collection[str]], limits: PlaceLimits) -> None:
         """Changes what the next workers are started for, and the limits of this one."""
@@ -150,7 +150,7 @@ class WorkerPlace:
         except BaseException:
             if not worker.gone.is_set():
                 worker.kill("its start was broken off")
-            await worker.close()
+            worker.close()
             self.worker = None
             raise
         finally:
@@ -175,7 +175,7 @@ class WorkerPlace:
             loss = self._killed or Loss(how, worker.exiter)
             self.worker = None
             self._on_lost(worker, loss)
-            await worker.close()
+            worker.close()
             if self._retired:
                 return
             worker = None

@@ -1,4 +1,4 @@
-"""Plays the rollouts of groups at worker processes, each of which is a rollout service: one call for each rollout.
+"""Plays the rollouts of groups at worker processes, with one call for each rollout.
 
 The players of the front, called by `group_runner`. A group stays at one worker while it can; a rollout that is lost
 with its worker is played again at another, or fails with the cause, as `blame` decides.
@@ -118,15 +118,13 @@ class PooledGroup:
         message.CopyFrom(self._message)
         message.request_id = str(uuid.uuid4())
         message.deadline_s = left_s
-        message.ClearField("linger_s")  # of the front's stream; a worker's group ends with its call
-        message.ClearField("after_seq")
         if self._seed is not None:
             message.sampling.seed = self._seed + index
         return message
 
     def _result(self, messages: list[bytes]) -> EpisodeResult:
         """What came of one rollout, from the messages of its stream."""
-        summary = pb.RunRolloutsResponse.FromString(messages[-1]).summary if messages else pb.RolloutSummary()
+        summary = pb.RunRolloutsResponse.FromString(messages[-1]).summary
         if summary.finished:
             return SerializedRollouts(messages[:-1], summary.sampled_tokens)
         if not summary.failed:

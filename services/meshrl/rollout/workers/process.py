@@ -1,14 +1,14 @@
-"""The front's side of one worker process: starts it, calls the rollout service that it is, and ends it.
+"""The front's side of one worker process: starts it, has it play rollouts, and ends it.
 
-Owned by a place of the fleet, which starts another process when this one is lost. A worker serves RolloutService on a
-Unix socket that its front alone can open, and is called once for each rollout. What the service cannot report comes as
-one JSON object a line over a socket pair: that it is ready or unusable, that its event loop is blocked and by whom, and
-whose code ends it. The pair's end shows each side that the other one leaves.
+Owned by a place of the fleet, which starts another process when this one is lost. A worker is called over `link`, once
+for each rollout. What its event loop cannot report comes as one JSON object a line over another socket pair: that it is
+unusable, that its event loop is blocked and by whom, and whose code ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,16 +20,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import get_temp_dir
 
-import grpc.aio
+from google.rpc import status_pb2
 
-from meshrl.client import ChannelOptions, RolloutClient
-from meshrl.client.credentials import INSECURE
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.orphans import WORKER_MARK, end_marked
@@ -38,22 +35,16 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.waiting_report import log_waiting
 from meshrl.rollout.rendering.tokenizer_folders import known_class
 from meshrl.rollout.workers.blame import NOBODY, Culprit, Fault
+from meshrl.rollout.workers.link import Kind, Link
 from meshrl.v1 import rollout_pb2 as pb
-from meshrl.wire.errors import MeshError, Reason, from_rpc_error
+from meshrl.wire import convert
+from meshrl.wire.errors import from_rpc_status
 from meshrl.wire.types import EnvironmentInfo
 
 PRELOADED = "meshrl.rollout.workers.preload"
 ANY_TOKENIZER = "meshrl.rollout.workers.preload_tokenizers"
 EXIT_CODE_S = 5.0
 ALARM_IS_FRESH_S = 2.0
-LOOK_EVERY_S = 1.0
-"""How often a worker is asked for its status, which shows that its event loop runs."""
-LOOK_DEADLINE_S = 5.0
-CALL_MARGIN_S = 15.0
-VERDICT_S = 15.0
-"""How long a broken call waits to be told how its worker was lost."""
-
-_GONE = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +57,6 @@ class WorkerSettings:
     max_memory_mib: int = 0
     mark: str = ""
     """In the environment variables of every process that the worker starts, so that they can be found and ended."""
-    socket: str = ""
-    """Path of the Unix socket that it serves on."""
 
     @property
     def entries(self) -> list[EnvConfig]:
@@ -105,44 +94,22 @@ class Hold:
 
 @dataclass
 class WorkerCall:
-    """A rollout that a worker plays; `limit` ends the call, for the reason in `lost`."""
+    """A rollout that a worker plays: the messages that have come of it, all of them once it has `ended`."""
 
     environment: str
-    limit: asyncio.Timeout
-    lost: WorkerLostError | None = None
+    messages: list[bytes] = field(default_factory=list)
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def lose(self, error: WorkerLostError) -> None:
-        if self.lost is None:
-            self.lost = error
-            self.limit.reschedule(0.0)
-
-
-class WorkerClient(RolloutClient):
-    """Calls a worker; what it streams stays bytes."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(f"unix:{path}", ChannelOptions(credentials=INSECURE, keepalive_s=3600.0))
-        self._play = self._channel.unary_stream(
-            f"/{self.service}/RunRollouts", request_serializer=pb.RunRolloutsRequest.SerializeToString
-        )
-
-    async def play(self, request: pb.RunRolloutsRequest) -> list[bytes]:
-        """The messages of a whole stream. Raises MeshError."""
-        limit_s = request.deadline_s + CALL_MARGIN_S
-        call = self._play(request, timeout=limit_s)
-        try:
-            return [message async for message in call]
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, call=f"RunRollouts of {self.address}", deadline_s=limit_s) from error
-        finally:
-            call.cancel()
+    def fail(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
 
 _ONE_AT_A_TIME = threading.Lock()
 """multiprocessing reads the exit codes of all its children whenever it starts one; only one thread may do that."""
 
 
-def new_process(reports: socket.socket, settings: WorkerSettings) -> BaseProcess:
+def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSettings) -> BaseProcess:
     """Starts a worker; blocking. The first one waits until a fork server has imported what workers need, which takes
     seconds; those after it take milliseconds. Where there are no fork servers each imports for itself."""
     method = "forkserver" if sys.platform == "linux" else "spawn"
@@ -152,7 +119,7 @@ def new_process(reports: socket.socket, settings: WorkerSettings) -> BaseProcess
         known = known_class(config.tokenizer or config.model.name) is not None
         multiprocessing.set_forkserver_preload([PRELOADED] if known else [PRELOADED, ANY_TOKENIZER])
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # typeshed has it on each kind of context
-        target=run_worker, args=(reports, settings.encode()), name=f"rollout-worker-{settings.number}"
+        target=run_worker, args=(*pair, settings.encode()), name=f"rollout-worker-{settings.number}"
     )
     with _ONE_AT_A_TIME:
         process.start()
@@ -166,24 +133,23 @@ def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
         return process.exitcode
 
 
-def run_worker(reports: socket.socket, order: str) -> None:
+def run_worker(link: socket.socket, reports: socket.socket, order: str) -> None:
     """What a worker's process does; the front does not import it."""
     from meshrl.rollout.workers import worker
 
-    worker.main(reports, order)
+    worker.main(link, reports, order)
 
 
 class WorkerProcess:
     """One worker process. Use from one event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        mark = secrets.token_hex(16)
-        self.settings = replace(settings, mark=mark, socket=f"{get_temp_dir()}/worker-{mark}")
+        self.settings = replace(settings, mark=secrets.token_hex(16))
         self.infos: tuple[EnvironmentInfo, ...] = ()
         self.in_flight: Mapping[str, int] = {}
         """Its model calls, by engine."""
-        self.calls: dict[str, WorkerCall] = {}
-        """The rollouts that it plays, by request_id."""
+        self.calls: dict[int, WorkerCall] = {}
+        """The rollouts that it plays, by the number of the call."""
         self.load = 0
         """Rollouts of the groups that are played here."""
         self.heard_s = time.monotonic()
@@ -196,34 +162,39 @@ class WorkerProcess:
         """Why the front ended it, "" where it did not."""
         self._held: tuple[Hold, float] | None = None
         self._process: BaseProcess | None = None
-        self._client: WorkerClient | None = None
+        self._numbers = itertools.count(1)
+        self._link = Link(self._take)
         self._reports: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._looking: asyncio.Task[None] | None = None
         self._asked_to_stop = False
         self._loaded_mib = 0
 
     async def start(self) -> None:
         """Starts the process; `ready` returns when its environments are loaded, or why they cannot be (ConfigError)."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+
+        def close(*ends: socket.socket) -> None:
+            for end in ends:
+                end.close()
 
         def abandon(started: asyncio.Future[BaseProcess]) -> None:
-            ours.close()
-            theirs.close()
+            close(*ours, *theirs)
             if not started.cancelled() and started.exception() is None:
                 started.result().kill()
 
-        starting = asyncio.get_running_loop().run_in_executor(None, new_process, theirs, self.settings)
+        loop = asyncio.get_running_loop()
+        starting = loop.run_in_executor(None, new_process, theirs, self.settings)
         try:
             self._process = await asyncio.shield(starting)
         except BaseException:  # a thread cannot be stopped: what it starts is ended when it has been started
             starting.add_done_callback(abandon)
             self.gone.set()
             raise
-        theirs.close()
-        self._client = WorkerClient(self.settings.socket)
-        reports, self._reports = await asyncio.open_connection(sock=ours)
-        self._reading = asyncio.create_task(self._read(reports))
+        close(*theirs)
+        link, reports = ours
+        await loop.create_connection(lambda: self._link, sock=link)
+        lines, self._reports = await asyncio.open_connection(sock=reports)
+        self._reading = asyncio.create_task(self._read(lines))
         self.heard_s = time.monotonic()
 
     @property
@@ -242,53 +213,40 @@ class WorkerProcess:
     async def play(self, environment: str, request: pb.RunRolloutsRequest) -> list[bytes]:
         """Has it play a group of one rollout; returns what it streams, the summary last. Raises MeshError where it
         refuses, and WorkerLostError where it is lost, or left to another environment."""
-        assert self._client is not None  # started
-        call = self.calls[request.request_id] = WorkerCall(environment, asyncio.timeout(None))
+        number, call = next(self._numbers), WorkerCall(environment)
+        self.calls[number] = call
+        self._link.send(Kind.PLAY, number, request.SerializeToString())
         try:
-            async with call.limit:
-                try:
-                    return await self._client.play(request)
-                except MeshError as error:
-                    if error.reason not in _GONE:
-                        raise
-                    await asyncio.sleep(VERDICT_S)  # `lose` ends it
-                    words = f"environment {environment}: its worker {self.settings.number} broke the call: {error}"
-                    raise WorkerLostError(words, Fault.UNKNOWN) from error
-        except TimeoutError:
-            if call.lost is None:
-                raise
-            raise call.lost from None
+            await call.ended
+            return call.messages
+        except BaseException:
+            self._link.send(Kind.CANCEL, number)
+            raise
         finally:
-            del self.calls[request.request_id]
+            del self.calls[number]
 
     def lose(self, causes: Mapping[str, str], culprit: Culprit) -> None:
         """Fails what it plays, since it is lost; `causes` are the words for each environment."""
-        for request_id, call in self.calls.items():
-            fault = culprit.fault_of(call.environment, request_id, causes)
-            call.lose(WorkerLostError(causes[call.environment], fault))
+        for number, call in self.calls.items():
+            fault = culprit.fault_of(call.environment, str(number), causes)
+            call.fail(WorkerLostError(causes[call.environment], fault))
 
     def leave_to(self, environment: str) -> None:
         """Has everything be played elsewhere that is not of this environment, whose code holds the worker up."""
         words = f"its worker {self.settings.number} is blocked by environment {environment}"
         for call in self.calls.values():
             if call.environment != environment:
-                call.lose(WorkerLostError(words, Fault.OTHERS))
+                call.fail(WorkerLostError(words, Fault.OTHERS))
 
     def kill(self, why: str) -> None:
         """Ends the process and the programs that it started, at once."""
         self.ended_by = self.ended_by or why
         self._signal_group(alive=True)
 
-    async def stop(self) -> None:
-        """Ends the connection to it, and asks it to close its environments and exit."""
+    def stop(self) -> None:
+        """Leaves it: it closes its environments and exits."""
         self._asked_to_stop = True
-        if self._looking is not None:
-            self._looking.cancel()
-        if self._client is not None:
-            await self._client.close()
-        if self._reports is not None:
-            with suppress(OSError):  # it has ended
-                self._reports.write_eof()
+        self._link.close()
 
     async def wait_gone(self) -> str:
         """Waits for its end; returns the cause. Nothing of it runs on afterwards."""
@@ -303,18 +261,15 @@ class WorkerProcess:
         await asyncio.to_thread(end_marked, WORKER_MARK, self.settings.mark)  # what it started in a session of its own
         return how_it_ended(code)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Closes what is open to a process that has been ended, after `lose`."""
-        await asyncio.sleep(0)  # its calls end first, as lost ones: a closed channel would cancel them
-        for task in (self._reading, self._looking):
-            if task is not None:
-                task.cancel()
+        for call in self.calls.values():
+            call.fail(WorkerLostError(f"worker {self.settings.number} was closed", Fault.UNKNOWN))
+        if self._reading is not None:
+            self._reading.cancel()
+        self._link.close()
         if self._reports is not None:
             self._reports.close()
-        if self._client is not None:
-            await self._client.close()
-        with suppress(FileNotFoundError):  # it never served, or has removed it itself
-            os.unlink(self.settings.socket)
 
     def grown_mib(self) -> int:
         """Memory that it has taken since its environments were loaded, in MiB; 0 if the system does not report it."""
@@ -341,18 +296,39 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
+    def _take(self, kind: Kind, number: int, message: bytes) -> None:
+        """Takes in a frame that its event loop has sent."""
+        self.heard_s = time.monotonic()
+        call = self.calls.get(number)
+        match kind:
+            case Kind.EVENT | Kind.SUMMARY if call is not None:
+                call.messages.append(message)
+                if kind is Kind.SUMMARY and not call.ended.done():
+                    call.ended.set_result(None)
+            case Kind.REFUSED if call is not None:
+                call.fail(from_rpc_status(status_pb2.Status.FromString(message)))
+            case Kind.STATUS:
+                self._held = None
+                status = pb.GetRolloutStatusResponse.FromString(message)
+                self.in_flight = {engine.url: engine.in_flight for engine in status.engines}
+            case Kind.READY if not self.ready.done():
+                found = pb.ListEnvironmentsResponse.FromString(message).environments
+                self.infos = tuple(convert.from_proto(EnvironmentInfo, info) for info in found)
+                self._loaded_mib = self._rss_mib()
+                self.ready.set_result(None)
+
     async def _read(self, reports: asyncio.StreamReader) -> None:
-        """Takes in what it reports, until it ends."""
+        """Takes in its reports, until it ends."""
         try:
             async for line in reports:
                 self.heard_s = time.monotonic()
-                await self._take(json.loads(line))
-        except (OSError, MeshError, ValueError):  # it ended in the middle of a line, or of its first answer
+                self._learn(json.loads(line))
+        except (OSError, ValueError):  # it ended in the middle of a line
             pass
         finally:
             self.gone.set()
 
-    async def _take(self, said: Mapping[str, object]) -> None:
+    def _learn(self, said: Mapping[str, object]) -> None:
         match said:
             case {"kind": "blocked", "where": str(where), "seconds": float(seconds)}:
                 self._held = Hold(_culprit(said), where, seconds), time.monotonic()
@@ -362,21 +338,6 @@ class WorkerProcess:
                 log_waiting(name, f"{line} (worker {self.settings.number})")
             case {"kind": "unusable", "why": str(why)} if not self.ready.done():
                 self.ready.set_exception(ConfigError(why))
-            case {"kind": "ready"} if not self.ready.done():
-                assert self._client is not None  # started
-                self.infos = await self._client.list_environments()
-                self._loaded_mib = self._rss_mib()
-                self.ready.set_result(None)
-                self._looking = asyncio.create_task(self._look_forever(self._client))
-
-    async def _look_forever(self, client: WorkerClient) -> None:
-        """Asks for its status again and again: an answer shows that its event loop runs."""
-        while True:
-            with suppress(MeshError):  # it is blocked, or gone, which the fleet finds out
-                status = await client.get_status(LOOK_DEADLINE_S)
-                self.heard_s, self._held = time.monotonic(), None
-                self.in_flight = {engine.url: engine.in_flight for engine in status.engines}
-            await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _culprit(said: Mapping[str, object]) -> Culprit:

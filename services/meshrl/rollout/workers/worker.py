@@ -1,8 +1,8 @@
-"""One worker process: a rollout service on a Unix socket, for the environments that its front has it host.
+"""One worker process: plays rollouts of the environments that its front has it host, when the front calls it.
 
-It is the same service as that of a program without workers: it plays with `local` and calls engines itself. The front
-calls it for each rollout, and passes its answers on as they are. It has no limits of its own, and ends when the front
-ends.
+It plays as a program without workers does, by `local` and `group_runner`, and calls engines itself. The front calls it
+over `link` for each rollout, and passes its answers on as they are. It has no limits of its own, and ends when the
+front ends.
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from loguru import logger
-from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.trace import Tracer
 
-from meshrl.client.credentials import INSECURE
 from meshrl.core.config import ConfigError
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.orphans import WORKER_MARK, end_with_parent
 from meshrl.core.paths import Layout
 from meshrl.core.program import raise_open_file_limit
-from meshrl.core.rpc.serve import GrpcServer, UnixSocket
 from meshrl.core.telemetry.exposition import observed, registry_of
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
@@ -40,19 +36,24 @@ from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.local import open_players
-from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
+from meshrl.rollout.workers.link import Kind, Link
 from meshrl.rollout.workers.outputs import WorkerLogs, take_over_output
 from meshrl.rollout.workers.process import WorkerSettings
 from meshrl.rollout.workers.watchdog import Watchdog, playing, report
 from meshrl.v1 import rollout_pb2 as pb
+from meshrl.wire import convert
+from meshrl.wire.errors import MeshError, Reason, to_rpc_status
+from meshrl.wire.types import RolloutEvent, RolloutRequest, RolloutSummary
 
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 5.0
+STATUS_EVERY_S = 1.0
+"""How often it sends its status, which shows that its event loop runs."""
 UNLIMITED = 2**31
 """Rollouts at once: the front sends those alone that may run."""
 
 
-def main(reports: socket.socket, settings_text: str) -> None:
+def main(link: socket.socket, reports: socket.socket, settings_text: str) -> None:
     """Runs a whole worker; the target of a process that a fork server starts."""
     settings = WorkerSettings.decode(settings_text)
     os.setsid()  # programs that environments start are ended together with it,
@@ -69,7 +70,7 @@ def main(reports: socket.socket, settings_text: str) -> None:
     tracing = setup_tracing(name, layout.traces, config.log.traces_max_mib)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    serving = loop.create_task(_serve(settings, reports, tracing))
+    serving = loop.create_task(_serve(settings, link, reports, tracing))
     while True:
         try:
             loop.run_until_complete(serving)
@@ -95,22 +96,59 @@ def _end_with_fork_server() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class _WorkerServicer(RolloutServicer):
-    """The service, with a name on each call's code: whose it is that blocks the loop, prints or ends the process."""
+class _Calls:
+    """Answers the calls of the front once it has a runner. The code of each carries a name: whose it is that blocks the
+    loop, prints or ends the process."""
 
-    async def RunRollouts(  # noqa: N802  # the name of the RPC
-        self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[pb.RunRolloutsResponse | bytes, None]:
-        with playing(request.environment, request.request_id):
-            async with aclosing(super().RunRollouts(request, context)) as events:
-                async for event in events:
-                    yield event
+    def __init__(self) -> None:
+        self.link = Link(self._take)
+        self._runner: GroupRunner | None = None
+        self._playing: dict[int, asyncio.Task[None]] = {}
+
+    def begin(self, runner: GroupRunner) -> None:
+        self._runner = runner
+        infos = [convert.to_proto(player.info) for player in runner.environments.values()]
+        self.link.send(Kind.READY, 0, pb.ListEnvironmentsResponse(environments=infos).SerializeToString())
+
+    async def report(self) -> None:
+        """Sends the status again and again, until it is cancelled."""
+        assert self._runner is not None  # it has begun
+        while True:
+            self.link.send(Kind.STATUS, 0, convert.to_proto(self._runner.status()).SerializeToString())
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def _take(self, kind: Kind, number: int, message: bytes) -> None:
+        if kind is Kind.PLAY:
+            task = self._playing[number] = asyncio.create_task(self._play(number, message))
+            task.add_done_callback(lambda _: self._playing.pop(number))
+        elif number in self._playing:
+            self._playing[number].cancel()
+
+    async def _play(self, number: int, message: bytes) -> None:
+        assert self._runner is not None  # the front calls it when it is ready
+        request = convert.from_proto(RolloutRequest, pb.RunRolloutsRequest.FromString(message))
+
+        def emit(event: RolloutEvent | bytes) -> None:
+            assert not isinstance(event, bytes)  # no other process plays for a worker
+            kind = Kind.SUMMARY if isinstance(event, RolloutSummary) else Kind.EVENT
+            for each in convert.rollout_messages(event):
+                self.link.send(kind, number, each.SerializeToString())
+
+        with playing(request.environment, str(number)):
+            try:
+                await self._runner.run(request, emit)
+            except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is the front's to know
+                if not isinstance(error, MeshError):
+                    logger.exception("a rollout of {} broke", request.environment)
+                    error = MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+                self.link.send(Kind.REFUSED, number, to_rpc_status(error).SerializeToString())
 
 
-async def _serve(settings: WorkerSettings, reports: socket.socket, tracer: Tracer) -> None:
-    """Serves until the front closes its end of `reports`."""
-    front, _ = await asyncio.open_connection(sock=reports)
-    left = asyncio.create_task(front.read())
+async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.socket, tracer: Tracer) -> None:
+    """Serves until the front leaves."""
+    calls = _Calls()
+    await asyncio.get_running_loop().create_connection(lambda: calls.link, sock=link)
+    left = calls.link.left
     Watchdog(reports).start()
     config, log = settings.config, settings.config.log
     if log.metrics_port:  # the front has it
@@ -131,20 +169,15 @@ async def _serve(settings: WorkerSettings, reports: socket.socket, tracer: Trace
             return
         table = GroupTable(max_concurrent=UNLIMITED, max_queued=0, one_call_a_group=False)
         runner = GroupRunner(players, table, servers, RolloutLimit(UNLIMITED))
-        server = GrpcServer(UnixSocket(settings.socket), credentials=INSECURE, tracer=NoOpTracer())
-        server.add(SERVICE, add_to_server, _WorkerServicer(runner))
-        await server.start()
-        stack.push_async_callback(server.drain, 0.0)
         waits.count(runner.waits)
-        waiting = asyncio.create_task(
-            runner.report_waits(lambda name, line: report(reports, "waiting", environment=name, line=line))
-        )
-        stack.callback(waiting.cancel)
+        waiting = runner.report_waits(lambda name, line: report(reports, "waiting", environment=name, line=line))
         freeze_loaded()
         _limit_memory(settings.max_memory_mib)
-        server.set_serving()
-        report(reports, "ready")
+        calls.begin(runner)
+        for job in (asyncio.create_task(waiting), asyncio.create_task(calls.report())):
+            stack.callback(job.cancel)
         await left
+        await runner.drain(0.0)
 
 
 def _limit_memory(max_memory_mib: int) -> None:
