@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from meshrl.rollout.groups import GroupTable, Outcome
 from meshrl.wire.errors import MeshError
+from meshrl.wire.types import RolloutRequest
 
 steps = st.lists(
     st.one_of(
@@ -24,7 +25,11 @@ def test_every_rollout_is_counted_once_and_the_limits_hold(running: int, queued:
     for now, event in enumerate(events):
         if event[0] == "admit":
             try:
-                admitted.append(table.admit(f"r{now}", f"g{now}", event[1], float(now), event[2]))
+                request = RolloutRequest(
+                    request_id=f"r{now}", group_id=f"g{now}", environment="e", group_size=event[1], deadline_s=60.0,
+                    run_id=event[2],
+                )  # fmt: skip
+                admitted.append(table.admit(request, float(now)))
             except MeshError:
                 assert table.running + table.queued + event[1] > running + queued
         elif event[0] == "settle" and playing:
@@ -41,5 +46,5 @@ def test_every_rollout_is_counted_once_and_the_limits_hold(running: int, queued:
         assert table.queued == 0 or table.running == running
     for group in admitted:
         ended = sum(group.ended.values())
-        assert ended + len(group.running) + len(group.waiting) == group.size
-        assert group.over == (ended == group.size)
+        assert ended + len(group.running) + len(group.waiting) == group.request.group_size
+        assert group.over == (ended == group.request.group_size)

@@ -38,7 +38,6 @@ class _RunningGroup:
     """A group that is streaming: its rollouts being played, and where its events go; `over` ends the stream."""
 
     group: AdmittedGroup
-    request: RolloutRequest
     opened: PlayableGroup
     emit: Emit
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -120,7 +119,7 @@ class GroupRunner:
     def cancel(self, group_ids: Collection[str] = ()) -> int:
         """Stops the named groups, or all; their streams end with a summary. Returns how many rollouts were stopped."""
         groups = self._table.named(group_ids)
-        stopped = sum(self._cancel(self._running[group.request_id]) for group in groups)
+        stopped = sum(self._cancel(self._running[group.request.request_id]) for group in groups)
         self._start_waiting()
         return stopped
 
@@ -142,7 +141,7 @@ class GroupRunner:
         for running in self._running.values():
             for index in running.playing:
                 if (stage := running.opened.stage(index)) is not None:
-                    yield (running.request.request_id, index), running.request.environment, stage
+                    yield (running.group.request.request_id, index), running.group.request.environment, stage
 
     def status(self) -> RolloutStatus:
         """What the server does now, in rollouts."""
@@ -186,7 +185,7 @@ class GroupRunner:
             raise MeshError(
                 Reason.UNKNOWN_ENVIRONMENT, f"no environment {request.environment!r} here; hosted are: {hosted}"
             )
-        self._table.refuse(request.request_id, request.group_id, request.group_size, self._clock())
+        self._table.refuse(request, self._clock())
         opened: PlayableGroup | None = None
         limit = asyncio.timeout(request.deadline_s)
         try:
@@ -195,9 +194,7 @@ class GroupRunner:
                 sampling = request.sampling.over(player.info.default_sampling)
                 shaped = () if request.scores_only else reshaping(sampling)
                 await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
-            group = self._table.admit(
-                request.request_id, request.group_id, request.group_size, self._clock(), request.run_id
-            )
+            group = self._table.admit(request, self._clock())
         except BaseException as error:  # refused, late, or the caller has gone
             if opened is not None:
                 opened.close()
@@ -205,7 +202,7 @@ class GroupRunner:
                 raise
             waits = player.opening(request) if opened is None else "no engine that may answer was found yet"
             raise MeshError(Reason.DEADLINE_PASSED, f"{late(request)}: {waits}") from error
-        running = self._running[request.request_id] = _RunningGroup(group, request, opened, emit)
+        running = self._running[request.request_id] = _RunningGroup(group, opened, emit)
         self._idle.clear()
         return running
 
@@ -222,7 +219,7 @@ class GroupRunner:
     def _start_waiting(self) -> None:
         """Starts the rollouts that have a place now."""
         for group, index in self._table.start():
-            running = self._running[group.request_id]
+            running = self._running[group.request.request_id]
             task = asyncio.create_task(self._play(running, index))
             running.playing[index] = task
             self._tasks.add(task)
@@ -233,7 +230,7 @@ class GroupRunner:
             played = await running.opened.play(index)
         except MeshError as error:
             if running.has_begun:
-                self._record(running, index, rollout_failure(running.request, error, str(uuid.uuid4())))
+                self._record(running, index, rollout_failure(running.group.request, error, str(uuid.uuid4())))
             elif not running.group.over:
                 self._refuse(running, error)
         except asyncio.CancelledError:  # whoever cancelled has counted it, unless the loop itself is ending
@@ -266,7 +263,7 @@ class GroupRunner:
         running.has_begun = True
         if isinstance(played, RolloutFailure):
             self._emit(running, played)
-            self._failures.add(running.request.environment, played, now)
+            self._failures.add(running.group.request.environment, played, now)
         else:
             self._emit(running, *(played.messages if isinstance(played, SerializedRollouts) else played))
         if group.over:
@@ -287,7 +284,7 @@ class GroupRunner:
     def _end_before_it_began(self, request: RolloutRequest, error: MeshError, emit: Emit) -> None:
         """Ends a group whose deadline passed before any of its rollouts could start. Raises as `admit`."""
         now = self._clock()
-        group = self._table.admit(request.request_id, request.group_id, request.group_size, now, request.run_id)
+        group = self._table.admit(request, now)
         self._table.end(group, Outcome.FAILED, now, reason=error.reason.name)
         self._table.remove(group)
         logger.bind(env=request.environment).warning(
@@ -302,7 +299,7 @@ class GroupRunner:
         """The deadline has passed: each rollout that is left is a failure, which says what it was doing."""
         if running.group.over:
             return
-        reason, request = Reason.DEADLINE_PASSED, running.request
+        reason, request = Reason.DEADLINE_PASSED, running.group.request
         playing, waiting = self._table.end(running.group, Outcome.FAILED, self._clock(), reason=reason.name)
         lost = (*playing, *waiting)
         said = "{} rollouts of group {} of {} were late; {}"

@@ -30,12 +30,9 @@ class Outcome(enum.Enum):
 
 @dataclass
 class AdmittedGroup:
-    """One admitted request. Rollouts are numbered from 0 to size - 1."""
+    """One admitted request. Its rollouts are numbered from 0 to group_size - 1."""
 
-    request_id: str
-    group_id: str
-    size: int
-    run_id: str
+    request: RolloutRequest
     waiting: deque[int]
     running: set[int] = field(default_factory=set)
     ended: Counter[Outcome] = field(default_factory=Counter)
@@ -96,19 +93,20 @@ class GroupTable:
     def groups(self) -> tuple[AdmittedGroup, ...]:
         return tuple(self._groups.values())
 
-    def refuse(self, request_id: str, group_id: str, size: int, now: float, run_id: str = "") -> None:
+    def refuse(self, request: RolloutRequest, now: float) -> None:
         """Raises the MeshError for which a group cannot be admitted now, if there is one."""
+        size, run_id = request.group_size, request.run_id
         if self.draining:
             raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")
         self._forget(now)
-        if request_id in self._seen:
+        if request.request_id in self._seen:
             raise MeshError(
                 Reason.DUPLICATE_REQUEST,
-                f"request {request_id} was admitted before; use a new request_id for new rollouts",
+                f"request {request.request_id} was admitted before; use a new request_id for new rollouts",
             )
-        if self._one_call_a_group and group_id in self._group_ids:
+        if self._one_call_a_group and request.group_id in self._group_ids:
             raise MeshError(
-                Reason.DUPLICATE_REQUEST, f"group {group_id} is running; use a new group_id or wait for its end"
+                Reason.DUPLICATE_REQUEST, f"group {request.group_id} is running; use a new group_id or wait for its end"
             )
         most = self.max_concurrent + self._max_queued
         if size > most:
@@ -129,19 +127,18 @@ class GroupTable:
                 retry_after_s=1.0,
             )
 
-    def admit(self, request_id: str, group_id: str, size: int, now: float, run_id: str = "") -> AdmittedGroup:
+    def admit(self, request: RolloutRequest, now: float) -> AdmittedGroup:
         """Takes a group in; raises as `refuse` does."""
-        self.refuse(request_id, group_id, size, now, run_id)
-        self._seen[request_id] = now
+        self.refuse(request, now)
+        name, run_id = request.request_id, request.run_id
+        self._seen[name] = now
         if run_id not in self.ended_of and len(self.ended_of) == MAX_RUNS:
             del self.ended_of[next(iter(self.ended_of))]
         self.ended_of.setdefault(run_id, Counter())
-        group = AdmittedGroup(
-            request_id=request_id, group_id=group_id, size=size, run_id=run_id, waiting=deque(range(size))
-        )
-        self._groups[request_id] = self._waiting.setdefault(run_id, {})[request_id] = group
-        self._group_ids.add(group_id)
-        self.queued += size
+        group = AdmittedGroup(request, deque(range(request.group_size)))
+        self._groups[name] = self._waiting.setdefault(run_id, {})[name] = group
+        self._group_ids.add(request.group_id)
+        self.queued += request.group_size
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
@@ -154,7 +151,7 @@ class GroupTable:
             group = next(iter(min(self._waiting.items(), key=lambda item: self._running_of[item[0]])[1].values()))
             index = group.waiting.popleft()
             group.running.add(index)
-            self._running_of[group.run_id] += 1
+            self._running_of[group.request.run_id] += 1
             started.append((group, index))
             if not group.waiting:
                 self._forget_waiting(group)
@@ -177,7 +174,7 @@ class GroupTable:
             return False
         group.running.discard(index)
         self.running -= 1
-        self._running_of[group.run_id] -= 1
+        self._running_of[group.request.run_id] -= 1
         self._count(group, outcome, now, reason, sampled_tokens)
         return True
 
@@ -190,7 +187,7 @@ class GroupTable:
         group.waiting.clear()
         self.running -= len(running)
         self.queued -= len(waiting)
-        self._running_of[group.run_id] -= len(running)
+        self._running_of[group.request.run_id] -= len(running)
         self._forget_waiting(group)
         for _ in (*running, *waiting):
             self._count(group, outcome, now, reason, 0)
@@ -205,19 +202,19 @@ class GroupTable:
         return sum(len(group.waiting) for group in list(self._waiting.get(run_id, {}).values()))
 
     def _forget_waiting(self, group: AdmittedGroup) -> None:
-        of_run = self._waiting.get(group.run_id, {})
-        of_run.pop(group.request_id, None)
+        of_run = self._waiting.get(group.request.run_id, {})
+        of_run.pop(group.request.request_id, None)
         if not of_run:
-            self._waiting.pop(group.run_id, None)
+            self._waiting.pop(group.request.run_id, None)
 
     def named(self, group_ids: Collection[str]) -> list[AdmittedGroup]:
         """The groups that run under these ids; all of them when none is given."""
-        return [group for group in self._groups.values() if not group_ids or group.group_id in group_ids]
+        return [group for group in self._groups.values() if not group_ids or group.request.group_id in group_ids]
 
     def remove(self, group: AdmittedGroup) -> None:
         """Forgets a group that is over."""
-        if self._groups.pop(group.request_id, None) is not None:
-            self._group_ids.discard(group.group_id)
+        if self._groups.pop(group.request.request_id, None) is not None:
+            self._group_ids.discard(group.request.group_id)
 
     def rate(self, now: float) -> float:
         """Rollouts finished a second, over the last minute."""
@@ -227,7 +224,7 @@ class GroupTable:
     def _count(self, group: AdmittedGroup, outcome: Outcome, now: float, reason: str, sampled_tokens: int) -> None:
         group.ended[outcome] += 1
         group.sampled_tokens += sampled_tokens
-        self.ended_of.setdefault(group.run_id, Counter())[outcome] += 1
+        self.ended_of.setdefault(group.request.run_id, Counter())[outcome] += 1
         if outcome is Outcome.FINISHED:
             self.finished += 1
             self._finished_at.append(now)
