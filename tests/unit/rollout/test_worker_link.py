@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from meshrl.rollout.workers.link import Kind, Link
+from meshrl.rollout.workers.link import FrameKind, Link
 
 
 async def pair(mine, theirs):
@@ -15,7 +15,9 @@ async def pair(mine, theirs):
 
 
 async def test_frames_of_any_size_arrive_whole_and_in_order_and_an_end_is_seen():
-    sent = [(Kind.EVENT, number, bytes([number % 251]) * size) for number, size in enumerate((0, 1, 13, 300_000, 7, 0))]
+    sent = [
+        (FrameKind.EVENT, number, bytes([number % 251]) * size) for number, size in enumerate((0, 1, 13, 300_000, 7, 0))
+    ]
     got, whole = [], asyncio.Event()
 
     def take(*frame):
@@ -29,7 +31,7 @@ async def test_frames_of_any_size_arrive_whole_and_in_order_and_an_end_is_seen()
     worker.close()  # what was sent still goes
     await asyncio.wait_for(asyncio.gather(whole.wait(), front.left), 60.0)
     assert got == sent
-    front.send(Kind.PLAY, 1, b"to nobody")  # the end is known; nothing is raised
+    front.send(FrameKind.PLAY, 1, b"to nobody")  # the end is known; nothing is raised
     front.close()
 
 
@@ -45,11 +47,11 @@ def test_frames_that_come_in_any_pieces_are_put_together():
 
         source.connection_made(Wire())
         for number, size in enumerate((5, 0, 40)):
-            source.send(Kind.SUMMARY, number, b"x" * size)
+            source.send(FrameKind.SUMMARY, number, b"x" * size)
         stream = b"".join(frames)
         for step in (1, 2, 14, len(stream)):
             for at in range(0, len(stream), step):
                 link.data_received(stream[at : at + step])
-        assert got == [(Kind.SUMMARY, number, b"x" * size) for number, size in enumerate((5, 0, 40))] * 4
+        assert got == [(FrameKind.SUMMARY, number, b"x" * size) for number, size in enumerate((5, 0, 40))] * 4
 
     asyncio.run(play())

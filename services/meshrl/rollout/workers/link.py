@@ -16,7 +16,7 @@ from collections.abc import Callable
 _HEAD = struct.Struct("<IBQ")
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     PLAY = 0
     CANCEL = 1
     EVENT = 2
@@ -29,14 +29,14 @@ class Kind(enum.IntEnum):
 class Link(asyncio.Protocol):
     """One end of the pair: sends frames, and calls `take` with the kind, number and bytes of each that comes."""
 
-    def __init__(self, take: Callable[[Kind, int, bytes], None]) -> None:
+    def __init__(self, take: Callable[[FrameKind, int, bytes], None]) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the other side has left."""
         self._take = take
         self._got = bytearray()
         self._transport: asyncio.Transport | None = None
 
-    def send(self, kind: Kind, number: int = 0, message: bytes = b"") -> None:
+    def send(self, kind: FrameKind, number: int = 0, message: bytes = b"") -> None:
         if self._transport is not None:
             self._transport.write(_HEAD.pack(len(message), kind, number) + message)
 
@@ -59,7 +59,7 @@ class Link(asyncio.Protocol):
                 if len(got) < begin + size:
                     break
                 at = begin + size
-                self._take(Kind(kind), number, bytes(view[begin:at]))
+                self._take(FrameKind(kind), number, bytes(view[begin:at]))
         del got[:at]
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -35,7 +35,7 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.deadlines.waiting_report import log_waiting
 from meshrl.rollout.rendering.tokenizer_folders import known_class
 from meshrl.rollout.workers.blame import NOBODY, Culprit, Fault
-from meshrl.rollout.workers.link import Kind, Link
+from meshrl.rollout.workers.link import FrameKind, Link
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import from_rpc_status
@@ -215,12 +215,12 @@ class WorkerProcess:
         refuses, and WorkerLostError where it is lost, or left to another environment."""
         number, call = next(self._numbers), WorkerCall(environment)
         self.calls[number] = call
-        self._link.send(Kind.PLAY, number, request.SerializeToString())
+        self._link.send(FrameKind.PLAY, number, request.SerializeToString())
         try:
             await call.ended
             return call.messages
         except BaseException:
-            self._link.send(Kind.CANCEL, number)
+            self._link.send(FrameKind.CANCEL, number)
             raise
         finally:
             del self.calls[number]
@@ -296,22 +296,22 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
-    def _take(self, kind: Kind, number: int, message: bytes) -> None:
+    def _take(self, kind: FrameKind, number: int, message: bytes) -> None:
         """Takes in a frame that its event loop has sent."""
         self.heard_s = time.monotonic()
         call = self.calls.get(number)
         match kind:
-            case Kind.EVENT | Kind.SUMMARY if call is not None:
+            case FrameKind.EVENT | FrameKind.SUMMARY if call is not None:
                 call.messages.append(message)
-                if kind is Kind.SUMMARY and not call.ended.done():
+                if kind is FrameKind.SUMMARY and not call.ended.done():
                     call.ended.set_result(None)
-            case Kind.REFUSED if call is not None:
+            case FrameKind.REFUSED if call is not None:
                 call.fail(from_rpc_status(status_pb2.Status.FromString(message)))
-            case Kind.STATUS:
+            case FrameKind.STATUS:
                 self._held = None
                 status = pb.GetRolloutStatusResponse.FromString(message)
                 self.in_flight = {engine.url: engine.in_flight for engine in status.engines}
-            case Kind.READY if not self.ready.done():
+            case FrameKind.READY if not self.ready.done():
                 found = pb.ListEnvironmentsResponse.FromString(message).environments
                 self.infos = tuple(convert.from_proto(EnvironmentInfo, info) for info in found)
                 self._loaded_mib = self._rss_mib()

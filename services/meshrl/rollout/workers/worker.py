@@ -36,7 +36,7 @@ from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.local import open_players
-from meshrl.rollout.workers.link import Kind, Link
+from meshrl.rollout.workers.link import FrameKind, Link
 from meshrl.rollout.workers.outputs import WorkerLogs, take_over_output
 from meshrl.rollout.workers.process import WorkerSettings
 from meshrl.rollout.workers.watchdog import Watchdog, playing, report
@@ -108,17 +108,17 @@ class _Calls:
     def begin(self, runner: GroupRunner) -> None:
         self._runner = runner
         infos = [convert.to_proto(player.info) for player in runner.environments.values()]
-        self.link.send(Kind.READY, 0, pb.ListEnvironmentsResponse(environments=infos).SerializeToString())
+        self.link.send(FrameKind.READY, 0, pb.ListEnvironmentsResponse(environments=infos).SerializeToString())
 
     async def report(self) -> None:
         """Sends the status again and again, until it is cancelled."""
         assert self._runner is not None  # it has begun
         while True:
-            self.link.send(Kind.STATUS, 0, convert.to_proto(self._runner.status()).SerializeToString())
+            self.link.send(FrameKind.STATUS, 0, convert.to_proto(self._runner.status()).SerializeToString())
             await asyncio.sleep(STATUS_EVERY_S)
 
-    def _take(self, kind: Kind, number: int, message: bytes) -> None:
-        if kind is Kind.PLAY:
+    def _take(self, kind: FrameKind, number: int, message: bytes) -> None:
+        if kind is FrameKind.PLAY:
             task = self._playing[number] = asyncio.create_task(self._play(number, message))
             task.add_done_callback(lambda _: self._playing.pop(number))
         elif number in self._playing:
@@ -130,7 +130,7 @@ class _Calls:
 
         def emit(event: RolloutEvent | bytes) -> None:
             assert not isinstance(event, bytes)  # no other process plays for a worker
-            kind = Kind.SUMMARY if isinstance(event, RolloutSummary) else Kind.EVENT
+            kind = FrameKind.SUMMARY if isinstance(event, RolloutSummary) else FrameKind.EVENT
             for each in convert.rollout_messages(event):
                 self.link.send(kind, number, each.SerializeToString())
 
@@ -141,7 +141,7 @@ class _Calls:
                 if not isinstance(error, MeshError):
                     logger.exception("a rollout of {} broke", request.environment)
                     error = MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
-                self.link.send(Kind.REFUSED, number, to_rpc_status(error).SerializeToString())
+                self.link.send(FrameKind.REFUSED, number, to_rpc_status(error).SerializeToString())
 
 
 async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.socket, tracer: Tracer) -> None:
