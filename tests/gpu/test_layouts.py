@@ -47,7 +47,7 @@ def test_two_gpus_are_as_near_to_float32_as_one(family: str, case: str, layout: 
         pytest.skip(here["refused"])  # dense models have no experts, and transformers before 5.19 cannot divide them
     exact, alone = (found[dtype][f"{family} / {case} / one process"] for dtype in ("float32", "bfloat16"))
     apart, own = distances(here, exact), distances(alone, exact)
-    for name, slack in {"loss": 5e-3, "grad_norm": 3e-2, "logprobs": 1e-3}.items():
+    for name, slack in {"loss": 2e-2, "grad_norm": 3e-2, "logprobs": 1e-3}.items():
         for step, (one, other) in enumerate(zip(apart[name], own[name], strict=True)):
             assert one <= 1.5 * other + slack, f"{name} of step {step}: {one:.3g} from float32, one GPU {other:.3g}"
     assert here["published"]["equal"]
