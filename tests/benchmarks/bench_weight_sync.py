@@ -158,7 +158,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
             report = await publication.publisher.publish(version, captured)
             published_s = time.perf_counter()
             done = await hub.activate_version(
-                run_id=options.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
+                run_id=parts.run.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
             )
             ended_s = time.perf_counter()
             if applied := [engine.applied for engine in done.engines if engine.applied is not None]:
