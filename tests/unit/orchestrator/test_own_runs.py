@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.main import in_mesh
 from meshrl.orchestrator.peers.connect import the_run
 from meshrl.sampling.retry import RunError
+from meshrl.v1 import runs_pb2, trainer_pb2
 from meshrl.wire.types import RunInfo, TrainerInfo
 from run_table import serving_runs
 
@@ -63,3 +65,24 @@ def test_what_is_left_out_comes_from_the_mesh_that_is_joined(tmp_path: Path) -> 
     assert (joined.output_dir, joined.tls.token) == (tmp_path / "run_a", token)
     with pytest.raises(ConfigError, match="names no address of `rollout`; name a run's folder"):
         in_mesh(config_of(run_id="a"), RunFolder(tmp_path / "elsewhere"))
+
+
+async def test_a_run_waits_for_the_trainer_to_take_up_its_folder_and_names_why_it_is_refused(tmp_path: Path) -> None:
+    control = tmp_path / "run_a" / "control"
+    control.mkdir(parents=True)
+    (control / "orch.toml").touch()
+    config = config_of(output_dir=control.parent, run={"lora": {"rank": 4}})  # its name is the folder's
+    assert config.is_found
+    with serving_runs() as (address, table):
+        async with TrainerClient(address) as client:
+            trainer = info_of(await client.list_runs())
+            waiting = asyncio.create_task(the_run("run_a", None, trainer, client, control=control, place_s=60.0))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            table.runs["run_a"] = trainer_pb2.Run(run_id="run_a", step=4, phase=runs_pb2.RUN_PHASE_ACTIVE)
+            assert (await waiting).step == 4
+            with pytest.raises(RunError, match=r"no place for the run 'run_b' in deadlines.place_s \(0 s\)"):
+                await the_run("run_b", None, trainer, client, control=control)
+            (control / "config_validation_error.txt").write_text("optim.lr: must be above 0\n")
+            with pytest.raises(RunError, match=r"has not taken up .*orch\.toml: optim\.lr: must be above 0"):
+                await the_run("run_b", None, trainer, client, control=control, place_s=60.0)
