@@ -13,6 +13,7 @@ from opentelemetry.trace import Tracer
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, dump_toml, load_config
+from meshrl.core.config.shared import TlsConfig
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.paths import Layout
 from meshrl.core.program import run_program, say_ready
@@ -70,7 +71,7 @@ def in_mesh(config: OrchestratorConfig, mesh: RunFolder) -> OrchestratorConfig:
     values["services"] = services
     values.setdefault("output_dir", Layout(mesh.path).run_folder(config.run_id))
     token = mesh.path / "credentials" / f"{Role.ORCHESTRATOR}.token"
-    if not config.tls.model_fields_set and token.exists():
+    if config.tls == TlsConfig() and token.exists():
         values["tls"] = {"token": token}
     return OrchestratorConfig.model_validate(values)
 

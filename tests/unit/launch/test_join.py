@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core.config import ConfigError, load_config
+from meshrl.cli.run_folder import RunFolder
+from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.launch.config import RLConfig
 from meshrl.launch.join import has_sections, joined
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.main import in_mesh
+from meshrl.weights.config import WeightsConfig
 
 ROOT = Path(__file__).parents[3]
 SOLO = """
@@ -38,6 +41,14 @@ def test_a_file_of_rl_brings_its_orchestrator_and_what_a_run_has_of_its_own(tmp_
     config = run_of(tmp_path, "--run-id", "mine", "--orchestrator.batch-size", "32")
     assert (config.mesh, config.run_id, config.max_steps, config.batch_size) == (tmp_path / "mesh", "mine", 7, 32)
     assert not {"output_dir", "services"} & config.model_fields_set  # those of the mesh
+    mesh = tmp_path / "mesh"
+    for name in ("rollout", "trainer", "weights"):
+        dump_toml(WeightsConfig(server={"host": "127.0.0.1", "port": 7001}), mesh / "configs" / f"{name}.toml")
+    (mesh / "credentials").mkdir()
+    (mesh / "credentials" / "orchestrator.token").touch()
+    there = in_mesh(config, RunFolder(mesh))
+    assert (there.output_dir, there.services.trainer) == (mesh / "run_mine", "127.0.0.1:7001")
+    assert there.tls.token == mesh / "credentials" / "orchestrator.token"
     spec = config.run.spec()
     assert (spec.adapter.rank, spec.adapter.alpha) == (4, 4.0)
     assert (spec.optimizer.learning_rate, spec.optimizer.beta2, spec.optimizer.beta1) == (1e-3, 0.95, None)
