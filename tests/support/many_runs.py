@@ -1,14 +1,15 @@
 """A trainer of several runs without a hub: real learner, loop, commands and host; versions go into a table.
 
-    torchrun many_runs.py MODEL OUTPUT_DIR RESULT '{"runs": [["small", ...], ...], "steps": 4, "joined": [0]}'
+    torchrun many_runs.py MODEL FOLDER RESULT '{"runs": [["small", ...], ...], "steps": 4, "joined": [0], "lost": 2}'
 
-As a program it trains each list of runs on the ranks of torchrun, those at the `joined` places in shared passes, and
-rank 0 writes what they became into RESULT.0 and so on.
+As a program it trains each list of runs on the ranks of torchrun, those at the `joined` places in shared passes. The
+optimizer of the one at `lost` fails on all ranks but rank 0, which writes what they became into RESULT.0 and so on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -47,6 +48,7 @@ from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
+from meshrl.training.optim import Optimizer
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.run_state import RunState
 from meshrl.versions.progress import Progress
@@ -202,6 +204,21 @@ class ManyRuns:
             history_events=1000,
             open_run=self._open,
         )
+        self.turns: list[tuple[str, int, frozenset[str]]] = []
+        """Each turn: its run, tokens, and the runs that could have had it."""
+        scheduler, ready = self.loop._scheduler, frozenset[str]()
+        next_run, charge = scheduler.next_run, scheduler.charge
+
+        def note_ready(slices: Mapping[str, int]) -> str | None:
+            nonlocal ready
+            ready = frozenset(slices)
+            return next_run(slices)
+
+        def note_turn(run_id: str, tokens: int) -> None:
+            self.turns.append((run_id, tokens, ready))
+            charge(run_id, tokens)
+
+        scheduler.next_run, scheduler.charge = note_ready, note_turn  # type: ignore[method-assign]
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -251,7 +268,7 @@ class ManyRuns:
                 except MeshError as error:
                     if error.reason.name != "OVERLOADED":
                         raise
-                    await self.table._changed.next()
+                    await self.table.changed.next()
                 else:
                     return
 
@@ -272,7 +289,7 @@ class ManyRuns:
         """Waits for what a change of some queue brings about."""
         async with asyncio.timeout(DEADLINE_S):
             while not holds():
-                await self.table._changed.next()
+                await self.table.changed.next()
 
     def weights(self, name: str) -> torch.Tensor:
         """The flat adapter of a run, copied."""
@@ -319,6 +336,31 @@ async def trained(
         return {name: mesh.weights(name) for name in names}
 
 
+async def made_anew(learner: Learner, output_dir: Path, name: str, steps: int) -> dict[str, torch.Tensor]:
+    """What a run becomes whose optimizer fails in step 3, after a checkpoint of step 2."""
+    async with many_runs(learner, output_dir) as mesh:
+        await mesh.create(name, {"ckpt": {"interval": 1}})
+        await mesh.train(name, [1, 2])
+        await mesh.when(lambda: mesh.table.find(name).book.durable_step == 2)
+        await mesh.submit(name, 3)
+        await mesh.when(lambda: mesh.table.find(name).book.epoch == 2)
+        await mesh.train(name, range(3, steps + 1))
+        assert mesh.error is None
+        return {name: mesh.weights(name)}
+
+
+def break_third_update() -> None:
+    """The third step of an optimizer in this process fails."""
+    step, calls = Optimizer.step, itertools.count(1)
+
+    def fail(optimizer: Optimizer, rate: float) -> None:
+        if next(calls) == 3:
+            raise RuntimeError("a kernel failed")
+        step(optimizer, rate)
+
+    Optimizer.step = fail  # type: ignore[method-assign]
+
+
 class SilentMaker(RunMaker):
     """Makes runs whose versions no rank but 0 has a part in."""
 
@@ -336,10 +378,15 @@ def main() -> None:
     for number, names in enumerate(asked["runs"]):
         folder = Path(output_dir) / str(number)
         if parallel.plan.leads:
-            joining = JOINING if number in asked["joined"] else None
-            found = asyncio.run(trained(load(model, parallel), folder, names, asked["steps"], joining))
+            joining, learner = JOINING if number in asked["joined"] else None, load(model, parallel)
+            if number == asked["lost"]:
+                found = asyncio.run(made_anew(learner, folder, names[0], asked["steps"]))
+            else:
+                found = asyncio.run(trained(learner, folder, names, asked["steps"], joining))
             save_file(found, f"{result}.{number}")
         else:
+            if number == asked["lost"]:
+                break_third_update()
             learner = load(model, parallel)
             maker = SilentMaker(learner, folder, base_name="base")
             RankWorker(learner, [own_run(learner, folder)], maker=maker, publish_dtype=torch.float32).run()

@@ -58,10 +58,12 @@ class TrainerLoop:
         self._runs[run.state.run_id] = run
         self._scheduler.add(run.state.run_id, share)
 
-    def remove(self, run_id: str) -> RunTraining:
-        """Trains a run no more; it has no step at hand."""
-        self._scheduler.remove(run_id)
-        return self._runs.pop(run_id)
+    def remove(self, run_id: str) -> bool:
+        """Trains a run no more, which has no step at hand; returns whether it did."""
+        if found := run_id in self._runs:
+            self._scheduler.remove(run_id)
+            del self._runs[run_id]
+        return found
 
     def used_share(self, run_id: str) -> float:
         """Of the tokens trained by the runs that are here, those of this one."""

@@ -23,7 +23,7 @@ from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.metrics import rollout_logprobs, step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
-from meshrl.trainer.ranks.batch_step import BatchStep, pass_slices
+from meshrl.trainer.ranks.batch_step import BatchStep, Outcome, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
 from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue
 from meshrl.trainer.spans import TrainSpan, TrainSpans
@@ -31,7 +31,7 @@ from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_f
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.joined_rows import kinds
-from meshrl.training.learner import Learner, StepError, StepResult
+from meshrl.training.learner import Learner, StepError, StepResult, UpdateError
 from meshrl.training.run_state import RunState
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
@@ -99,6 +99,8 @@ class RunTraining:
         self._ckpt = ckpt
         self._max_failed_steps = max_failed_steps
         self._failed_steps = 0  # in a row
+        self.lost = False
+        """Its weights are half updated, so it is to be made anew; not of the own run, which the trainer ends with."""
         self._release = release
         self._step: _StepAtHand | None = None
         self._free_since = time.perf_counter()  # when the step before was over
@@ -198,7 +200,7 @@ class RunTraining:
         """Trains the next slices of the step at hand, and makes it with the last; or captures its version.
 
         The next slices of runs `beside` it, which are `joinable`, share the pass. Raises what the trainer cannot
-        survive: the failure of an earlier publication or of a save, and UpdateError.
+        survive: the failure of an earlier publication or of a save, and UpdateError, of the own run.
         """
         assert self._step is not None, "a turn is given to a run that has something to do"
         if self._step.result is not None:
@@ -217,11 +219,16 @@ class RunTraining:
         for run, of_it, result in zip(runs, tokens, made, strict=True):
             run._passed(result, busy_s * of_it / max(1, sum(tokens)))
 
-    def _passed(self, made: StepResult | StepError | None, busy_s: float) -> None:
+    def _passed(self, made: Outcome, busy_s: float) -> None:
         step = self._step
         assert step is not None
         step.busy_s += busy_s
-        if isinstance(made, StepError):  # the batch's fault: the run goes on with the weights as they are
+        if isinstance(made, UpdateError):
+            if self.own:
+                raise made
+            self.lost = True
+            self._fail(step, str(made))
+        elif isinstance(made, StepError):  # the batch's fault: the run goes on with the weights as they are
             self._fail(step, str(made))
         elif made is not None:
             step.result, step.made_at = made, time.perf_counter()
@@ -237,7 +244,9 @@ class RunTraining:
         self._step, self._free_since = None, time.perf_counter()
         self._failed_steps += 1
         suspension = None
-        if not self.own and self._failed_steps >= self._max_failed_steps:
+        if self.lost:
+            suspension = Suspension(reason=Reason.STEP_FAILED.name, message=message)
+        elif not self.own and self._failed_steps >= self._max_failed_steps:
             self._failed_steps = 0
             suspension = Suspension(
                 reason=Reason.STEP_FAILED.name,

@@ -251,7 +251,8 @@ class Learner:
 
         Raises StepError, with weights and optimizer as before on every rank, when the run has no gradient, when the
         gradient is not finite, or when memory runs out before the weights are touched, as in `forward_backward`. Raises
-        UpdateError when the optimizer itself fails: the learner is of no use any more.
+        UpdateError when the optimizer itself fails: the run's weights are of no use any more. That of a run over
+        adapters is known to every rank.
         """
         if not run.passes:
             raise StepError(
@@ -271,18 +272,24 @@ class Learner:
             zeros, trainable = gradient_zeros(run.parameters)
         rate = run.learning_rate()
         passes = list(run.passes)
+        failure: UpdateError | None = None
         try:
             run.optimizer.step(rate)
         except Exception as error:  # whatever it is, the weights may be half updated, so no step may follow
-            raise UpdateError(
+            failure = UpdateError(
                 f"step {run.next_step}: the optimizer failed in the midst of its step ({error}), so some weights"
                 " may be updated and others not: they are given up, go on from the last checkpoint with"
                 " --ckpt.resume-step -1; where memory was short, set trainer.model.optim_cpu_offload or use more GPUs"
-            ) from error
+            )
+            if run.adapters is None:  # other ranks may wait in the optimizer's own collectives
+                raise failure from error
+            failure.__cause__ = error
         finally:
             run.drop_gradient()
+        zero_grads, scalars, failed = self.parallel.sum(np.array([float(zeros), trainable, failure is not None]))
+        if failed:
+            raise failure or UpdateError(f"step {run.next_step}: the optimizer of another rank failed in its step")
         run.step_done = run.next_step
-        zero_grads, scalars = self.parallel.sum(np.array([float(zeros), trainable]))
         return StepResult(
             step=run.step_done,
             tokens=_joined([made.tokens for made in passes]),

@@ -1,5 +1,5 @@
 """Runs side by side on two ranks: each becomes what it becomes alone on two ranks, to the bit where passes are its own,
-and to 1e-6 where runs share them."""
+to 1e-6 where runs share them, and also if its optimizer fails on one of the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_runs_on_two_ranks_become_what_each_becomes_alone(tmp_path: Path) -> Non
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = save_tiny_qwen3(tmp_path / "model", vocab_size=48, num_hidden_layers=2, **shape)
     alone = sorted({*SIDE_BY_SIDE, *JOINED})
-    asked = {"runs": [SIDE_BY_SIDE, JOINED, *([name] for name in alone)], "steps": 3, "joined": [1]}
+    trainings = [SIDE_BY_SIDE, JOINED, *([name] for name in alone), ["wide"]]
+    asked = {"runs": trainings, "steps": 3, "joined": [1], "lost": len(trainings) - 1}
     arguments = [model, str(tmp_path / "out"), str(tmp_path / "result"), json.dumps(asked)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -37,4 +38,6 @@ def test_runs_on_two_ranks_become_what_each_becomes_alone(tmp_path: Path) -> Non
         assert torch.equal(together[name], by_itself[name]), name
     for name in JOINED:
         assert (joined[name] - by_itself[name]).abs().max() <= 1e-6 * by_itself[name].abs().max(), name
+    lost = load_file(tmp_path / f"result.{len(trainings) - 1}")  # on one of the ranks, and made anew on both
+    assert torch.equal(lost["wide"], by_itself["wide"])
     assert any(not torch.equal(joined[name], by_itself[name]) for name in JOINED)  # they did share passes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from many_runs import DEADLINE_S, JOINING, RUNS, ManyRuns, batch, load, many_runs, trained
+from many_runs import DEADLINE_S, JOINING, RUNS, SEQ_LEN, ManyRuns, batch, load, many_runs, trained
 from meshrl.core.config import ConfigError
 from meshrl.models.logprobs import PackedRow
 from meshrl.trainer.runs.settings import RunSettings
@@ -182,8 +182,12 @@ async def test_a_shared_pass_that_fails_is_repeated_run_by_run_and_the_run_at_fa
 
 
 async def healthy(mesh: ManyRuns, alone: dict[str, torch.Tensor]) -> None:
-    """The run beside the one that fails trains to its end, as if it were alone."""
+    """The run beside the one that fails trains to its end, as if it were alone, and waits no longer for its turns."""
     await mesh.train("dropped", range(1, STEPS + 1))
+    waited = [0]  # tokens that the other trains while this run has a slice to train
+    for run_id, tokens, ready in mesh.turns:
+        waited.append(0 if run_id == "dropped" or "dropped" not in ready else waited[-1] + tokens)
+    assert max(waited) <= 2 * SEQ_LEN  # the other's quantum, and a slice
     assert torch.equal(mesh.weights("dropped"), alone["dropped"])
     assert mesh.error is None
 
@@ -219,6 +223,57 @@ async def test_bad_batches_fail_their_run_alone_which_is_suspended_after_three(
         assert refused.value.reason is Reason.RUN_SUSPENDED
         await mesh.host.resume("grpo")
         await mesh.train("grpo", range(2, STEPS + 1))
+        assert torch.equal(mesh.weights("grpo"), alone["grpo"])
+
+
+def break_next_update(mesh: ManyRuns, name: str) -> None:
+    """The optimizer of a run fails once, with the first half of its weights written over."""
+    state = mesh.trainings[name].state
+    step = state.optimizer.step
+
+    def fail(rate: float) -> None:
+        state.optimizer.step = step
+        with torch.no_grad():
+            state.adapters.flat[: state.adapters.flat.numel() // 2] = 7.0
+        raise RuntimeError("a kernel failed")
+
+    state.optimizer.step = fail
+
+
+async def test_an_optimizer_that_fails_has_its_run_alone_made_anew_from_its_checkpoint(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        for name in ("grpo", "dropped"):
+            await mesh.create(name, SAVING)
+        await mesh.train("grpo", [1, 2])
+        await mesh.when(lambda: mesh.table.find("grpo").book.durable_step == 2)
+        break_next_update(mesh, "grpo")
+        watched = asyncio.create_task(mesh.until("grpo", 3, StepState.FAILED))
+        await mesh.submit("grpo", 3)
+        await asyncio.gather(healthy(mesh, alone), watched)
+        await mesh.when(lambda: mesh.table.find("grpo").book.epoch == 2)
+        await mesh.when(lambda: mesh.table.find("grpo").book.info().phase is RunPhase.ACTIVE)
+        info = mesh.host.info(mesh.table.find("grpo"))
+        assert (info.step, info.durable_step) == (2, 2)
+        await mesh.train("grpo", range(3, STEPS + 1))
+        assert torch.equal(mesh.weights("grpo"), alone["grpo"])
+
+
+async def test_a_run_without_a_checkpoint_whose_optimizer_fails_is_suspended_and_resumed_at_its_start(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        for name in ("grpo", "dropped"):
+            await mesh.create(name)
+        await mesh.train("grpo", [1])
+        break_next_update(mesh, "grpo")
+        await mesh.submit("grpo", 2)
+        _, why = await asyncio.gather(healthy(mesh, alone), suspended(mesh, "grpo"))
+        assert why.startswith("STEP_FAILED: step 2: the optimizer failed in the midst of its step (a kernel failed)")
+        info = await mesh.host.resume("grpo")
+        assert (info.step, info.epoch) == (0, 2)
+        await mesh.train("grpo", range(1, STEPS + 1))
         assert torch.equal(mesh.weights("grpo"), alone["grpo"])
 
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from loguru import logger
 
 from meshrl.algorithms.objective import count
-from meshrl.training.learner import Learner, RunRows, StepError, StepResult
+from meshrl.training.learner import Learner, RunRows, StepError, StepResult, UpdateError
 from meshrl.training.run_state import RunState
 from meshrl.wire.types import Batch, MicroBatch
+
+Outcome = StepResult | StepError | UpdateError | None
 
 
 class BatchStep:
@@ -45,11 +47,11 @@ class BatchStep:
         return RunRows(run=self.run, micro_batches=[self.batch.micro_batches[row] for row in rows], counts=self._counts)
 
 
-def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -> list[StepResult | StepError | None]:
+def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -> list[Outcome]:
     """Passes the next slices of each step, those of several in one pass, and makes the steps whose last they are.
 
     Returns of each step its result, its failure, or None where slices are left. A shared pass that fails is repeated
-    with each step by itself, so that only the step at fault fails. Raises UpdateError.
+    with each step by itself, so that only the step at fault fails.
     """
     taken, together = [step.take(slices) for step in steps], False
     if len(steps) > 1:
@@ -58,13 +60,13 @@ def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -
             together = True
         except StepError as error:
             logger.warning("rows of {} runs are passed one after the other: {}", len(steps), error)
-    made: list[StepResult | StepError | None] = []
+    made: list[Outcome] = []
     for step, rows in zip(steps, taken, strict=True):
         try:
             if not together:
                 learner.pass_rows([rows])
             made.append(None if step.slices_left else learner.optim_step(step.run))
-        except StepError as error:
+        except (StepError, UpdateError) as error:
             made.append(error)
     return made
 

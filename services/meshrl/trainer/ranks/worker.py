@@ -23,7 +23,7 @@ from meshrl.trainer.ranks.commands import (
 from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.training.checkpoints.checkpointer import CheckpointError
-from meshrl.training.learner import Learner, StepError
+from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -39,8 +39,10 @@ class RankWorker:
         publish_dtype: torch.dtype,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`release` gives memory that no tensor needs back to the device; called after each snapshot."""
+        """The first of the `runs` is the trainer's own. `release` gives memory that no tensor needs back to the device;
+        called after each snapshot."""
         self._learner = learner
+        self._own = runs[0].state
         self._runs = {run.state.run_id: run for run in runs}
         self._maker = maker
         self._publish_dtype = publish_dtype
@@ -70,8 +72,11 @@ class RankWorker:
             case PassCommand():
                 steps = [self._run(run_id).step for run_id in (command.run_id, *command.beside)]
                 assert all(steps), "rank 0 sends a batch before its passes"
-                for made in pass_slices(self._learner, [step for step in steps if step is not None], command.slices):
-                    if isinstance(made, StepError):  # all ranks have it, and rank 0 reports it
+                held = [step for step in steps if step is not None]
+                for step, made in zip(held, pass_slices(self._learner, held, command.slices), strict=True):
+                    if isinstance(made, UpdateError) and step.run is self._own:
+                        raise made
+                    if isinstance(made, StepError | UpdateError):  # all ranks have it, and rank 0 reports it
                         logger.error("{}", made)
             case SnapshotCommand():
                 assert run.snapshotter is not None, "rank 0 sets publishing up before it asks for a snapshot"

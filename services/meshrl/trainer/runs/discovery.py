@@ -109,6 +109,8 @@ class Discovery:
         suspension = self._host.suspension(run_id)
         file = Layout(self._output_dir / run_id).control / EVICTED
         if suspension is None or not suspension.reason:
+            if run_id in self._told_evicted:
+                await asyncio.to_thread(file.unlink, missing_ok=True)
             self._told_evicted.discard(run_id)
         elif run_id not in self._told_evicted:
             await asyncio.to_thread(write_file, file, f"{suspension.message}\n".encode())

@@ -10,8 +10,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,16 +51,36 @@ class RunPublication(Protocol):
 Opened = tuple[RunPublication, RunTraining]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A run as the index lists it."""
+
+    run_id: str
+    settings: RunSettings
+    create_time: float
+    request_id: str = ""  # of the CreateRun that made it
+    suspension: Suspension | None = None
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> _Row:
+        """Raises ValueError for settings that this trainer does not take."""
+        suspension = None if values["suspension"] is None else Suspension(**values["suspension"])
+        return cls(**{**values, "settings": RunSettings.model_validate(values["settings"]), "suspension": suspension})
+
+    def written(self) -> dict[str, Any]:
+        suspension = None if self.suspension is None else vars(self.suspension)
+        return {**vars(self), "settings": self.settings.model_dump(mode="json"), "suspension": suspension}
+
+
 @dataclass(kw_only=True, eq=False)
 class _Added:
     """A run that was added."""
 
-    settings: RunSettings
+    row: _Row
     queue: TrainingQueue
     rank_run: RankRun
     training: RunTraining
     publication: RunPublication
-    request_id: str = ""  # of the CreateRun that made it
     opening: asyncio.Task[None] | None = None
 
 
@@ -93,7 +113,7 @@ class RunHost:
         self._making: set[str] = set()
         self._index = maker.runs_folder / INDEX
         self._index_lock = asyncio.Lock()
-        self._writing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def used_bytes(self) -> int:
@@ -133,8 +153,8 @@ class RunHost:
         RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
         """
         known = self._added.get(run_id)
-        if known is None or not request_id or known.request_id != request_id:
-            await self._make(run_id, settings, create_time=time.time(), suspension=None, request_id=request_id)
+        if known is None or not request_id or known.row.request_id != request_id:
+            await self._make(_Row(run_id=run_id, settings=settings, create_time=time.time(), request_id=request_id))
             await self._write_index()
         return self.info(self._table.find(run_id))
 
@@ -148,10 +168,14 @@ class RunHost:
         return self.info(queue)
 
     async def resume(self, run_id: str) -> RunInfo:
-        """Ends a suspension; a publication that failed is tried again."""
+        """Ends a suspension; a publication that failed is tried again, and lost weights are made anew."""
         queue = self._table.find(run_id)
+        run_id = queue.book.run_id
         if queue.book.suspension is not None:
-            added = self._added.get(queue.book.run_id)
+            added = self._added.get(run_id)
+            if added is not None and added.training.lost:
+                await self._make_anew(run_id)
+                return self.info(self._table.find(run_id))
             queue.resume()
             if added is not None and queue.book.phase is RunPhase.CREATING:
                 self._begin(added)
@@ -167,17 +191,14 @@ class RunHost:
         added = self._added.get(run_id)
         if added is None:
             raise MeshError(Reason.RUN_PROTECTED, f"run {run_id!r} is this trainer's own; use Drain to end it")
+        self._check_not_made(run_id)
         queue.book.phase = RunPhase.DELETING
         queue.book.drain()
         if added.opening is not None:
             added.opening.cancel()
         await queue.at_rest()
 
-        def remove() -> None:
-            self._loop.remove(run_id)
-            self._forget(added.rank_run)
-
-        await self._table.call(remove)
+        await self._table.call(lambda: self._remove(added))
         del self._added[run_id]
         queue.book.fail_all(Reason.UNKNOWN_RUN, f"run {run_id!r} was deleted")
         queue.close()
@@ -189,7 +210,7 @@ class RunHost:
         await added.publication.close()
         await self._write_index()
         if not keep_checkpoints:
-            await asyncio.to_thread(shutil.rmtree, self._maker.folder(run_id, added.settings), ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._maker.folder(run_id, added.row.settings), ignore_errors=True)
         logger.info("run {!r} is deleted", run_id)
 
     # --- the program's start and end ----------------------------------------------------------------
@@ -197,16 +218,8 @@ class RunHost:
     async def bring_back(self) -> None:
         """Makes the runs of the index again, each at its newest checkpoint. One that cannot be made is left out."""
         for row in await asyncio.to_thread(self._read_index):
-            suspension = None if row["suspension"] is None else Suspension(**row["suspension"])
             try:
-                settings = RunSettings.model_validate(row["settings"])
-                await self._make(
-                    row["run_id"],
-                    settings,
-                    create_time=row["create_time"],
-                    suspension=suspension,
-                    request_id=row["request_id"],
-                )
+                await self._make(_Row.read(row))
             except (ValueError, MeshError) as error:
                 logger.error("run {!r} is not brought back: {}; its folder stays", row["run_id"], error)
 
@@ -217,25 +230,19 @@ class RunHost:
                 added.opening.cancel()
             added.queue.close()
             await added.publication.close()
-        await asyncio.gather(*self._writing)
+        await asyncio.gather(*self._tasks)
 
     # --- inner --------------------------------------------------------------------------------------
 
-    async def _make(
-        self,
-        run_id: str,
-        settings: RunSettings,
-        *,
-        create_time: float,
-        suspension: Suspension | None,
-        request_id: str,
-    ) -> None:
+    async def _make(self, row: _Row) -> None:
+        """Makes a run that is not here. Raises MeshError as `create`."""
+        run_id = row.run_id
         if run_id in self._making or any(queue.book.run_id == run_id for queue in self._table):
             raise MeshError(Reason.RUN_EXISTS, f"this trainer holds run {run_id!r} already; choose another run_id")
         if Path(run_id).name != run_id or run_id in (INDEX, ".", ".."):
             problem = FieldViolation("run_id", f"must be the name of a folder, got {run_id!r}")
             raise invalid([problem], "the new run")
-        if len(self._added) + len(self._making) >= self.max_runs:
+        if len(self._added.keys() | self._making) >= self.max_runs:
             raise MeshError(
                 Reason.RUN_LIMIT_REACHED,
                 f"this trainer holds {len(self._added)} runs beside its own, as many as it may; delete one, or raise"
@@ -243,65 +250,90 @@ class RunHost:
             )
         self._making.add(run_id)
         try:
-            epoch = await asyncio.to_thread(next_epoch, self._maker.folder(run_id, settings) / EPOCH)
-
-            def make() -> tuple[RankRun, int]:
-                needed = self._maker.bytes_for(settings)
-                if self.room_bytes is not None and self.used_bytes + needed > self.room_bytes:
-                    raise MeshError(
-                        Reason.NO_ROOM_FOR_RUN,
-                        f"the adapter of run {run_id!r} takes {_mib(needed)} with its gradient and optimizer, and of"
-                        f" {_mib(self.room_bytes)} for adapters {_mib(self.room_bytes - self.used_bytes)} are free;"
-                        " lower its rank, delete a run, or raise trainer.max_adapters_gib",
-                    )
-                self._commands.send(CreateCommand(run_id=run_id, settings=settings.model_dump_json().encode()))
-                return self._maker.make(run_id, settings), needed
-
-            try:
-                rank_run, needed = await self._table.call(make)
-            except ValueError as error:
-                raise invalid([FieldViolation("spec.adapter", str(error))], "the new run") from error
-            book = StepBook(
-                run_id=run_id,
-                epoch=epoch,
-                start_step=rank_run.state.step_done,
-                durable_step=rank_run.state.step_done,
-                max_queued=settings.max_queued_batches,
-                max_steps=settings.max_steps,
-                history_events=self._history_events,
-                checkpoints=self._maker.folder(run_id, settings) / "checkpoints",
-                spec=settings.spec,
-                create_time=create_time,
-                adapter_bytes=needed,
-                suspension=suspension,
-            )
-            queue = self._table.add(book, held=True)
-            queue.on_suspended = self._keep_suspension
-
-            def open_run() -> Opened:
-                publication, training = self._open_run(rank_run, queue, settings, epoch)
-                self._loop.add(training, settings.share)
-                return publication, training
-
-            try:
-                publication, training = await self._table.call(open_run)
-            except BaseException:  # whatever it is, the name is free again
-                self._table.remove(run_id)
-                await self._table.call(lambda: self._forget(rank_run))
-                raise
-            added = self._added[run_id] = _Added(
-                settings=settings,
-                queue=queue,
-                rank_run=rank_run,
-                training=training,
-                publication=publication,
-                request_id=request_id,
-            )
+            await self._open(row)
         finally:
             self._making.discard(run_id)
+
+    async def _make_anew(self, run_id: str) -> None:
+        """Makes a run whose weights are lost at its newest checkpoint, or step 0, in an epoch of its own, as a restart
+        of the trainer would. Raises MeshError, with the run suspended as before, if it cannot be made."""
+        self._check_not_made(run_id)
+        self._making.add(run_id)
+        before = self._added[run_id]
+        try:
+            await self._table.call(lambda: self._remove(before))
+            await before.publication.close()
+            await self._open(replace(before.row, suspension=None))
+        finally:
+            self._making.discard(run_id)
+        before.queue.close()  # its watchers come again, and find the new epoch
+        await self._write_index()
+
+    def _check_not_made(self, run_id: str) -> None:
+        if run_id in self._making:
+            text = f"run {run_id!r} is being made anew from its checkpoint; try again"
+            raise MeshError(Reason.UNREACHABLE, text, retry_after_s=1.0)
+
+    async def _open(self, row: _Row) -> None:
+        """Makes a run on every rank and adds it, in the place of the one of its name."""
+        run_id, settings = row.run_id, row.settings
+        epoch = await asyncio.to_thread(next_epoch, self._maker.folder(run_id, settings) / EPOCH)
+        try:
+            rank_run, needed = await self._table.call(lambda: self._make_on_ranks(run_id, settings))
+        except ValueError as error:
+            raise invalid([FieldViolation("spec.adapter", str(error))], "the new run") from error
+        book = StepBook(
+            run_id=run_id,
+            epoch=epoch,
+            start_step=rank_run.state.step_done,
+            durable_step=rank_run.state.step_done,
+            max_queued=settings.max_queued_batches,
+            max_steps=settings.max_steps,
+            history_events=self._history_events,
+            checkpoints=self._maker.folder(run_id, settings) / "checkpoints",
+            spec=settings.spec,
+            create_time=row.create_time,
+            adapter_bytes=needed,
+            suspension=row.suspension,
+        )
+        queue = TrainingQueue(book, self._table.changed, held=True)
+
+        def open_run() -> Opened:
+            try:
+                publication, training = self._open_run(rank_run, queue, settings, epoch)
+            except BaseException:  # whatever it is, the name is free again
+                self._forget(rank_run)
+                raise
+            self._loop.add(training, settings.share)
+            return publication, training
+
+        publication, training = await self._table.call(open_run)
+        self._table.put(queue)
+        added = _Added(row=row, queue=queue, rank_run=rank_run, training=training, publication=publication)
+        queue.on_suspended = lambda: self._after_suspension(added)
+        self._added[run_id] = added
         logger.info("run {!r} is added at step {} (epoch {})", run_id, book.step, epoch)
-        if suspension is None:
+        if row.suspension is None:
             self._begin(added)
+
+    def _make_on_ranks(self, run_id: str, settings: RunSettings) -> tuple[RankRun, int]:
+        """The run, and the bytes that it takes on each rank; on the training thread."""
+        needed = self._maker.bytes_for(settings)
+        used = sum(added.queue.book.adapter_bytes for name, added in self._added.items() if name != run_id)
+        if self.room_bytes is not None and used + needed > self.room_bytes:
+            raise MeshError(
+                Reason.NO_ROOM_FOR_RUN,
+                f"the adapter of run {run_id!r} takes {_mib(needed)} with its gradient and optimizer, and of"
+                f" {_mib(self.room_bytes)} for adapters {_mib(self.room_bytes - used)} are free;"
+                " lower its rank, delete a run, or raise trainer.max_adapters_gib",
+            )
+        self._commands.send(CreateCommand(run_id=run_id, settings=settings.model_dump_json().encode()))
+        return self._maker.make(run_id, settings), needed
+
+    def _remove(self, added: _Added) -> None:
+        """Takes a run from the loop and frees it; on the training thread, and only once."""
+        if self._loop.remove(added.row.run_id):
+            self._forget(added.rank_run)
 
     def _forget(self, run: RankRun) -> None:
         """Frees a run on every rank; on the training thread."""
@@ -325,29 +357,30 @@ class RunHost:
 
         added.opening = asyncio.create_task(begin())
 
-    def _keep_suspension(self) -> None:
-        """A run that the trainer has suspended is so after a restart as well."""
+    def _after_suspension(self, added: _Added) -> None:
+        """The trainer has suspended a run: if its weights are lost and it has a checkpoint it is made anew, and else it
+        is suspended after a restart as well."""
 
-        async def write() -> None:
+        async def act() -> None:
             try:
-                await self._write_index()
+                if self._added.get(added.row.run_id) is not added:  # it is gone, or was made anew
+                    return
+                if added.training.lost and added.queue.book.durable_step:
+                    await self._make_anew(added.row.run_id)
+                else:
+                    await self._write_index()
+            except MeshError as error:
+                logger.error("run {!r} stays suspended: {}", added.row.run_id, error)
             except OSError as error:
                 logger.error("{} cannot be written, so a restart forgets a suspension: {}", self._index, error)
 
-        self._writing.add(task := asyncio.create_task(write()))
-        task.add_done_callback(self._writing.discard)
+        self._tasks.add(task := asyncio.create_task(act()))
+        task.add_done_callback(self._tasks.discard)
 
     async def _write_index(self) -> None:
         async with self._index_lock:
             rows = [
-                {
-                    "run_id": run_id,
-                    "settings": added.settings.model_dump(mode="json"),
-                    "request_id": added.request_id,
-                    "create_time": added.queue.book.create_time,
-                    "suspension": None if added.queue.book.suspension is None else vars(added.queue.book.suspension),
-                }
-                for run_id, added in self._added.items()
+                replace(added.row, suspension=added.queue.book.suspension).written() for added in self._added.values()
             ]
             self._index.parent.mkdir(parents=True, exist_ok=True)
             await asyncio.to_thread(write_file, self._index, json.dumps({"runs": rows}, indent=1).encode())

@@ -34,7 +34,7 @@ class RunTable:
         """
         self.complete = complete
         self._loop = asyncio.get_running_loop()
-        self._changed = Pulse()
+        self.changed = Pulse()
         self._calls: list[tuple[Callable[[], None], Future[Any]]] = []
         self._queues: dict[str, TrainingQueue] = {}
         self.own = self.add(own, held=held)
@@ -49,8 +49,12 @@ class RunTable:
 
     def add(self, book: StepBook, *, held: bool = True) -> TrainingQueue:
         """The queue of a new run."""
-        queue = self._queues[book.run_id] = TrainingQueue(book, self._changed, held=held)
+        self.put(queue := TrainingQueue(book, self.changed, held=held))
         return queue
+
+    def put(self, queue: TrainingQueue) -> None:
+        """Finds this queue under its run's name from here on."""
+        self._queues[queue.book.run_id] = queue
 
     def remove(self, run_id: str) -> None:
         """Forgets a run whose queue is closed."""
@@ -100,7 +104,7 @@ class RunTable:
                 done.set_result(result)
 
         self._calls.append((run, done))
-        self._changed.beat()
+        self.changed.beat()
         return await asyncio.wrap_future(done)
 
     def take(self, idle: Set[str], *, wait: bool, until: Callable[[], bool] = lambda: False) -> Future[Taken | None]:
@@ -121,7 +125,7 @@ class RunTable:
             if work or self._calls or not wait or until():
                 calls, self._calls = tuple(run for run, _ in self._calls), []
                 return Taken(calls=calls, work=work)
-            await self._changed.next()
+            await self.changed.next()
         for _, done in self._calls:
             done.set_exception(MeshError(Reason.DRAINING, "the trainer ends; ask the next one"))
         self._calls = []
