@@ -253,9 +253,9 @@ class ManyRuns:
         )
         return made
 
-    async def create(self, name: str, changed: Mapping[str, Any] | None = None, *, request_id: str = "") -> None:
+    async def create(self, name: str, changed: Mapping[str, Any] | None = None, **asked: Any) -> None:
         of = RunSettings.model_validate({**settings(name).model_dump(), **(changed or {})})
-        await self.host.create(name, of, request_id=request_id)
+        await self.host.create(name, of, **asked)
 
     async def submit(self, name: str, step: int, *, advantage: float | None = None, made: Batch | None = None) -> None:
         """Submits a batch, once there is a place for it."""

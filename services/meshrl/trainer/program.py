@@ -46,6 +46,7 @@ from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.discovery import Discovery
 from meshrl.trainer.runs.hooks import RunHooks, RunHooksConfig
 from meshrl.trainer.runs.host import RunHost
+from meshrl.trainer.runs.quotas import Quotas
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
@@ -119,7 +120,8 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             router_replay=replayed_shape(config.enable_router_replay, learner.policy),
         )
         server = GrpcServer(config.server, max_message_bytes=facts.max_message_bytes, tracer=tracer)
-        servicer = TrainerServicer(table, facts, on_drained=stop.set)
+        quotas = await asyncio.to_thread(Quotas, config.output_dir / "runs" / "quotas.json")
+        servicer = TrainerServicer(table, facts, on_drained=stop.set, quotas=quotas)
         server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
         address = f"{config.server.host}:{await server.start()}"
         waits.serves = (address,)

@@ -15,11 +15,13 @@ import numpy as np
 from loguru import logger
 
 from meshrl.core.rpc.first_answers import FirstAnswers
+from meshrl.core.rpc.guard import CALLER
 from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.trainer.loss_config import CONSTANTS
 from meshrl.trainer.runs.checkpoint_list import CheckpointList, key_of
 from meshrl.trainer.runs.host import RunHost
+from meshrl.trainer.runs.quotas import Quotas
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
@@ -70,13 +72,19 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     """The thin servicer. `on_drained` is called once a client's Drain has emptied the queue of each run."""
 
     def __init__(
-        self, runs: RunTable, facts: TrainerFacts, *, on_drained: Callable[[], None], host: RunHost | None = None
+        self,
+        runs: RunTable,
+        facts: TrainerFacts,
+        *,
+        on_drained: Callable[[], None],
+        host: RunHost | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         """`host` adds and deletes runs; a trainer without one has its own run only, until `host` is set."""
         self._runs = runs
         self._facts = facts
         self._on_drained = on_drained
-        self.host = host
+        self.host, self._quotas = host, quotas
         self._changes: FirstAnswers[RunInfo | None] = FirstAnswers()
         self._saves: FirstAnswers[Checkpoint] = FirstAnswers()
         self._saving: set[asyncio.Task[Checkpoint]] = set()
@@ -128,7 +136,12 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         await asyncio.to_thread(check, batch, routed=facts.router_replay)
         assert reader.header is not None  # finish raises without one
         assert run is not None  # found by the header
+        tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
+        if self._quotas is not None:
+            self._quotas.check(tokens)
         answer = run.submit(batch, reader.header.digest)
+        if self._quotas is not None:
+            await self._quotas.charge(tokens)
         self._tell_unreplayed(batch)
         return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
 
@@ -211,7 +224,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 )
             spec = from_proto(RunSpec, request.spec) if request.HasField("spec") else None
             settings = self.host.settings_of(spec)
-            return await self.host.create(request.run_id, settings, request_id=request.request_id)
+            caller = CALLER.get()
+            return await self.host.create(
+                request.run_id,
+                settings,
+                request_id=request.request_id,
+                account="" if caller is None else caller.account,
+                most=None if caller is None else caller.scope.max_runs,
+            )
 
         return pb.CreateRunResponse(run=await self._changed(request, create))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from meshrl.client.trust import Role, TrustFile
+from meshrl.client.trust import Role, Scope, TrustFile
 from meshrl.core.rpc.roles import LISTS_OF, PATHS_OF, ROLES_OF, check_runs, hide_runs
 from meshrl.v1 import exchange_pb2, identity_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import MeshError, Reason
@@ -83,13 +83,14 @@ def test_patterns_go_from_the_token_to_its_bearer_and_to_members_that_came_by_it
     file.create()
     with pytest.raises(ValueError, match="a tenant has runs of its own; name them with --runs"):
         file.add_token(Role.TENANT)
-    token = file.add_token(Role.TENANT, runs=PATTERNS)
+    token = file.add_token(Role.TENANT, runs=PATTERNS, max_runs=2, tokens_per_day=1000)
     other = file.add_token(Role.ROLLOUT)
     file.enroll(token, "alice", "key", ())
     file.enroll(other, "bob", "key", ())
     trust = file.read()
     assert trust.tokens[token.partition(".")[0]].scope.runs == PATTERNS
-    assert trust.runs_of == {("tenant", "alice"): PATTERNS}
+    assert trust.came_by["tenant", "alice"].scope == Scope(runs=PATTERNS, max_runs=2, tokens_per_day=1000)
+    assert trust.came_by["rollout", "bob"].scope == Scope()
 
 
 def lists_of_runs(message: Descriptor, above: tuple[str, ...] = ()) -> set[tuple[str, ...]]:

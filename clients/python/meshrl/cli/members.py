@@ -57,12 +57,24 @@ def token() -> None:
               " certificates name no other.")  # fmt: skip
 @click.option("--runs", multiple=True, metavar="PATTERN",
               help="The runs that its bearer may name, such as 'team-a-*'; repeatable. Left out, all.")  # fmt: skip
-def create(folder: RunFolder, role: str, ttl: float, hosts: tuple[str, ...], runs: tuple[str, ...]) -> None:
+@click.option("--max-runs", type=click.IntRange(min=1), help="Most runs that it may have in the trainer at once.")
+@click.option("--tokens-per-day", type=click.IntRange(min=1), help="Most tokens that the trainer trains for it a day.")
+def create(
+    folder: RunFolder,
+    role: str,
+    ttl: float,
+    hosts: tuple[str, ...],
+    runs: tuple[str, ...],
+    max_runs: int | None,
+    tokens_per_day: int | None,
+) -> None:
     """Make a token, ID.SECRET, and print it with the hash of the authority's key. It is not shown again."""
     place = folder.path / "credentials"
     with _explained():
         ca_hash = Authority(place).fingerprint if (place / "ca.key").exists() else ""
-        made = TrustFile(place / TRUST_FILE).add_token(Role(role), ttl, hosts=hosts, runs=runs)
+        made = TrustFile(place / TRUST_FILE).add_token(
+            Role(role), ttl, hosts=hosts, runs=runs, max_runs=max_runs, tokens_per_day=tokens_per_day
+        )
     click.echo(f"token    {made}")
     if ca_hash:  # of a run without an authority, a token only shows who calls
         click.echo(f"ca-hash  {ca_hash}")

@@ -17,7 +17,7 @@ import sqlite3
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from meshrl.client.names import MAX_HOSTS, bound_host, granted_hosts, member_name
@@ -82,6 +82,12 @@ class Scope:
     runs: tuple[str, ...] = ()
     """Patterns of the runs that its bearer, and members that came by it, may name, such as `team-a-*`; empty: all."""
 
+    max_runs: int | None = None
+    """Most runs that they may have in a trainer at once."""
+
+    tokens_per_day: int | None = None
+    """Most tokens of their batches that a trainer takes in a day of UTC."""
+
 
 @dataclass(frozen=True)
 class KnownToken:
@@ -110,8 +116,8 @@ class Trust:
     revoked: frozenset[tuple[str, str]]
     """(role, name) of each member whose certificates no longer count."""
 
-    runs_of: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    """Patterns of runs, by (role, name), of members that came by a token that has some."""
+    came_by: Mapping[tuple[str, str], KnownToken] = field(default_factory=dict)
+    """The tokens by which members came, by (role, name)."""
 
     def num_revoked(self, role: str) -> int:
         """Decides the name of the role's servers."""
@@ -146,11 +152,10 @@ class TrustFile:
         with self._open() as connection:
             tokens = {row[0]: _token(row) for row in connection.execute(_TOKENS)}
             members = connection.execute("SELECT role, name, token, revoked FROM members").fetchall()
-        came_by = {(role, name): tokens[token].scope.runs for role, name, token, _ in members if token in tokens}
         return Trust(
             tokens=tokens,
             revoked=frozenset((role, name) for role, name, _, revoked in members if revoked),
-            runs_of={member: runs for member, runs in came_by.items() if runs},
+            came_by={(role, name): tokens[token] for role, name, token, _ in members if token in tokens},
         )
 
     def add_token(
@@ -161,12 +166,14 @@ class TrustFile:
         id_: str = "",
         hosts: Sequence[str] = (),
         runs: Sequence[str] = (),
+        max_runs: int | None = None,
+        tokens_per_day: int | None = None,
     ) -> str:
         """A new token of a role, ID.SECRET, which is shown this once. An existing `id_` is replaced.
 
-        `hosts`: names, addresses and networks that certificates of its bearers may name; `runs`: patterns of the runs
-        that they may name, all without any. Raises ValueError for what is none of these, for hosts of a role that does
-        not serve, and for a tenant without runs.
+        Its scope has the `hosts` (names, addresses and networks, in any form), `runs`, `max_runs` and `tokens_per_day`.
+        Raises ValueError for a host that is none of these, for hosts of a role that does not serve, and for a tenant
+        without runs.
         """
         if role is Role.TENANT and not runs:
             raise ValueError("a tenant has runs of its own; name them with --runs PATTERN, such as --runs 'team-a-*'")
@@ -175,12 +182,13 @@ class TrustFile:
             raise ValueError(f"the role {role} serves nobody, so its token has no hosts; leave --host out")
         if len(bound) > MAX_HOSTS:
             raise ValueError(f"a token has at most {MAX_HOSTS} hosts, got {len(bound)}; make several tokens")
+        scope = Scope(hosts=bound, runs=tuple(runs), max_runs=max_runs, tokens_per_day=tokens_per_day)
         id_, secret = id_ or secrets.token_hex(5), secrets.token_urlsafe(32)
         expires_s = None if ttl_s is None else time.time() + ttl_s
         with self._open() as connection:
             connection.execute(
                 "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, 0)",
-                (id_, _hash(secret), role.value, json.dumps({"hosts": bound, "runs": [*runs]}), expires_s),
+                (id_, _hash(secret), role.value, json.dumps(asdict(scope)), expires_s),
             )
         return f"{id_}.{secret}"
 
@@ -290,7 +298,7 @@ _TOKENS = "SELECT id, hash, role, scope, expires_s, revoked FROM tokens"
 def _token(row: tuple[str, str, str, str, float | None, int]) -> KnownToken:
     id_, hash_, role, scope, expires_s, revoked = row
     kept = json.loads(scope)
-    scope_of = Scope(hosts=tuple(kept["hosts"]), runs=tuple(kept.get("runs", ())))
+    scope_of = Scope(**{**kept, "hosts": tuple(kept["hosts"]), "runs": tuple(kept.get("runs", ()))})
     return KnownToken(id_, hash_, Role(role), scope_of, expires_s, bool(revoked))
 
 

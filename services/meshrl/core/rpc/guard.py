@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from cryptography import x509
 from loguru import logger
 
 from meshrl.client.credentials import TOKEN_KEY, CredentialError, Credentials, FileCredentials
-from meshrl.client.trust import EXPIRED, Role, Trust, TrustFile
+from meshrl.client.trust import EXPIRED, Role, Scope, Trust, TrustFile
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.wire.errors import MeshError, Reason
 
@@ -24,19 +25,27 @@ UNKNOWN_FRESH_S = 0.2
 _MEMBER = re.compile(r"spiffe://meshrl/(?P<run>[^/]+)/(?P<role>[^/]+)/(?P<name>[^/]+)")
 
 
+ALL = Scope()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """A member by certificate, or the holder of a token. `expires_s` in seconds of the epoch. `runs`: patterns of the
-    runs that it may name; without any it may name all."""
+    """A member by certificate, or the holder of a token. `expires_s` in seconds of the epoch. `account` is the id of
+    its token, or of that by which it came, and `scope` is what that one is good for."""
 
     role: Role
     name: str
     expires_s: float | None = None
     token: tuple[str, str] | None = None
-    runs: tuple[str, ...] = ()
+    account: str = ""
+    scope: Scope = ALL
 
     def __str__(self) -> str:
         return f"{self.role}/{self.name}"
+
+
+CALLER: ContextVar[Caller | None] = ContextVar("CALLER", default=None)
+"""Who has made the call that is being served; None where everybody is let in."""
 
 
 class Guard:
@@ -62,10 +71,10 @@ class Guard:
                 f"{caller} may not call {method}, which is for: {able}; call it with a credential of that role"
                 " (meshrl token create --role ROLE)",
             )
-        if caller.token is None:
-            runs = self._now(known=True).runs_of.get((caller.role.value, caller.name), ())
-            caller = replace(caller, runs=runs)
-        if caller.role is Role.TENANT and not caller.runs:  # this server's trust file does not have its token
+        came_by = self._now(known=True).came_by.get((caller.role.value, caller.name))
+        if caller.token is None and came_by is not None:
+            caller = replace(caller, account=came_by.id, scope=came_by.scope)
+        if caller.role is Role.TENANT and not caller.scope.runs:  # this server's trust file does not have its token
             raise MeshError(Reason.PERMISSION_DENIED, f"{caller} has no runs here; set tls.trust to the mesh's file")
         return caller
 
@@ -104,8 +113,8 @@ class Guard:
                 id_, _, secret = value.removeprefix("Bearer ").partition(".")
                 record = self._now(known=True).tokens.get(id_) or self._now(known=False).tokens.get(id_)
                 role = Role.VIEWER if record is None else record.role
-                runs = () if record is None else record.scope.runs
-                return Caller(role=role, name=id_, token=(id_, secret), runs=runs)
+                scope = ALL if record is None else record.scope
+                return Caller(role=role, name=id_, token=(id_, secret), account=id_, scope=scope)
         raise MeshError(
             Reason.UNAUTHENTICATED,
             "this server wants a token in the metadata `authorization: Bearer ID.SECRET`; the programs of a run and"

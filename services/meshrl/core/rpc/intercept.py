@@ -17,7 +17,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from meshrl.client.channel import CONTRACT_KEY
-from meshrl.core.rpc.guard import Caller, Guard
+from meshrl.core.rpc.guard import CALLER, Caller, Guard
 from meshrl.core.rpc.roles import check_runs, hide_runs
 from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
@@ -59,8 +59,8 @@ class _Method:
         another run than the caller's."""
         try:
             message = self.deserialize(data)
-            if caller is not None and caller.runs:
-                check_runs(caller, caller.runs, self.name, message)
+            if caller is not None and caller.scope.runs:
+                check_runs(caller, caller.scope.runs, self.name, message)
         except DecodeError as error:
             text = f"{self.name} was sent {len(data)} bytes that are not its message: {error}"
             raise MeshError(Reason.INVALID_REQUEST, text) from error
@@ -185,7 +185,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
                     caller = self._admit(method, context)
                     answer = await behaviour(await method.request(received, context, caller), context)
                     if caller is not None:
-                        hide_runs(caller.runs, method.name, answer)
+                        hide_runs(caller.scope.runs, method.name, answer)
                     if method.takes_stream:
                         await _stop_upload(received, context)
                     return answer
@@ -227,6 +227,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         caller = None
         if self._guard is not None:
             caller = self._guard.admit(method.name, context)
+            CALLER.set(caller)
             task = asyncio.current_task()
             if task is not None:
                 self._callers[task] = caller

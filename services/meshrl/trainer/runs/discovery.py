@@ -11,6 +11,7 @@ A run is created once its file is valid and there is a place for it, and deleted
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +89,8 @@ class Discovery:
             settings = settings_from(table, self._host.own_settings, folder=run_id)
             if (refusal := self._hooks.problem(table)) is not None:
                 raise ValueError(refusal)
-            await self._host.create(run_id, settings)
+            digest = hashlib.sha256(data).hexdigest()
+            await self._host.create(run_id, settings, request_id=f"{run_id}/{ORCH_TOML} {digest}")
         except (ValueError, MeshError) as error:  # tomllib's and pydantic's are ValueErrors
             if isinstance(error, MeshError) and error.reason in FULL:
                 if run_id not in self._waiting:

@@ -59,6 +59,7 @@ class _Row:
     settings: RunSettings
     create_time: float
     request_id: str = ""  # of the CreateRun that made it
+    account: str = ""  # the token whose bearer made it
     suspension: Suspension | None = None
 
     @classmethod
@@ -145,16 +146,28 @@ class RunHost:
 
     # --- what clients ask -------------------------------------------------------------------------
 
-    async def create(self, run_id: str, settings: RunSettings, *, request_id: str = "") -> RunInfo:
+    async def create(
+        self, run_id: str, settings: RunSettings, *, request_id: str = "", account: str = "", most: int | None = None
+    ) -> RunInfo:
         """Adds a run, which goes on from its newest checkpoint where its folder has one.
 
         Returns once its adapter is there; its versions are published from then on, and its batches trained once the
-        first is. A request that made the run before the trainer was restarted finds it. Raises MeshError RUN_EXISTS,
-        RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
+        first is. A request that made the run before the trainer was restarted finds it. `most` runs may be of the
+        `account`. Raises MeshError RUN_EXISTS, RUN_LIMIT_REACHED, NO_ROOM_FOR_RUN and INVALID_REQUEST.
         """
         known = self._added.get(run_id)
         if known is None or not request_id or known.row.request_id != request_id:
-            await self._make(_Row(run_id=run_id, settings=settings, create_time=time.time(), request_id=request_id))
+            held = [added.row.run_id for added in self._added.values() if added.row.account == account]
+            if most is not None and len(held) >= most:
+                raise MeshError(
+                    Reason.RUN_LIMIT_REACHED,
+                    f"the token {account} may have {most} runs (--max-runs) and has {', '.join(map(repr, held))};"
+                    " delete one, or ask for a token with more",
+                )
+            row = _Row(
+                run_id=run_id, settings=settings, create_time=time.time(), request_id=request_id, account=account
+            )
+            await self._make(row)
             await self._write_index()
         return self.info(self._table.find(run_id))
 

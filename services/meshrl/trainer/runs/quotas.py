@@ -1,0 +1,61 @@
+"""Counts what each tenant has trained today, by the token that it calls with or came by, and refuses more than that
+token allows; for TrainerService. The counts of a day of UTC are in a file, so that a restart keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshrl.core.durable import write_file
+from meshrl.core.rpc.guard import CALLER
+from meshrl.wire.errors import MeshError, Reason
+
+DAY_S = 86_400
+
+
+class Quotas:
+    """The tokens of each account today."""
+
+    def __init__(self, file: Path, now_s: Callable[[], float] = time.time) -> None:
+        self._file, self._now_s = file, now_s
+        self._writing = asyncio.Lock()
+        self._day, self._tokens = 0, dict[str, int]()
+        if file.exists():
+            kept = json.loads(file.read_bytes())
+            self._day, self._tokens = kept["day"], kept["tokens"]
+
+    def check(self, tokens: int) -> None:
+        """Raises OVERLOADED, until the day is over, where a batch of the caller would be beyond its quota."""
+        caller, left_s = CALLER.get(), self._begin_day()
+        most = None if caller is None else caller.scope.tokens_per_day
+        if caller is None or most is None:
+            return
+        used = self._tokens.get(caller.account, 0)
+        if used + tokens > most:
+            raise MeshError(
+                Reason.OVERLOADED,
+                f"{caller} may train {most} tokens a day (--tokens-per-day of its token), has trained {used} today, and"
+                f" this batch has {tokens}; send it in {left_s / 3600:.1f} hours, or ask for a token with more",
+                retry_after_s=left_s,
+            )
+
+    async def charge(self, tokens: int) -> None:
+        """Counts a batch that was accepted. Raises OSError."""
+        caller = CALLER.get()
+        if caller is not None and caller.scope.tokens_per_day is not None:
+            self._begin_day()
+            self._tokens[caller.account] = self._tokens.get(caller.account, 0) + tokens
+            async with self._writing:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                content = json.dumps({"day": self._day, "tokens": self._tokens}).encode()
+                await asyncio.to_thread(write_file, self._file, content)
+
+    def _begin_day(self) -> float:
+        """Seconds that the day still has."""
+        day, second = divmod(self._now_s(), DAY_S)
+        if day != self._day:
+            self._day, self._tokens = int(day), {}
+        return DAY_S - second
