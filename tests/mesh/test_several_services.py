@@ -1,4 +1,7 @@
-"""One run over three rollout services: that of `rl`, one that is killed and comes back, and one of TypeScript."""
+"""One run over three rollout services: that of `rl`, one that is killed and comes back, and one of TypeScript.
+
+They and the hub but for that of `rl` run already: it starts none in their place, and they outlive it.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         model = ("--model.name", str(model_dir), "--seq-len", "128", "--weights", hub)
         return program("rollout", address, *model, "--env.0.id", "reverse_text")
 
-    start_program(*program("weights", hub))
+    theirs = start_program(*program("weights", hub))
     first = start_program(*rollout(dies))
     start_program(*node_service.command(port=int(node.rpartition(":")[2]), hub=hub))
     async with WeightSyncClient(hub) as weights:
@@ -92,6 +95,8 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         "--no-orchestrator.train.env.1.local",
     )  # fmt: skip
     run.wait_for(lambda: len(run.steps()) >= 3, UP_S)
+    assert f"weights runs already at {hub}: it is used" in run.log("rl")
+    assert "started weights" not in run.log("rl")
     assert [line.split()[:2] for line in watched(run).splitlines()] == [["step", "1"], ["step", "2"]]
     own = f"127.0.0.1:{run.port('rollout')}"
     options = run.options()
@@ -102,7 +107,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     first.send_signal(signal.SIGKILL)
     run.wait_for(lambda: f"the rollout service at {dies} is away" in run.log("orchestrator"), UP_S)
     step = len(run.steps())
-    start_program(*rollout(dies))
+    again = start_program(*rollout(dies))
     run.wait_for(lambda: len(run.steps()) >= step + 2, UP_S)
     run.wait_for(lambda: f"the rollout service at {dies} serves again" in run.log("orchestrator"), UP_S)
     while not await serving(dies):
@@ -112,6 +117,10 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         assert await serving(address, options) > 0
     run.process.send_signal(signal.SIGTERM)
     assert run.finish(UP_S) == 0, run.console.read_text()
+    assert [process.poll() for process in (theirs, again)] == [None, None]
+    async with WeightSyncClient(hub) as weights, RolloutClient(dies) as rollouts:  # which answer
+        await weights.list_engines()
+        assert [environment.name for environment in await rollouts.list_environments()] == ["reverse_text"]
     report = audit(run.output_dir)
     assert report.violations == (), report.table()
     failed = {reason: count for (state, reason), count in report.counts.items() if state == "failed"}
