@@ -89,3 +89,14 @@ async def test_reloading_weights_whose_folder_is_gone_is_refused_in_a_sentence(
     assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
     assert f"the files of base model '{tmp_path}/base' are not on this host" in answer["error"]["message"]
     assert (await (await client.get("/version")).json())["version"] == 0
+
+
+async def test_generate_reports_alternatives_and_marks_removed_ones(serve: Start) -> None:
+    client = await serve()
+    sampling = {"max_tokens": 3, "logprobs": 4, "top_k": 2, "ignore_eos": True}
+    _, answer = await post(client, "/inference/v1/generate", {"token_ids": [1], "sampling_params": sampling})
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        tops = entry["top_logprobs"]
+        assert len(tops) == 4
+        assert [top["logprob"] for top in tops[2:]] == [-9999.0, -9999.0]
+        assert entry["token"] in {top["token"] for top in tops[:2]}

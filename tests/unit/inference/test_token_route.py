@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
-from inference_kit import EngineFactory
+from inference_kit import EngineFactory, unpack
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.runs import Serving
@@ -57,6 +57,7 @@ async def test_a_frame_holds_what_the_json_answer_holds(serve: Start, start_engi
     async with client.post(PATH, json=body) as response:
         assert response.content_type == "application/json"
         plain = await response.json()
+    assert plain["usage"] == {"prompt_tokens": 3, "completion_tokens": 27, "total_tokens": 30}
     async with client.post(PATH, json=body, headers=ACCEPT) as response:
         assert (response.content_type, response.headers["X-Policy-Version"]) == (MEDIA_TYPE, "4")
         frame = decode(await response.read())
@@ -68,12 +69,8 @@ async def test_a_frame_holds_what_the_json_answer_holds(serve: Start, start_engi
         for values, field in ((got.logprobs, "completion_logprobs"), (got.raw_logprobs, "raw_logprobs")):
             assert values is not None
             # another batch composition may round otherwise
-            np.testing.assert_allclose(values, unpack(wanted[field]["data"]), atol=1e-5)
+            np.testing.assert_allclose(values, unpack(wanted[field]), atol=1e-5)
     assert len({tuple(choice.token_ids.tolist()) for choice in frame.choices}) == 3
-
-
-def unpack(data: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(data), "<f4")
 
 
 async def test_a_frame_names_the_token_that_ended_the_completion(serve: Start, start_engine: EngineFactory) -> None:
