@@ -34,10 +34,11 @@ TEXT = "document.querySelector('#view').innerText"
 
 @pytest.fixture(scope="module")
 def live_run(start_shared_run: Callable[..., Run]) -> Run:
-    """It offers metrics, evaluates every other step, and has thousands of steps left."""
+    """It has two engines, offers metrics, evaluates every other step, and has thousands of steps left."""
     evaluation = ("--orchestrator.eval.interval", "2", "--orchestrator.eval.num-examples", "4")
     environment = ("--orchestrator.eval.env.0.id", "reverse_text", "--orchestrator.eval.env.0.name", "held_out")
-    run = start_shared_run("--max-steps", "5000", "--log.metrics-port", "0", *evaluation, *environment)
+    metrics = ("--log.metrics-port", "0", "--num-engines", "2")
+    run = start_shared_run("--max-steps", "5000", *metrics, *evaluation, *environment)
     run.wait_for(lambda: len(run.steps()) >= 3)
     return run
 
@@ -86,6 +87,9 @@ def test_every_query_of_the_dashboard_has_data_of_a_live_run(prometheus: str) ->
         unanswered = [query for query, address in addresses.items() if not asked(address).get("result")]
         time.sleep(0.5)
     assert not unanswered
+    engines = asked(f"{prometheus}/api/v1/query?query=meshrl_engine_policy_version")["result"]
+    assert isinstance(engines, list)
+    assert {engine["metric"]["program"] for engine in engines} == {"inference", "inference_2"}
     groups = asked(f"{prometheus}/api/v1/rules")["groups"]
     assert isinstance(groups, list)
     assert {
@@ -117,7 +121,7 @@ async def test_a_live_run_is_zoomed_hovered_filtered_and_compared_in_a_browser(l
         await tab.until("document.querySelectorAll('svg.rails rect').length > 3")
         await tab.until(f"{TEXT}.includes('serves now')")
         await tab.open(f"{address}#/0/hosts")
-        await tab.until(f"{TEXT}.includes('Who plays rollouts') && {TEXT}.includes('orchestrator')")
+        await tab.until(f"{TEXT}.includes('Who plays rollouts') && {TEXT}.includes('inference_2')")
         await tab.open(f"{address}#/0/environments")
         await tab.until(f"{TEXT}.includes('reverse_text') && document.querySelector('.funnel .trained')")
         await tab.open(f"{address}#/0/runs")
