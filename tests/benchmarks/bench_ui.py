@@ -1,4 +1,4 @@
-"""How fast the page of `meshrl ui` is on a long run: 10,000 steps of 150 metrics, 1.3 million rollouts in the ledger.
+"""How fast the page of `meshrl ui` is on a long run: 10,000 steps of 150 metrics, 1.3 million rollouts, 200,000 spans.
 
 Makes the folder, serves it, asks for each route, and drives a headless Chromium: first paint of a page opened anew,
 each view's time from the change of address to its last element, and a rollout of 32,768 tokens. Prints two tables;
@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from bench_workers import cpu_s
 from browser import browser_tab
-from made_run import add_ledger, make_run, rollout
+from made_run import add_ledger, add_span, make_run, rollout
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.server import Page
 
@@ -62,6 +62,14 @@ def fill(folder: Path, steps: int, rollouts: int) -> None:
             file.write(json.dumps({"step": step, **{name: round(draw.random(), 6) for name in names}}) + "\n")
     with zstandard.open(folder / "rollouts/step_2.jsonl.zst", "wt", encoding="utf-8") as lines:
         lines.write(json.dumps(rollout(2, "random", 0.5, "long", tokens=32768)) + "\n")
+    for step in range(4, TRACED):
+        add_span(folder, "orchestrator", "rl.step", 100.0 + 10.0 * step, 9.0, {"rl.step": step})
+    with (folder / "traces/rollout_worker_1.jsonl.zst").open("wb") as file:
+        for step in range(4, TRACED):
+            for first in range(0, 4000, 200):
+                spans = [rollout_span(100.0 + 10.0 * step + 0.001 * n, draw) for n in range(first, first + 200)]
+                batch = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+                file.write(zstandard.compress(f"{batch}\n".encode()))
     add_ledger(
         folder,
         (
@@ -72,11 +80,23 @@ def fill(folder: Path, steps: int, rollouts: int) -> None:
 
 
 WARM_UP_S = 15.0
+TRACED = 54
+"""Steps that have traces."""
 ROUTES = (
     "runs", "runs/0/now", "runs/0/metrics", f"runs/0/metrics?names={','.join(NAMES)}",
     f"runs/0/metrics?along=time&names={','.join(NAMES)}", "runs/0/doctor", "differences?runs=0,0", "runs/0/rollouts",
     "runs/0/rollouts?step=2", "runs/0/timeline", "runs/0/versions", "runs/0/ledger",
 )  # fmt: skip
+
+
+def rollout_span(start_s: float, draw: random.Random) -> dict[str, object]:
+    """A span as the rollout program writes it."""
+    return {
+        "name": "rl.rollout", "traceId": draw.randbytes(16).hex(), "spanId": draw.randbytes(8).hex(),
+        "parentSpanId": "",
+        "startTimeUnixNano": str(round(start_s * 1e9)), "endTimeUnixNano": str(round((start_s + 3.0) * 1e9)),
+        "attributes": [{"key": "rl.environment", "value": {"stringValue": "made"}}],
+    }  # fmt: skip
 
 
 def row(name: str, times: Sequence[float]) -> str:

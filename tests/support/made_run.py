@@ -21,8 +21,8 @@ def make_run(path: Path, *, steps: int) -> Path:
         with zstandard.open(path / "rollouts" / f"step_{step}.jsonl.zst", "wt", encoding="utf-8") as file:
             file.write(json.dumps(rollout(step, "worst", 0.0, "<img src=x onerror=alert(1)>")) + "\n")
             file.write(json.dumps(rollout(step, "best", 1.0, f"good {step}")) + "\n")
-    _write_span(path, "orchestrator", "rl.step", 100.0, 9.0, {"rl.step": 3})
-    _write_span(path, "trainer", "rl.train", 107.0, 1.0, {})
+    add_span(path, "orchestrator", "rl.step", 100.0, 9.0, {"rl.step": 3})
+    add_span(path, "trainer", "rl.train", 107.0, 1.0, {})
     return path
 
 
@@ -60,7 +60,7 @@ def add_version(path: Path, version: int, engines: dict[str, float], base: int |
     seal_s = 10.0 * version
     about = {"meshrl.version": version, "meshrl.artifact_id": f"content {version}"}
     kind = {"meshrl.kind": "full"} if base is None else {"meshrl.kind": "delta", "meshrl.base_version": base}
-    _write_span(
+    add_span(
         path,
         "weights",
         "meshrl.v1.WeightSync/CreateVersion",
@@ -73,10 +73,10 @@ def add_version(path: Path, version: int, engines: dict[str, float], base: int |
         "meshrl.num_bytes": 8_000_000 if base is None else 80_000,
         "meshrl.transport": "stream",
     }
-    _write_span(path, "weights", "rl.sync", seal_s, 0.5, {**about, **sent})
+    add_span(path, "weights", "rl.sync", seal_s, 0.5, {**about, **sent})
     for process, (engine, after_s) in enumerate(engines.items(), 1):
         taken = {**about, "meshrl.engine_id": engine}
-        _write_span(path, "inference", "rl.sync.apply", seal_s + after_s, 0.25, taken, process)
+        add_span(path, "inference", "rl.sync.apply", seal_s + after_s, 0.25, taken, process)
 
 
 def add_ledger(path: Path, rollouts: Iterable[tuple[str, str, str, float]]) -> None:
@@ -90,7 +90,7 @@ def add_ledger(path: Path, rollouts: Iterable[tuple[str, str, str, float]]) -> N
         )
 
 
-def _write_span(
+def add_span(
     path: Path,
     program: str,
     name: str,
@@ -99,6 +99,7 @@ def _write_span(
     attributes: dict[str, str | int],
     process: int = 1,
 ) -> None:
+    """One more span at the end of a program's traces."""
     span = {
         "name": name, "traceId": "a" * 32, "spanId": name, "parentSpanId": "",
         "attributes": [

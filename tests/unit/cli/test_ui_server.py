@@ -14,7 +14,7 @@ from aiohttp import ClientSession, CookieJar
 from aiohttp.test_utils import TestClient, TestServer
 from click.testing import CliRunner
 
-from made_run import add_ledger, add_step, add_version, make_run, rollout
+from made_run import add_ledger, add_span, add_step, add_version, make_run, rollout
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.trace_file import read_lines
@@ -152,7 +152,7 @@ async def test_the_page_and_what_it_asks_for(client: TestClient) -> None:
         (f"/api/runs/0/rollouts/{'9' * 300}/nobody", 404, "no rollout nobody is kept of step 999"),
         (f"/api/runs/0/rollouts/{'9' * 5000}/nobody", 404, "no rollout nobody is kept of step 999"),
         (f"/api/runs/0/rollouts?step={'9' * 5000}", 200, '"rollouts": []'),
-        ("/api/runs/0/timeline?step=99", 404, "no trace of step 99; there are steps from 3 to 3"),
+        ("/api/runs/0/timeline?step=99", 404, "no trace of step 99; the last one is of step 3"),
         ("/static/../server.py", 404, ""),
     ],
 )
@@ -314,6 +314,27 @@ async def test_each_engine_has_a_lane_of_its_own_in_the_timeline(run_path: Path,
     assert {name: [span["name"] for span in lane] for name, lane in lanes.items() if name.startswith("engine")} == {
         "engine e0": ["rl.sync.apply"], "engine e1": ["rl.sync.apply"],
     }  # fmt: skip
+
+
+async def test_of_long_traces_the_ends_are_read_and_older_steps_when_they_are_asked_for(
+    run_path: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(4, 400):
+        add_span(run_path, "orchestrator", "rl.step", 100.0 + 10.0 * step, 9.0, {"rl.step": step})
+        add_span(run_path, "rollout", "rl.rollout", 101.0 + 10.0 * step, 3.0, {})
+    monkeypatch.setattr(views, "NEWEST_BYTES", 60_000)
+    monkeypatch.setattr(views, "LEAST_BYTES", 1_000)
+    newest = await (await client.get("/api/runs/0/timeline?step=399")).json()
+    assert (newest["steps"], [*newest["lanes"]]) == ([1, 399], ["orchestrator", "rollout"])
+    traces = views.Traces(RunFolder(run_path))
+    traces.read_on()
+    assert 300 < traces.steps[0] < 399
+    for step in (3, traces.steps[0] - 1):
+        older = await (await client.get(f"/api/runs/0/timeline?step={step}")).json()
+        assert (older["step"], older["seconds"]) == (step, pytest.approx(9.0))
+        assert older["lanes"].keys() == {"orchestrator", "trainer" if step == 3 else "rollout"}
+    missing = await client.get("/api/runs/0/timeline?step=1000")
+    assert (missing.status, await missing.text()) == (404, "no trace of step 1000; the last one is of step 399")
 
 
 async def test_rollouts_of_an_environment_are_counted_by_what_became_of_them_and_lately(

@@ -263,10 +263,12 @@ class RunFolder:
             root /= f"attempt_{attempts[-1] if attempt is None else attempt}"
         return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
 
-    def spans(self) -> Iterator[tuple[str, JsonObject]]:
-        """Each span of the run with the name of its program, in OTLP's JSON form; half-written lines are left out, and
-        a file that goes before it is read."""
+    def spans(self, program: str = "") -> Iterator[tuple[str, JsonObject]]:
+        """Each span of the run, or of programs whose names begin with `program`, with the program's name, in OTLP's
+        JSON form; half-written lines are left out, and a file that goes before it is read."""
         for path in trace_files(self.path / "traces"):
+            if not path.name.startswith(program):
+                continue
             try:
                 lines, _ = read_lines(path)
             except FileNotFoundError:  # its program has just moved it aside, to make room for newer spans

@@ -273,7 +273,7 @@ class Page:
         step = _number(request, "step", trained if trained in steps else steps[-1])
         found = await run.read(lambda: run.traces.timeline(step))
         if found is None:
-            raise web.HTTPNotFound(text=f"no trace of step {step}; there are steps from {steps[0]} to {steps[-1]}")
+            raise web.HTTPNotFound(text=f"no trace of step {step}; the last one is of step {steps[-1]}")
         return _json({**found, "waits": waits_of(run.history.series.columns, step)})
 
     async def _ledger(self, request: web.Request) -> web.Response:

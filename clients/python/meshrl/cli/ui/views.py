@@ -25,6 +25,10 @@ MOST_SPANS = 4000
 KEPT_SPANS = 300_000
 """Spans that are held, the newest; `meshrl trace` reads all there are."""
 
+NEWEST_BYTES, LEAST_BYTES = 4 * 2**20, 2**16
+"""What is read of all trace files at first, their ends, and of one at least: about 15,000 spans a MiB."""
+STEPS_OF = "orchestrator"
+
 MOST_VERSIONS, KEPT_VERSIONS = 40, 400
 
 WINDOW = 1024
@@ -37,6 +41,10 @@ OF_VERSIONS = ("weights", "inference")
 """Programs whose traces name versions: reading those of every rollout takes far longer."""
 FUNNEL_S, SLOW_S = 10.0, 0.2
 """A count that took longer than SLOW_S stands for FUNNEL_S."""
+
+
+def _is_step(span: RunSpan) -> bool:
+    return span.name == "rl.step" and "rl.step" in span.attributes
 
 
 class KeptRollouts:
@@ -165,11 +173,16 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 class Traces:
-    """The newest spans of a run's traces, read on as the files grow. Not for several threads."""
+    """The newest spans of a run's traces, read on as the files grow. Not for several threads.
+
+    A long run has millions of spans, and reading them takes minutes: of each file the end is read, and all files again
+    for a step from before.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._offsets: dict[int, int] = {}
+        self._from_s = 0.0  # from then on all files have been read
         self._spans: deque[RunSpan] = deque(maxlen=KEPT_SPANS)
         self._steps: dict[int, RunSpan] = {}
         self._versions: dict[tuple[str, int], dict[str, Any]] = {}  # by content and number
@@ -177,29 +190,48 @@ class Traces:
 
     @property
     def steps(self) -> list[int]:
-        """Steps whose span has ended."""
+        """Steps whose span has ended, of those that were read."""
         return sorted(self._steps)
 
     def read_on(self, programs: tuple[str, ...] = ("",)) -> None:
         """Takes what the files of programs, by the beginnings of their names, have gained since the last call."""
-        for path in trace_files(self._folder.path / "traces"):
+        paths = trace_files(self._folder.path / "traces")
+        share = max(LEAST_BYTES, NEWEST_BYTES // max(1, len(paths)))
+        for path in paths:
             if not path.name.startswith(programs):
                 continue
             try:
-                file = path.stat().st_ino  # a file that was moved aside is known by it
-                lines, end = read_lines(path, self._offsets.get(file, 0))
+                found = path.stat()
+                file = found.st_ino  # a file that was moved aside is known by it
+                cut = file not in self._offsets and found.st_size > share
+                begin = found.st_size - share if cut else self._offsets.get(file, 0)
+                lines, end = read_lines(path, begin)
                 if path.stat().st_ino != file:
                     continue  # moved aside meanwhile: the next call reads both
             except FileNotFoundError:  # the same, or the oldest one, which goes
                 continue
             self._offsets[file] = end
-            for raw in spans_of(lines):
-                span = to_run_span(path.name.partition(".")[0], raw)
+            spans = [to_run_span(path.name.partition(".")[0], raw) for raw in spans_of(lines)]
+            if cut and spans:
+                self._from_s = max(self._from_s, spans[0].start_s)
+            for span in spans:
                 self._spans.append(span)
                 if "meshrl.version" in span.attributes:
                     self._take_version(span)
-                if span.name == "rl.step" and "rl.step" in span.attributes:
+                if _is_step(span):
                     self._steps[int(span.attributes["rl.step"])] = span
+
+    def _during(self, step: int) -> tuple[RunSpan | None, list[RunSpan]]:
+        """The span of a step, and those that overlap it."""
+        root, spans = self._steps.get(step), iter(self._spans)
+        if root is None or root.start_s < self._from_s:
+            every = (to_run_span(program, raw) for program, raw in self._folder.spans(STEPS_OF))
+            root = next((span for span in every if _is_step(span) and int(span.attributes["rl.step"]) == step), None)
+            spans = (to_run_span(program, raw) for program, raw in self._folder.spans())
+        if root is None:
+            return None, []
+        end_s = root.start_s + root.seconds
+        return root, [one for one in spans if one.start_s < end_s and one.start_s + one.seconds > root.start_s]
 
     def versions(self, most: int = MOST_VERSIONS) -> JsonObject:
         """The newest versions, the newest first, and the engines that took some of them.
@@ -238,11 +270,9 @@ class Traces:
 
         Spans of other steps that overlap it are among them: engines and trainer work on two steps at once.
         """
-        root = self._steps.get(step)
+        root, during = self._during(step)
         if root is None:
             return None
-        end_s = root.start_s + root.seconds
-        during = [span for span in self._spans if span.start_s < end_s and span.start_s + span.seconds > root.start_s]
         during.sort(key=lambda span: span.seconds, reverse=True)
         lanes: dict[str, list[JsonObject]] = {}
         for span in sorted(during[:most], key=lambda span: span.start_s):
@@ -261,5 +291,5 @@ class Traces:
             "seconds": root.seconds,
             "lanes": lanes,
             "left_out": max(0, len(during) - most),
-            "steps": [min(self._steps), max(self._steps)],
+            "steps": [1 if self._from_s else min(self._steps), max(self._steps)],
         }
