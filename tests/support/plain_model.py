@@ -18,8 +18,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from meshrl.models.lora import adapted_layers, apply_lora
+from meshrl.models.lora import adapted_layers
 from meshrl.models.state import ROUTER_BIASES, hf_state
+from trained import apply_lora
 
 VOCAB = 64
 EOS = 0

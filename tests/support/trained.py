@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from meshrl.algorithms.objective import Objective
+from meshrl.models.adapters import AdapterScale
+from meshrl.models.expert_lora import ExpertAdapter
+from meshrl.models.lora import LoraLinear, make_set, prepare_lora
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner, StepResult
 from meshrl.training.run_state import RunState, TokenRecord
@@ -48,3 +52,14 @@ class Trained(NamedTuple):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
         return self.learner.evaluate(self.run, micro_batches)
+
+
+def apply_lora(
+    model: nn.Module, *, rank: int, alpha: float, dropout: float, target_modules: Sequence[str], **more: Sequence[str]
+) -> dict[str, LoraLinear | ExpertAdapter]:
+    """Mounts a set of adapters on a model; more targets are those of `prepare_lora`, which returns the layers."""
+    prepared = prepare_lora(model, target_modules=target_modules, **more)
+    experts = more.get("target_parameters", ())
+    scale = AdapterScale(rank=rank, alpha=alpha, dropout=dropout)
+    make_set(model, scale, target_modules=target_modules, target_parameters=experts).mount()
+    return prepared

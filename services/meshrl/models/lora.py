@@ -131,29 +131,6 @@ def make_set(
     return AdapterSet(prepared, chosen, scale, device=device or next(model.parameters()).device)
 
 
-def apply_lora(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    target_modules: Iterable[str],
-    target_parameters: Sequence[str] = (),
-    modules_to_save: Sequence[str] = (),
-) -> dict[str, LoraLinear | ExpertAdapter]:
-    """Prepares a model that is not sharded and mounts a set on it; `reset_lora` gives it its first values.
-
-    Returns the adapted layers. Raises ValueError as `prepare_lora` does.
-    """
-    targets = tuple(target_modules)
-    prepared = prepare_lora(
-        model, target_modules=targets, target_parameters=target_parameters, modules_to_save=modules_to_save
-    )
-    scale = AdapterScale(rank=rank, alpha=alpha, dropout=dropout)
-    make_set(model, scale, target_modules=targets, target_parameters=target_parameters).mount()
-    return prepared
-
-
 def _chosen_layers(model: nn.Module, target_modules: Iterable[str]) -> dict[str, nn.Linear]:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     chosen: dict[str, nn.Linear] = {}

@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from inference_kit import ask, complete, full_forward, make_model
 from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.models.lora import adapted_layers, adapter_state, apply_lora, peft_state
+from meshrl.models.lora import adapted_layers, adapter_state, peft_state
 from meshrl.models.state import hf_state
 from meshrl.weights.metrics import HubMetrics
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig, Transport
 from state_publisher import StatePublisher
+from trained import apply_lora
 
 CONFIG = AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj",))
 PROMPT = [1, 2, 3]

@@ -19,11 +19,12 @@ from meshrl.inference import adapters
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.http.runs import join
-from meshrl.models.lora import adapted_layers, adapter_state, apply_lora
+from meshrl.models.lora import adapted_layers, adapter_state
 from meshrl.versions.peft import PREFIX
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig
+from trained import apply_lora
 
 RANK, ALPHA = 4, 6.0
 

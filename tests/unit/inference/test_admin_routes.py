@@ -23,9 +23,10 @@ from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.sleep import Sleeper
-from meshrl.models.lora import adapted_layers, adapter_config, adapter_state, apply_lora, save_adapter
+from meshrl.models.lora import adapted_layers, adapter_config, adapter_state, save_adapter
 from meshrl.models.state import hf_state
 from meshrl.versions.peft import CONFIG_FILE
+from trained import apply_lora
 
 Start = Callable[..., Awaitable[TestClient]]
 Senders = Callable[..., GroupSenders]

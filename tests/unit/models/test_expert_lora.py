@@ -20,7 +20,6 @@ from meshrl.models.lora import (
     adapted_layers,
     adapter_config,
     adapter_state,
-    apply_lora,
     coverage,
     is_adapter,
     peft_state,
@@ -31,6 +30,7 @@ from meshrl.models.state import hf_state, stored_tensors
 from meshrl.versions import peft
 from meshrl.wire.errors import MeshError
 from tiny_families import tiny_model
+from trained import apply_lora
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -25,7 +25,6 @@ from meshrl.models.lora import (
     adapted_layers,
     adapter_config,
     adapter_state,
-    apply_lora,
     coverage,
     is_adapter,
     make_set,
@@ -39,7 +38,7 @@ from meshrl.training.learner import Learner, to_row
 from meshrl.wire.types import MicroBatch
 from tiny_families import tiny_model
 from tiny_qwen3 import tiny_qwen3
-from trained import Trained
+from trained import Trained, apply_lora
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 TARGETS = ["q_proj", "down_proj"]

@@ -14,7 +14,6 @@ from meshrl.algorithms.objective import Normaliser, Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples, shared_prefix_ratio
 from meshrl.core.config import ConfigError
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.models.lora import apply_lora
 from meshrl.trainer.build import MIN_SHARED_PREFIX, min_shared_prefix
 from meshrl.trainer.service import check_batch
 from meshrl.training.config import OptimConfig
@@ -23,7 +22,7 @@ from meshrl.training.model_config import ActivationCheckpointConfig, TrainerMode
 from meshrl.training.parallel.fsdp import prepare_blocks
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch
-from trained import Trained
+from trained import Trained, apply_lora
 
 VOCAB = 32
 SHAPE: dict[str, Any] = {
