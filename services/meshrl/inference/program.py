@@ -18,6 +18,7 @@ from meshrl.core.rpc.serve import check_bind
 from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
+from meshrl.inference.agent.agent import Membership
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.build import open_engine
 from meshrl.inference.checkpoints import WeightLoader
@@ -66,7 +67,13 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
-    follower = HubFollower(engine, config, waits=waits_of(tracer))
+    membership = Membership(
+        engine_id=config.engine_id,
+        engine_pool=config.engine_pool,
+        broadcast=config.weight_broadcast,
+        output_dir=config.output_dir,
+    )
+    follower = HubFollower(engine, membership, url=config.url or "", waits=waits_of(tracer))
     server = InferenceServer(
         engine,
         model_name=config.served_model_name or config.model.name,

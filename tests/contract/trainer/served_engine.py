@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import Credentials
 from meshrl.core.config.shared import WeightBroadcastConfig
-from meshrl.inference.agent.agent import WeightAgent
-from meshrl.inference.config import InferenceConfig
+from meshrl.inference.agent.agent import Membership, WeightAgent
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
 from meshrl.trainer.publishing.transport_choice import known_engines
@@ -74,9 +73,9 @@ async def serving_engine(
     engine.start()
     stop = asyncio.Event()
     options = ChannelOptions(retry_attempts=2, retry_backoff_s=0.05, credentials=credentials)
-    config = InferenceConfig(engine_id=engine_id, weight_broadcast=WeightBroadcastConfig(relays=list(relays)))
+    membership = Membership(engine_id=engine_id, broadcast=WeightBroadcastConfig(relays=list(relays)))
     async with WeightSyncClient(hub, options) as client:
-        agent = WeightAgent(client, engine, config, "127.0.0.1:1", fetch_stall_s=5.0)
+        agent = WeightAgent(client, engine, membership, "127.0.0.1:1", fetch_stall_s=5.0)
         served = ServedEngine(engine, loaded, asyncio.create_task(agent.run(stop)))
         try:
             if credentials is None:

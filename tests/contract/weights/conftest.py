@@ -17,8 +17,7 @@ from meshrl.client.credentials import Credentials
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.adapters import AdapterTable
-from meshrl.inference.agent.agent import WeightAgent
-from meshrl.inference.config import InferenceConfig
+from meshrl.inference.agent.agent import Membership, WeightAgent
 from meshrl.inference.engine import CollectiveSupport, FinishReason, GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.sleep import Sleeper
 from meshrl.versions.transports import filesystem
@@ -197,7 +196,7 @@ class Mesh:
         agent = WeightAgent(
             self.client(),
             engine,
-            InferenceConfig(engine_id=engine_id, output_dir=self.folder),
+            Membership(engine_id=engine_id, output_dir=self.folder),
             "127.0.0.1:8000",
             fetch_stall_s=3.0,
             hold_deadline_s=3.0,

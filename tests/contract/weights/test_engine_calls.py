@@ -16,8 +16,8 @@ from loguru import logger
 
 from meshrl.client.credentials import CredentialFiles, credentials_of
 from meshrl.client.trust import Role, TrustFile
+from meshrl.inference.agent.agent import Membership
 from meshrl.inference.agent.follower import HubFollower
-from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import EngineStats
 from meshrl.inference.http.app import InferenceServer
 from meshrl.weights.engine_calls import EngineCaller
@@ -35,7 +35,7 @@ class Kept:
         self.engine = engine
         engine.max_model_len, engine.draining, engine.logprobs_mode = 8, False, "processed_logprobs"
         engine.leave_group, engine.stats = self._leave_group, _stats
-        self.follower = HubFollower(engine, InferenceConfig(), away_s=away_s)
+        self.follower = HubFollower(engine, Membership(), away_s=away_s)
         server = InferenceServer(engine, model_name="m", codec=None, loader=None, api_key=KEY, follower=self.follower)
         self.runner = web.AppRunner(server.app())
         self.url = ""

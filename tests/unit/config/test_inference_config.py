@@ -146,10 +146,17 @@ def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
     assert ("uv sync --extra vllm" in cost) == (engine == "embedded" and has_gpu and config.model.device != "cpu")
 
 
+def choose(*argv: str) -> EngineChoice:
+    config = load(*argv)
+    return choose_engine(
+        config.engine, config.model.device, vllm_only=config.vllm_only, sleeps=config.sleep_while_training
+    )
+
+
 def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> None:
     with pytest.raises(ValueError, match=r"has no inference.headless; leave it out"):
-        choose_engine(load("--headless", "--model.device", "cpu"))
-    chosen = choose_engine(load("--engine", "embedded"))
+        choose("--headless", "--model.device", "cpu")
+    chosen = choose("--engine", "embedded")
     assert chosen == EngineChoice(engine="embedded", reason="as configured")
 
 
@@ -168,4 +175,4 @@ def test_sleep_while_training_switches_vllms_sleep_mode_on(capsys: pytest.Captur
 def test_sleep_while_training_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch, engine: str, says: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=says):
-        choose_engine(load("--sleep-while-training", "--engine", engine))
+        choose("--sleep-while-training", "--engine", engine)

@@ -22,6 +22,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.credentials.https import scheme
 from meshrl.core.private_folders import spool_name
 from meshrl.core.telemetry.tracing import SYNC_APPLY_SPAN
@@ -43,7 +44,6 @@ from meshrl.inference.agent.states import (
     fault_of,
 )
 from meshrl.inference.agent.version_loader import PreparedVersion, VersionFetcher, VersionLoader, downloader_over
-from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.versions.files import Spool
 from meshrl.wire import manifest as manifests
@@ -91,6 +91,16 @@ class Held:
     report: ApplyReport
 
 
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What an engine is to the hubs that it follows; one without an id is known by the address at which it serves."""
+
+    engine_id: str = ""
+    engine_pool: str = ""
+    broadcast: WeightBroadcastConfig | None = None
+    output_dir: Path = Path("outputs")
+
+
 class WeightAgent:
     """Keeps one engine on the hub's versions. `run` ends when `stop` is set or the hub asks the agent to leave."""
 
@@ -98,7 +108,7 @@ class WeightAgent:
         self,
         client: WeightSyncClient,
         engine: Engine,
-        config: InferenceConfig,
+        membership: Membership,
         address: str,
         *,
         fetch_stall_s: float | None = None,
@@ -115,14 +125,14 @@ class WeightAgent:
         """
         self._client = client
         self._engine = engine
-        self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
+        self._engine_id, self._engine_pool = membership.engine_id or address, membership.engine_pool
         self._url, self._away_s = url or f"{scheme()}://{address}", away_s
         self.connected = False  # to the hub
         self.waits = Waits()  # replaced by the program's, where it has some
         spool = None
         if engine.stages_from_files:
-            spool = Spool(spool_dir, spool_name(config.output_dir, self._engine_id))
-        self._downloader = downloader_over(client, config.weight_broadcast, stall_s=fetch_stall_s)
+            spool = Spool(spool_dir, spool_name(membership.output_dir, self._engine_id))
+        self._downloader = downloader_over(client, membership.broadcast, stall_s=fetch_stall_s)
         self._spool = spool
         self._signature = manifests.layout_signature(engine.layout())
         self._hold_deadline_s = hold_deadline_s

@@ -18,8 +18,7 @@ from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import TokenCredentials
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import Pulse
-from meshrl.inference.agent.agent import WeightAgent
-from meshrl.inference.config import InferenceConfig
+from meshrl.inference.agent.agent import Membership, WeightAgent
 from meshrl.inference.engine import Engine
 from meshrl.wire.errors import MeshError, Reason
 
@@ -44,11 +43,18 @@ class HubFollower:
     """Runs at most one agent beside an engine, from `run` on until its `stop` is set."""
 
     def __init__(
-        self, engine: Engine, config: InferenceConfig, *, away_s: float = AWAY_S, waits: Waits | None = None
+        self,
+        engine: Engine,
+        membership: Membership,
+        *,
+        url: str = "",
+        away_s: float = AWAY_S,
+        waits: Waits | None = None,
     ) -> None:
-        """away_s: how long a hub that called may be away before it is followed no more; waits: those of the program."""
+        """url: how the hub of the configuration reaches this engine, where it is not the address at which it serves;
+        away_s: how long a hub that called may be away before it is followed no more; waits: those of the program."""
         self._waits = waits or Waits()
-        self._engine, self._config, self._away_s = engine, config, away_s
+        self._engine, self._membership, self._url, self._away_s = engine, membership, url, away_s
         self._address = ""
         self._following: _Following | None = None
         self._changing = asyncio.Lock()
@@ -70,8 +76,8 @@ class HubFollower:
         Raises what ends the engine: a defect of an agent, or a hub of the configuration that speaks another contract.
         """
         self._address = address
-        if self._config.weight_broadcast is not None:
-            self._begin(self._config.weight_broadcast.address, url=self._config.url or "", away_s=None)
+        if self._membership.broadcast is not None:
+            self._begin(self._membership.broadcast.address, url=self._url, away_s=None)
         stopping = asyncio.create_task(stop.wait())
         try:
             while not stop.is_set():
@@ -117,7 +123,7 @@ class HubFollower:
         leave = asyncio.Event()
         client = WeightSyncClient(hub, ChannelOptions(credentials=TokenCredentials(token)) if token else None)
         at = urlsplit(url).netloc or self._address  # engines that listen at 0.0.0.0 would all have one name
-        agent = WeightAgent(client, self._engine, self._config, at, url=url, away_s=away_s)
+        agent = WeightAgent(client, self._engine, self._membership, at, url=url, away_s=away_s)
         agent.waits = self._waits
         task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
         self._following = _Following(hub=hub, token=token, agent=agent, task=task, leave=leave)

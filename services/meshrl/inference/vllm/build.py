@@ -21,6 +21,7 @@ from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.routers import Routers
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
+from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from vllm.config import VllmConfig
@@ -34,9 +35,14 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
     """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses, and ModelError."""
-    _prepare_environment(config.torch_threads, eager=bool(config.vllm_argument("enforce_eager")))
     with loading():
-        vllm_config = await asyncio.to_thread(_vllm_config, config)
+        vllm_config = await asyncio.to_thread(
+            _vllm_config,
+            config.model,
+            config.vllm_arguments(),
+            versions=config.takes_whole_versions,
+            torch_threads=config.torch_threads,
+        )
         from meshrl.inference.vllm.adapters import AdapterStore
         from meshrl.inference.vllm.engine import VllmEngine
 
@@ -71,10 +77,9 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
     return engine
 
 
-def run_headless(config: InferenceConfig) -> None:
+def run_headless(model: ModelConfig, arguments: JsonObject, *, versions: bool, torch_threads: int | None) -> None:
     """Runs this node's share of a data-parallel engine whose front end is on another node; returns when that ends."""
-    _prepare_environment(config.torch_threads, eager=bool(config.vllm_argument("enforce_eager")))
-    vllm_config = _vllm_config(config, headless=True)
+    vllm_config = _vllm_config(model, arguments, versions=versions, torch_threads=torch_threads, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
 
@@ -100,17 +105,22 @@ def run_headless(config: InferenceConfig) -> None:
         manager.shutdown()
 
 
-def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConfig:
+def _vllm_config(
+    model: ModelConfig,
+    arguments: JsonObject,
+    *,
+    versions: bool,
+    torch_threads: int | None,
+    headless: bool = False,
+) -> VllmConfig:
+    """vLLM's configuration from those `arguments`, with what is left to choose, and the environment that it needs."""
+    _prepare_environment(torch_threads, eager=bool(arguments.get("enforce_eager")))
     # vLLM's own default is one seed for all: engines would answer the same prompt with the same replies.
-    given = {"seed": secrets.randbelow(2**31), **config.vllm_arguments()}
+    given = {"seed": secrets.randbelow(2**31), **arguments}
     if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
-        given["dtype"] = str(resolve_dtype(config.model)).removeprefix("torch.")
-    arguments = engine_arguments(
-        {**automatic(config.model, given, versions=config.takes_whole_versions), **given},
-        versions=config.takes_whole_versions,
-        torch_threads=config.torch_threads,
-    )
-    return engine_config(arguments, headless=headless)
+        given["dtype"] = str(resolve_dtype(model)).removeprefix("torch.")
+    chosen = {**automatic(model, given, versions=versions), **given}
+    return engine_config(engine_arguments(chosen, versions=versions, torch_threads=torch_threads), headless=headless)
 
 
 def _prepare_environment(torch_threads: int | None, *, eager: bool) -> None:
