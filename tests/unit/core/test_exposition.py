@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import urllib.request
 from pathlib import Path
 
@@ -64,6 +65,9 @@ def test_the_page_of_metrics_is_that_of_the_catalogue() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert page == document(), "run `python -m meshrl.core.metrics.document > docs/metrics.md`"
     assert all(f"`{metric.name}`" in page for metric in CATALOGUE.metrics)
+    for metric in CATALOGUE.metrics:  # the rule that the page gives for names at Prometheus
+        plain = re.sub(r"[@/_]?\{\w+\}", "", metric.name)
+        assert metric.exported == "meshrl_" + plain.replace("/", "_"), metric.name
 
 
 def test_a_program_offers_its_waits_where_its_target_file_says(tmp_path: Path) -> None:

@@ -147,10 +147,21 @@ def use(path: str, key: str) -> str:
 
 
 def page() -> str:
+    """A row of the table for each key whose treatment depends on the route; the others in a list for each treatment."""
     keys = sorted(set().union(*(schema.model_fields for schema in SCHEMAS.values()), OTHER_KEYS, CHAT_KEYS))
-    rows = [f"| `{key}` | {' | '.join(use(path, key) for path in SCHEMAS)} |" for key in keys]
-    intro = PAGE.read_text().partition("| key |")[0]
-    return "\n".join([intro + "| key | chat | completions | `sampling_params` |", "|---|---|---|---|", *rows, ""])
+    alike: dict[str, list[str]] = {"honoured": [], "neutral": [], "400": [], "400, except": []}
+    rows = []
+    for key in keys:
+        uses = [use(path, key) for path in SCHEMAS]
+        if len(set(uses)) > 1:
+            rows.append(f"| `{key}` | {' | '.join(uses)} |")
+            continue
+        treatment, _, values = uses[0].partition("except ")
+        alike[f"{treatment}except" if values else treatment].append(f"`{key}` ({values})" if values else f"`{key}`")
+    lists = [f"- **{treatment}**: {', '.join(found)}." for treatment, found in alike.items()]
+    intro, heading, _ = PAGE.read_text().partition("## The same on every route\n")
+    table = ["| key | chat | completions | `sampling_params` |", "|---|---|---|---|", *rows]
+    return intro + heading + "\n".join(["", *lists, "", "## Different by route", "", *table, ""])
 
 
 def test_the_page_is_made_of_the_table() -> None:

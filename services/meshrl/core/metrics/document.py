@@ -9,8 +9,9 @@ from meshrl.core.metrics.names import SECTIONS
 _HEAD = """# Metrics
 
 Every metric that a record of a run may hold, made from `services/meshrl/core/metrics/names.py`. Records go to the
-console, to `metrics.jsonl`, to Weights & Biases and, where `log.metrics_port` is set, to Prometheus: under the name in
-the last column, with the words in braces as labels and the statistic as the label `statistic`.
+console, to `metrics.jsonl`, to Weights & Biases and, where `log.metrics_port` is set, to Prometheus: there the name
+begins with `meshrl_` and has `_` for `/`, and what is in braces is a label instead, like the statistic (`statistic`).
+`eval/{environment}/avg@{k}` is `meshrl_eval_avg` with the labels `environment` and `k`.
 
 `{scope}` is `all` or the name of an environment. A name with several statistics has one metric for each:
 `reward/{scope}/mean`, `reward/{scope}/std` and so on.
@@ -20,11 +21,11 @@ the last column, with the words in braces as labels and the statistic as the lab
 def document() -> str:
     parts = [_HEAD]
     for title, metrics in SECTIONS.items():
-        parts.append(f"\n## {title}\n\n| name | unit | meaning | filled by | at Prometheus |\n|---|---|---|---|---|\n")
+        parts.append(f"\n## {title}\n\n| name | unit | meaning | filled by |\n|---|---|---|---|\n")
         for metric in metrics:
             name = f"`{metric.name}`" + (f" ({', '.join(metric.statistics)})" if metric.statistics else "")
             owners = ", ".join(source.value for source in metric.filled_by)
-            parts.append(f"| {name} | {metric.unit} | {metric.meaning} | {owners} | `{metric.exported}` |\n")
+            parts.append(f"| {name} | {metric.unit} | {metric.meaning} | {owners} |\n")
     return "".join(parts)
 
 
