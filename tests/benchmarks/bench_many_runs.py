@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ from meshrl.wire.text_table import plain_table
 from meshrl.wire.types import Batch, StepState
 
 SHAPES = Path(__file__).parent / "shapes"
+CASES = ("short", "long", "small")
 LORA = LoraConfig(rank=16, alpha=32.0)
 
 
@@ -61,6 +62,8 @@ class Trainer:
         self.create_s: list[float] = []
         self._step = dict.fromkeys(names, 0)
         self.norms: dict[str, list[float]] = {name: [] for name in names}
+        self.last: dict[str, Mapping[str, float]] = {}
+        """What the last step of each run took, by stage."""
         self._vocab = int(mesh.learner.model.config.get_text_config().vocab_size)
 
     async def create(self) -> None:
@@ -85,8 +88,9 @@ class Trainer:
             self._step[name] += 1
             await self.mesh.submit(name, self._step[name], made=self.batch(name, self._step[name], tokens, rows))
         await self.mesh.until(name, self._step[name])
-        events = self.mesh.table.find(name).book.events_after(0)
-        self.norms[name] = [event.metrics["optim/grad_norm"] for event in events if event.state is StepState.DONE]
+        done = [e for e in self.mesh.table.find(name).book.events_after(0) if e.state is StepState.DONE]
+        self.norms[name] = [event.metrics["optim/grad_norm"] for event in done]
+        self.last[name] = done[-1].timings_s
 
     async def together(self, count: int, tokens: int, rows: int = 1) -> float:
         """Seconds of so many steps of every run at once, from the first batch to the last version."""
@@ -114,7 +118,7 @@ async def measure(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
             async with many_runs(learner, Path(folder), max_runs=runs, joining=joining) as mesh:
                 trainer = Trainer(mesh, [f"run{number}" for number in range(runs)])
                 await trainer.create()
-                await trainer.together(2 if tokens < arguments.seq_len else 1, tokens)
+                await trainer.together(1 if alone or tokens == arguments.seq_len else 2, tokens)
                 began = trainer.in_a_row(steps, tokens) if alone else trainer.together(steps, tokens, rows)
                 seconds = await began
                 assert mesh.error is None, mesh.error
@@ -122,25 +126,33 @@ async def measure(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
                 create_s = statistics.median(trainer.create_s[1:] or trainer.create_s)
         rate = runs * rows * steps * tokens / seconds
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-        table.append((title, f"{rate:,.0f}", f"{seconds / steps:.3f}", f"{create_s:.3f}", f"{peak:.1f}"))
+        stages = [
+            f"{statistics.median(last[stage] for last in trainer.last.values()):.3f}"
+            for stage in ("forward_backward", "optimizer", "gather_weights")
+        ]
+        table.append((title, f"{rate:,.0f}", f"{seconds / steps:.3f}", *stages, f"{create_s:.3f}", f"{peak:.1f}"))
         print("  ".join(table[-1]), flush=True)
         return rate
 
     def ratio(title: str, value: float) -> None:
-        table.append((title, f"{value:.2f}", "", "", ""))
+        table.append((title, f"{value:.2f}", *[""] * 6))
+        print("  ".join(table[-1][:2]), flush=True)
 
     long, short, small, steps = arguments.seq_len, arguments.short, arguments.small, arguments.steps
-    turn = await case(f"eight runs, rows of {short}, in turn", 8, short, steps=steps, joining=None)
-    joined = await case(f"eight runs, rows of {short}, joined", 8, short, steps=steps, joining=room)
-    ratio("  joined to in turn", joined / turn)
-    first, second = list(norms.values())[-2:]
-    ratio("  most that a norm differs, %", 100 * max(abs(first[n][0] / second[n][0] - 1) for n in first))
-    row = await case(f"32 runs, rows of {small}, one after the other", 32, small, steps=2, joining=None, alone=True)
-    many = await case(f"32 runs, rows of {small}, joined", 32, small, steps=steps, joining=room)
-    ratio("  joined to one after the other", many / row)
-    one = await case(f"one run, 8 rows of {long}", 1, long, rows=8, steps=1, joining=None)
-    eight = await case(f"eight runs, a row of {long} each", 8, long, steps=1, joining=None)
-    ratio("  eight to one", eight / one)
+    if "short" in arguments.only:
+        joined = await case(f"eight runs, rows of {short}, joined", 8, short, steps=steps, joining=room)
+        turn = await case(f"eight runs, rows of {short}, in turn", 8, short, steps=steps, joining=None)
+        ratio("  joined to in turn", joined / turn)
+        first, second = list(norms.values())[-2:]
+        ratio("  most that a norm differs, %", 100 * max(abs(first[n][0] / second[n][0] - 1) for n in first))
+    if "long" in arguments.only:
+        one = await case(f"one run, 8 rows of {long}", 1, long, rows=8, steps=1, joining=None)
+        eight = await case(f"eight runs, a row of {long} each", 8, long, steps=1, joining=None)
+        ratio("  eight to one", eight / one)
+    if "small" in arguments.only:
+        many = await case(f"32 runs, rows of {small}, joined", 32, small, steps=steps, joining=room)
+        row = await case(f"32 runs, rows of {small}, one after the other", 32, small, steps=1, joining=None, alone=True)
+        ratio("  joined to one after the other", many / row)
     return table
 
 
@@ -150,14 +162,16 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=16384, help="tokens of a long row")
     parser.add_argument("--short", type=int, default=512, help="tokens of a short row")
     parser.add_argument("--small", type=int, default=128, help="tokens of a step of the 32 runs")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, help="rows of the table")
     parser.add_argument("--steps", type=int, default=5, help="steps that are measured")
     arguments = parser.parse_args()
     logger.remove()
     logger.add(sys.stderr, level="WARNING")
     table = asyncio.run(measure(arguments))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"\n{arguments.model} on {device}, LoRA of rank {LORA.rank}; tokens/s, seconds a step, CreateRun s, GiB")
-    print(plain_table(table, right={1, 2, 3, 4}, indent="  "))
+    print(f"\n{arguments.model} on {device}, LoRA of rank {LORA.rank}; tokens/s, seconds a step of all runs;")
+    print("of one run: seconds in passes, in the optimizer, to copy the version, in CreateRun; GiB at most")
+    print(plain_table(table, right=set(range(1, 8)), indent="  "))
 
 
 if __name__ == "__main__":

@@ -188,13 +188,17 @@ def gradient_zeros(parameters: Iterable[nn.Parameter]) -> tuple[torch.Tensor, fl
     """
     of_all = 0.0
     nonzero: list[torch.Tensor] = []
+    parts: list[float] = []
     for parameter in parameters:
         alike = copies(parameter)
         of_all += local(parameter).numel() / alike
         if parameter.grad is not None:
-            nonzero.append(torch.count_nonzero(local(parameter.grad)).double() / alike)
-    found = torch.stack(nonzero).sum() if nonzero else torch.zeros((), dtype=torch.float64)
-    return of_all - found, of_all
+            nonzero.append(torch.count_nonzero(local(parameter.grad)))
+            parts.append(1.0 / alike)
+    if not nonzero:
+        return torch.full((), of_all, dtype=torch.float64), of_all
+    counts = torch.stack(nonzero).double()
+    return of_all - (counts * counts.new_tensor(parts)).sum(), of_all
 
 
 def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
