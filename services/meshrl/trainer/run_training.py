@@ -27,7 +27,7 @@ from meshrl.trainer.ranks.batch_step import BatchStep, Outcome, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
 from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue
 from meshrl.trainer.spans import TrainSpan, TrainSpans
-from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
+from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops, token_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.joined_rows import kinds
@@ -111,6 +111,7 @@ class RunTraining:
         self._save_ckpt_s = 0.0  # since the last DONE
         self._saved_step = state.step_done  # a step that is on disk, or needs no checkpoint
         self._peak_flops = peak_flops(learner.device)
+        self._token_flops: float | None = None  # once its adapters are mounted
 
     # --- what the loop asks ---------------------------------------------------------------------
 
@@ -378,7 +379,9 @@ class RunTraining:
         progress = self.checkpointer.progress
         progress.tokens += tokens
         progress.samples += samples
-        flops = step_flops(self._learner.model, batch.micro_batches)
+        if self._token_flops is None:
+            self._token_flops = token_flops(self._learner.model)
+        flops = step_flops(self._learner.model, batch.micro_batches, self._token_flops)
         metrics = step_metrics(result, batch.environments)
         metrics |= {
             "perf/throughput": tokens / train_s,

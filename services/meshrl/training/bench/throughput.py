@@ -18,8 +18,13 @@ from meshrl.wire.types import MicroBatch
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
-def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> float:
-    """Floating-point operations that forward and backward need, over all micro-batches.
+def token_flops(model: PreTrainedModel) -> float:
+    """Floating-point operations of a token beside attention. It walks the model, which takes tenths of a second."""
+    return 4.0 * active_parameters(model) + 2.0 * active_parameters(model, trainable_only=True)
+
+
+def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch], a_token: float | None = None) -> float:
+    """Floating-point operations that forward and backward need, over all micro-batches; `a_token` is `token_flops`.
 
     A token costs 2 for each parameter that it goes through (`active_parameters`) forward, 2 for the gradient of what
     came in, and 2 for the parameter's own gradient where it is trained (so 6 in full training and 4 for a frozen one;
@@ -37,8 +42,7 @@ def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> f
     )
     pairs = float(((before + lengths) ** 2 - before**2).sum())
     attention = 6.0 * int(config.num_hidden_layers) * heads * head_dim * pairs
-    a_token = 4.0 * active_parameters(model) + 2.0 * active_parameters(model, trainable_only=True)
-    return a_token * float(lengths.sum()) + attention
+    return (token_flops(model) if a_token is None else a_token) * float(lengths.sum()) + attention
 
 
 def peak_flops(device: torch.device, *, size: int = 512, seconds: float = 0.05) -> float:
