@@ -47,6 +47,10 @@ class AdapterHolder(nn.Module):
     scale: float
     adapter_set: AdapterSet | None
     joined: JoinedLayer | None
+    in_features: int
+    out_features: int
+    stacked: tuple[int, ...] = ()
+    """How many the matrices are for, as their first dimension; empty for a layer without experts."""
 
     def hold_none(self) -> None:
         """Takes the adapter away."""
@@ -72,8 +76,8 @@ class AdapterHolder(nn.Module):
         self._parameters.update({A: low, B: high})
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of A and of B for a rank."""
-        raise NotImplementedError
+        """The shapes of A (..., rank, in) and of B (..., out, rank). Raises ValueError for a rank that cannot be."""
+        return (*self.stacked, rank, self.in_features), (*self.stacked, self.out_features, rank)
 
 
 class AdapterSet:

@@ -34,18 +34,18 @@ class ExpertAdapter(AdapterHolder):
         self._of = (experts, parameter)  # in a tuple, so that the experts do not become a module of their adapter
         self.transposed = bool(experts.is_transposed)
         self.count, *sides = weight.shape
+        self.stacked = (self.count,)
         self.own = slice(None)  # the experts of this rank, where ranks divide them; each rank has all adapters
         self.in_features, self.out_features = sides if self.transposed else reversed(sides)
         self.hold_none()
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(E, rank, in) and (E, out, rank). Raises ValueError for a rank that grouped products refuse."""
         if rank % EXPERT_RANK_STEP:
             raise ValueError(
                 f"model.lora.rank is {rank}, and adapters of experts need a multiple of {EXPERT_RANK_STEP}; take "
                 f"{rank + -rank % EXPERT_RANK_STEP}, or leave experts out by model.lora.target_parameters = []"
             )
-        return (self.count, rank, self.in_features), (self.count, self.out_features, rank)
+        return super().shapes(rank)
 
     def product(self, grouped: Callable[..., torch.Tensor], inputs: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """What the adapter adds for inputs (S, in), sorted by expert; (S, out)."""

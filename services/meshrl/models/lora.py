@@ -42,10 +42,6 @@ class LoraLinear(nn.Linear, AdapterHolder):
         self.hold_none()
         self.train(base.training)
 
-    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(rank, in) and (out, rank)."""
-        return (rank, self.in_features), (self.out_features, rank)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # nn.Linear's name for it
         output = super().forward(input)
         if self.joined is not None:
