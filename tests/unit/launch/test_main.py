@@ -169,11 +169,6 @@ def test_what_killed_programs_leave_outside_of_the_folder_is_known(tmp_path: Pat
     assert [folder.name for folder in others] == [spool_name(tmp_path, "127.0.0.1:8001")] * 2
 
 
-def test_host_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["--output-dir", str(tmp_path), "--trainer.server.host", "192.0.2.1", "--trainer.server.insecure"]
-    assert run_main(monkeypatch, *argv) == 2
-
-
 def test_a_trainer_goes_on_from_what_this_run_has_written(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path, since_s=0.0) is None
     for step, age_s in ((9, 100.0), (2, 10.0), (4, 0.0)):

@@ -6,9 +6,6 @@ from pydantic import ValidationError
 
 from meshrl.algorithms.losses import LossInputs
 from meshrl.algorithms.objective import Normaliser
-from meshrl.core.config import load_config
-from meshrl.core.config.dump import dump_toml
-from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loss_config import CONSTANTS, NORMALISERS, LossConfig
 from meshrl.trainer.objectives import build_objective
 
@@ -103,9 +100,3 @@ def test_a_fixed_length_goes_with_its_normaliser() -> None:
     assert "loss.fixed_length goes with loss.normaliser fixed" in refusal(normaliser="fixed")
     assert "got 5 with token; set both or neither" in refusal(fixed_length=5)
     assert "got 5 with sequence" in refusal(type="gspo", fixed_length=5)
-
-
-def test_a_resolved_configuration_loads_again(tmp_path) -> None:
-    resolved = TrainerConfig(loss=LossConfig(type="grpo", clip_high=0.28))
-    dump_toml(resolved, tmp_path / "trainer.toml")
-    assert load_config(TrainerConfig, ["@", str(tmp_path / "trainer.toml")], prog="trainer").loss == resolved.loss
