@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ledger_audit import audit
-from mesh_run import WITH_WORKERS, Run
+from mesh_run import WITH_WORKERS, Run, check_kill
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(900)]
 MAX_OFF_POLICY_STEPS = 8  # the default
 
 
@@ -23,12 +26,13 @@ MAX_OFF_POLICY_STEPS = 8  # the default
 def finished(start_shared_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
     """Two runs that were started at once and have trained four steps, by their levels of asynchrony.
 
-    The second has an authority of its own: its programs speak TLS. Its environments play in a worker.
+    Environments of the first play in a worker. The second has an authority of its own: its programs speak TLS. Its
+    steps are large enough to be seen in the mismatch.
     """
     flags = ("--max-steps", "4", "--ckpt.interval", "2", "--max-async-level")
     folder = tmp_path_factory.mktemp("runs")
     Authority.create(folder / "level_2" / "credentials", "main")  # as `meshrl run init` does
-    more = {0: (), 2: WITH_WORKERS}
+    more = {0: WITH_WORKERS, 2: ("--trainer.optim.lr", "1e-2")}
     runs = {
         level: start_shared_run(*flags, str(level), *more[level], output_dir=folder / f"level_{level}")
         for level in more
@@ -100,10 +104,29 @@ def test_kept_rollouts_have_the_logprobs_of_the_weights_that_trained_them(finish
             assert gaps == pytest.approx([own[place - 1] - sample["logprobs"][place] for place in sampled], abs=1e-4)
 
 
-def test_a_run_is_resumed_by_the_next_one(finished: dict[int, Run], start_shared_run: Callable[..., Run]) -> None:
+def test_the_noise_floor_of_a_run_is_below_its_mismatch(finished: dict[int, Run]) -> None:
+    """`meshrl doctor --drift`: at learning rate 0 the mismatch is noise alone."""
+    command = [sys.executable, "-m", "meshrl.cli.main", "doctor", "--drift", "--steps", "2", "--json"]
     output_dir = finished[2].output_dir
-    second = start_shared_run("--max-steps", "6", "--ckpt.resume-step", "-1", *WITH_WORKERS, output_dir=output_dir)
-    assert second.finish() == 0, second.console.read_text()
-    assert second.steps() == [1, 2, 3, 4, 5, 6]
+    done = subprocess.run(
+        [*command, "--vary", "trainer.model.attn=sdpa", "-o", str(output_dir)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    own, changed = json.loads(done.stdout)
+    assert (own["steps"], own["changed"], changed["changed"]) == (2, "-", "trainer.model.attn=sdpa")
+    assert changed["kernel"] == "sdpa"
+    assert own["most_abs"] < 1e-4 < own["before"], "rollouts of older versions differ more than engine and trainer"
+    assert {path.name for path in (output_dir / "drift").iterdir()} == {"1", "2"}
+
+
+def test_a_run_is_resumed_by_the_next_one_which_ends_when_its_rollout_program_is_killed(
+    finished: dict[int, Run], start_shared_run: Callable[..., Run]
+) -> None:
+    output_dir = finished[2].output_dir
+    second = start_shared_run("--max-steps", "500", "--ckpt.resume-step", "-1", *WITH_WORKERS, output_dir=output_dir)
+    second.wait_for(lambda: len(second.steps()) >= 6)
+    assert second.steps()[:6] == [1, 2, 3, 4, 5, 6]
     assert "resumed" in second.log("trainer")
+    check_kill(second, "rollout")
     assert audit(output_dir).violations == ()
