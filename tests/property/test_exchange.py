@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from meshrl.orchestrator.exchange.calls import CallBook, OpenCall
+from meshrl.orchestrator.exchange.worker import CallBook, OpenCall
 from meshrl.rollout.exchange.outbox import Outbox, SpooledEvent
 from meshrl.rollout.exchange.spool import ResultSpool
 

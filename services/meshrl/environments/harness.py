@@ -129,31 +129,11 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def session(
-        self,
-        ctx: ModelContext,
-        trace: Trace,
-        runtime: Runtime,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: TaskData,
-        tool_interception_url: str | None = None,
-    ) -> HarnessSession:
-        return ChatSession(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+    async def session(self, *given: Any, **named: Any) -> HarnessSession:
+        return ChatSession(self, *given, **named)
 
-    async def launch(
-        self,
-        ctx: ModelContext,
-        trace: Trace,
-        runtime: Runtime,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: TaskData,
-        tool_interception_url: str | None = None,
-    ) -> ProgramResult:
-        session = ChatSession(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+    async def launch(self, *given: Any, **named: Any) -> ProgramResult:
+        session = ChatSession(self, *given, **named)
         try:
             return await session.segment(None)
         finally:

@@ -16,10 +16,9 @@ from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.core.telemetry.tracing import EVALUATION_SPAN
 from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
-from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, eval_metrics
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
-from meshrl.sampling.scores import eval_metrics
 from meshrl.wire.trace import current_traceparent
 from meshrl.wire.types import EnvironmentInfo, Sampling
 

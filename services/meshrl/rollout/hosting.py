@@ -111,10 +111,10 @@ class HostedEnvironment:
             stack.push_async_callback(tools.close)
             self._gives_tokens = isinstance(client, EngineClient)
             if isinstance(client, EngineClient):
-                self._host = HarnessHost(http, client.doing, client.turns, tools)
+                self._host = HarnessHost(http, client.book.doing, client.turns, tools)
                 self._pace = client.pace
             else:  # a harness may then read a completion as it is made
-                self._host = HarnessHost(http, client.doing, tools=tools)
+                self._host = HarnessHost(http, client.book.doing, tools=tools)
                 self._endpoint = EvalClientConfig(base_url="http://chat-servers.invalid/v1", api_key_var="")
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
             self.env._interception = EngineInterception(self.env._interception, client, self._endpoint)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 from loguru import logger
 
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.clock import Clock
 from meshrl.core.waiting import Pulse
-from meshrl.sampling.clients import RolloutServiceClient
 from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, describe_hosts, differing
 from meshrl.sampling.retry import RunError, failed
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import EnvironmentInfo
+from meshrl.wire.types import EnvironmentInfo, RolloutEvent, RolloutRequest, RolloutStatus
 
 WATCH_S = 1.0
 """Between two looks at a service."""
@@ -37,6 +37,28 @@ START_GRACE_S = 10.0
 
 _NUMBER = re.compile(r"\d+")
 _BAD_ENDS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
+
+
+class RolloutServiceClient(Protocol):
+    """A `RolloutClient`, or a worker that has dialled in. Methods raise MeshError as those of `RolloutClient` do."""
+
+    address: str
+
+    async def wait_until_serving(
+        self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None
+    ) -> None: ...
+
+    async def why_not_serving(self, deadline_s: float) -> str: ...
+
+    async def list_environments(self, deadline_s: float | None = None) -> tuple[EnvironmentInfo, ...]: ...
+
+    async def get_status(self, deadline_s: float | None = None) -> RolloutStatus: ...
+
+    def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]: ...
+
+    async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int: ...
+
+    async def close(self) -> None: ...
 
 
 class RolloutPool:

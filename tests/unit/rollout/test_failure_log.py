@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from loguru import logger
 
-from meshrl.rollout.failure_log import FailureLog
+from meshrl.rollout.trouble_log import FailureLog
 from meshrl.wire.types import RolloutFailure
 
 

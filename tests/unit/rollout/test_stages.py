@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.rollout.deadlines.stages import RolloutStage, StageKind, overdue, shortest_s
-from meshrl.rollout.deadlines.waiting_report import WaitingReport
+from meshrl.rollout.trouble_log import WaitingReport
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import pytest
 
-from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
-from meshrl.sampling.scores import eval_metrics
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, eval_metrics
 from meshrl.wire.types import Rollout
 
 

@@ -70,7 +70,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         self.engines = EngineTable(urls, config.pool)
         self.on_look: Callable[[], None] = lambda: None  # nothing about such a server is found out by looking
         self._config = config
-        self._book = book
+        self.book = book
         self._tracer = tracer
         timeout = ClientTimeoutConfig(connect=config.connect_deadline_s, read=config.call_deadline_s)
         self._clients: dict[str, EvalClient] = {}
@@ -138,18 +138,8 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         """Another request of a harness, such as one that counts tokens. Raises ProviderError."""
         return await self._ask(Session(), lambda client: client.relay_aux(dialect, route, body, headers))
 
-    def doing(self, session_id: str, what: str) -> None:
-        """Notes what the agent's harness waits for; "" when that is over."""
-        if (session := self._book.get(session_id)) is not None:
-            session.doing = what
-
-    def reachable(self, session_id: str) -> None:
-        """The agent has got the address for its model calls; its tool servers start next."""
-        if (session := self._book.get(session_id)) is not None:
-            session.reachable = True
-
     def _session(self, session_id: str | None) -> Session:
-        return self._book.get(session_id or "") or Session()
+        return self.book.get(session_id or "") or Session()
 
     async def _ask(self, session: Session, call: Callable[[EvalClient], Awaitable[AnswerT]]) -> AnswerT:
         """Makes a call at the least loaded server, and again for `failover_s` where another try may help."""

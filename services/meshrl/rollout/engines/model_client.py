@@ -12,7 +12,6 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from opentelemetry.trace import SpanKind, Tracer
@@ -28,6 +27,7 @@ from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
 from meshrl.core.waiting import Pace
 from meshrl.rollout.engines.answers import SampledCompletion, read
+from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.logprobs_mode import reshaping
 from meshrl.rollout.engines.router import EngineRefusedError, EngineRouter
 from meshrl.rollout.engines.sessions import Call, Session, SessionBook
@@ -52,7 +52,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         self._renderer = renderer
         self._tracer = tracer
         self._router = router
-        self._book = book
+        self.book = book
         self._seq_len = seq_len
         self.pace = Pace()
 
@@ -95,7 +95,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         tools: list[Tool] | None,
         tail: list[Message],
     ) -> Response:
-        session = self._book.get(session_id) or Session()
+        session = self.book.get(session_id) or Session()
         wire_tools = [tool_to_wire(tool) for tool in tools] if tools else None
         if wire_tools and not self._renderer.supports_tools:
             raise ProviderError(
@@ -199,38 +199,22 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         )
         return sampled
 
-    def doing(self, session_id: str, what: str) -> None:
-        """Notes what the agent's harness waits for; "" when that is over."""
-        if (session := self._book.get(session_id)) is not None:
-            session.doing = what
-
-    def reachable(self, session_id: str) -> None:
-        """The agent has got the address for its model calls; its tool servers start next."""
-        if (session := self._book.get(session_id)) is not None:
-            session.reachable = True
-
     def take_here(self, run: RolloutSession) -> None:
         """The turns of an agent's run are to be taken in this process."""
-        if (session := self._book.get(run.trace.id)) is not None:
+        if (session := self.book.get(run.trace.id)) is not None:
             session.turns = DirectTurns(run, self)
 
     def turns(self, session_id: str) -> DirectTurns | None:
         """What takes an agent's turns in this process; None where they go over HTTP."""
-        session = self._book.get(session_id)
+        session = self.book.get(session_id)
         return None if session is None else session.turns
-
-
-class PolicyTurns(Protocol):
-    """Samples the policy's turns, and is notified when an agent has got the address for them."""
-
-    def reachable(self, session_id: str) -> None: ...
 
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
     """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client.
     `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration."""
 
-    def __init__(self, inner: Interception, client: PolicyTurns, endpoint: TrainClientConfig) -> None:
+    def __init__(self, inner: Interception, client: EngineClient | ChatServers, endpoint: TrainClientConfig) -> None:
         super().__init__()
         self._inner = inner
         self._endpoint = endpoint
@@ -242,7 +226,7 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
         ours = session.ctx.client == self._endpoint  # an agent with an endpoint of its own keeps it
-        self._client.reachable(session.trace.id)
+        self._client.book.reachable(session.trace.id)
         if ours and isinstance(self._client, EngineClient) and plays_in_process(session):
             self._client.take_here(session)
         async with self._inner.acquire(session) as slot:

@@ -133,5 +133,15 @@ class SessionBook:
     def close(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
 
+    def doing(self, session_id: str, what: str) -> None:
+        """Notes what the agent's harness waits for; "" when that is over."""
+        if (session := self.get(session_id)) is not None:
+            session.doing = what
+
+    def reachable(self, session_id: str) -> None:
+        """The agent has got the address for its model calls; its tool servers start next."""
+        if (session := self.get(session_id)) is not None:
+            session.reachable = True
+
     def __len__(self) -> int:
         return len(self._sessions)

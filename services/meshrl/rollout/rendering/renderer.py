@@ -8,10 +8,14 @@ sampled. Only here is a tokenizer loaded, and with it transformers; torch comes 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 from loguru import logger
 from renderers.base import MODEL_RENDERER_MAP, ParsedResponse, RenderedTokens, Renderer, load_tokenizer
 from verifiers.v1.dialects.chat import message_to_wire
@@ -23,7 +27,6 @@ from meshrl.core.config import ConfigError
 from meshrl.models.renderers import RendererError, make_renderer
 from meshrl.rollout.rendering.content import tell_content
 from meshrl.rollout.rendering.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
-from meshrl.rollout.rendering.shown_prompts import show_prompts
 from meshrl.rollout.rendering.tokenizer_folders import known_class, load_known
 from meshrl.wire.errors import MeshError, Reason
 
@@ -171,3 +174,32 @@ def _create(loaded: object, tokenizer: str, options: Mapping[str, object]) -> Re
             ) from error
         logger.info("no renderer is made for {}; its chat template renders", tokenizer)
         return make(default)
+
+
+def show_prompts(renderer: Renderer, tokenizer: Any, count: int) -> None:
+    """Has the renderer log its first `count` prompts, as `sft` shows its first rows."""
+    render, left = renderer.render, count
+
+    @functools.wraps(render)
+    def shown(messages: Any, **options: Any) -> RenderedTokens:
+        nonlocal left
+        rendered = render(messages, **options)
+        if left and options.get("add_generation_prompt"):
+            left -= 1
+            logger.info("{}", described(rendered, messages, tokenizer, type(renderer).__name__))
+        return rendered
+
+    renderer.render = shown
+
+
+def described(rendered: RenderedTokens, messages: Sequence[Mapping[str, object]], tokenizer: Any, renderer: str) -> str:
+    """A prompt as text: a line for each message and each piece of markup between them, with its tokens."""
+    lines = [f"a prompt of {len(rendered.token_ids)} tokens by {renderer}:"]
+    places = np.array(rendered.message_indices, dtype=np.int64)
+    for start, end in pairwise([0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]):
+        place = int(places[start])
+        whose = "markup" if place < 0 else f"message {place} ({messages[place]['role']})"
+        token_ids = rendered.token_ids[start:end]
+        text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        lines.append(f"  {whose}, tokens {start} to {end - 1}: {text!r:.2000} {token_ids!s:.2000}")
+    return "\n".join(lines)

@@ -32,8 +32,8 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.deadlines.waiting_report import log_waiting
 from meshrl.rollout.rendering.tokenizer_folders import known_class
+from meshrl.rollout.trouble_log import log_waiting
 from meshrl.rollout.workers.blame import NOBODY, Culprit, Fault
 from meshrl.rollout.workers.link import FrameKind, Link
 from meshrl.v1 import rollout_pb2 as pb

@@ -1,0 +1,117 @@
+"""Logs rollouts that fail, and those that wait for long.
+
+`group_runner` reports each failure. A server or an environment that is broken fails hundreds in the same way: the first
+of a kind is logged at once, those like it at level DEBUG and as a count, once a minute. Every failure goes to the
+caller with its own message as well. The longest waits are logged by environment and stage, once a minute at most; what
+a worker process plays is reported by the worker, and logged by its front.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from loguru import logger
+
+from meshrl.rollout.deadlines.stages import RolloutStage
+from meshrl.wire.trace import trace_id_of
+from meshrl.wire.types import RolloutFailure
+
+SAY_EVERY_S = 60.0
+NUMBER = re.compile(r"[0-9a-f-]*\d[0-9a-f-]*")
+"""What differs between messages of one kind: seconds, ports, ids."""
+
+
+@dataclass
+class _Kind:
+    """Failures of one environment whose messages differ in numbers alone. `last` is one that was not logged yet."""
+
+    logged_s: float
+    unlogged: int = 0
+    last: RolloutFailure | None = None
+
+
+class FailureLog:
+    """Counts failures by environment, reason and message. Times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str, str], _Kind] = {}
+
+    def add(self, environment: str, failure: RolloutFailure, now_s: float) -> None:
+        """A rollout has failed."""
+        kind = self._kinds.get(key := (environment, failure.reason, NUMBER.sub("", failure.message)))
+        trace_id = trace_id_of(failure.traceparent)
+        bound = logger.bind(env=environment, **({"trace_id": trace_id} if trace_id else {}))
+        said = "rollout {} of {} failed: {}: {}"
+        named = failure.rollout_id, environment, failure.reason, failure.message
+        if kind is None:
+            self._kinds[key] = _Kind(now_s)
+            bound.warning(said, *named)
+            return
+        kind.unlogged, kind.last = kind.unlogged + 1, failure
+        bound.debug(said, *named)
+
+    def log_counts(self, now_s: float, *, every_s: float = SAY_EVERY_S) -> None:
+        """Counts the failures not logged yet, of each kind whose last line is `every_s` old."""
+        for key, kind in list(self._kinds.items()):
+            if now_s - kind.logged_s < every_s:
+                continue
+            if kind.last is None:
+                del self._kinds[key]  # the next one is said at once again
+                continue
+            environment = key[0]
+            logger.bind(env=environment).warning(
+                "{} more rollouts of {} failed in that way, the last with {}: {}",
+                kind.unlogged, environment, kind.last.reason, kind.last.message,
+            )  # fmt: skip
+            self._kinds[key] = _Kind(now_s)
+
+
+LOOK_EVERY_S = 5.0
+LONG_S = 30.0
+MOST_NAMED = 3
+
+
+@dataclass
+class _Waiting:
+    """Rollouts of one environment that have been in one stage for long."""
+
+    count: int = 0
+    longest_s: float = 0.0
+
+
+def log_waiting(environment: str, line: str) -> None:
+    """Logs a line about an environment, to its own log as well."""
+    logger.bind(env=environment).warning("{}", line)
+
+
+class WaitingReport:
+    """Remembers when it reported last. Times are of one clock, in seconds; `say` gets an environment and a line."""
+
+    def __init__(self, say: Callable[[str, str], None] = log_waiting) -> None:
+        self._say = say
+        self._said_s = float("-inf")
+
+    def look(self, doing: Iterable[tuple[str, RolloutStage]], now_s: float) -> None:
+        """`doing` is each rollout that is being played: its environment and its stage."""
+        if now_s - self._said_s < SAY_EVERY_S:
+            return
+        waits: dict[tuple[str, str], _Waiting] = {}
+        for environment, stage in doing:
+            seconds = stage.seconds(now_s)
+            if seconds < LONG_S or stage.worker:
+                continue
+            wait = waits.setdefault((environment, stage.what), _Waiting())
+            wait.count += 1
+            wait.longest_s = max(wait.longest_s, seconds)
+        if not waits:
+            return
+        self._said_s = now_s
+        ordered = sorted(waits.items(), key=lambda item: item[1].longest_s, reverse=True)
+        for (environment, what), wait in ordered[:MOST_NAMED]:
+            self._say(
+                environment,
+                f"waiting for environment {environment}: {wait.count} rollouts {what}, the longest for"
+                f" {wait.longest_s:.0f} s; its deadlines (setup_s, turn_s, scoring_s, rollout_s) would end them",
+            )
