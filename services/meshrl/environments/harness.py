@@ -72,11 +72,8 @@ class Turns(Protocol):
 @dataclass(frozen=True)
 class HarnessHost:
     """What the process that hosts the harness gives its conversations: connections, which they leave open, and a
-    listener.
-
-    `doing(trace_id, what)` gets what a conversation waits for besides the model, and "" when that is over.
-    `turns(trace_id)` takes its turns; None where they go over HTTP. `tools` are connections to its tool servers.
-    """
+    listener. `doing(trace_id, what)` gets what a conversation waits for besides the model, and "" when that is over.
+    `turns(trace_id)` takes its turns; None where they go over HTTP. `tools` are connections to its tool servers."""
 
     http: aiohttp.ClientSession
     doing: Callable[[str, str], None]
@@ -89,11 +86,9 @@ _HOST: ContextVar[HarnessHost | None] = ContextVar("harness_host", default=None)
 
 def open_connections() -> aiohttp.ClientSession:
     """Connections to an interception server, kept open from one call to the next; as many as there are calls at once.
-
     There is no deadline for connecting but the kernel's: the server is in this very process, so the kernel connects or
     refuses at once, and a deadline of the event loop would only find out how busy the loop is. The rollout's own
-    deadline ends a call.
-    """
+    deadline ends a call."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
@@ -178,11 +173,9 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         return await self.segment(messages)
 
     async def segment(self, messages: Messages | None) -> ProgramResult:
-        """Adds the user's messages and talks to the model until it answers without calling a tool.
-
-        Returns success also when a limit or stop of the rollout ended the conversation; raises HarnessError when a
-        model call failed, InterceptionError when the interception server cannot be reached.
-        """
+        """Adds the user's messages and talks to the model until it answers without calling a tool. Returns success also
+        when a limit or stop of the rollout ended the conversation; raises HarnessError when a model call failed,
+        InterceptionError when the interception server cannot be reached."""
         if self._http is None:
             await self._open()
         self._add(*map(message_to_wire, messages or ()))

@@ -18,7 +18,6 @@ from meshrl.core.config.shared import (
     refuse_repeated_names,
 )
 from meshrl.core.private_folders import ReadableBy
-from meshrl.rollout.exchange.config import ExchangeLinkConfig
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 """vLLM's names for logprobs after and before temperature and cuts."""
@@ -67,6 +66,23 @@ class ClientConfig(BaseConfig):
     failover_s: float = Field(default=30.0, gt=0.0)
     """How long a model call looks for an engine before its rollout fails, and how long an engine may be silent before
     the calls that wait for it move to others."""
+
+
+class ExchangeLinkConfig(BaseConfig):
+    """Where to dial in, and under which name."""
+
+    address: str = Field(min_length=1)
+    """host:port of the orchestrator's RolloutExchange (its orchestrator.exchange.port)."""
+
+    name: str = Field(default="", max_length=256)
+    """Name of this worker: the same at every start, and unique. Empty: the name of its host."""
+
+    spool: Path | None = None
+    """File of the results that the orchestrator has not acknowledged; None is `exchange/NAME.sqlite` in output_dir."""
+
+    spool_max_mib: float = Field(default=256.0, gt=0.0)
+    """MiB of unacknowledged results above which the worker takes no new groups. It still keeps the results of its
+    current ones."""
 
 
 class RolloutConfig(BaseConfig):

@@ -82,13 +82,11 @@ class GroupRunner:
         router.on_look = self._follow_engines
 
     async def run(self, request: RolloutRequest, emit: Emit) -> None:
-        """Plays a group: `emit` gets each rollout or failure as it ends, then the summary.
-
-        The deadline counts from this call. A group that passes it ends with failures and its summary, also where it
-        still waits for its task or an engine. Cancelling the call cancels what still runs. Raises MeshError
-        UNKNOWN_ENVIRONMENT, UNKNOWN_TASK, INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING,
-        DUPLICATE_REQUEST or OVERLOADED before the first event, and what `emit` raises.
-        """
+        """Plays a group: `emit` gets each rollout or failure as it ends, then the summary. The deadline counts from
+        this call. A group that passes it ends with failures and its summary, also where it still waits for its task or
+        an engine. Cancelling the call cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
+        INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
+        first event, and what `emit` raises."""
         arrived = self._clock()
         try:
             running = await self._admit(request, emit)
@@ -160,10 +158,8 @@ class GroupRunner:
         )
 
     async def drain(self, grace_s: float | None) -> int:
-        """Admits no more groups, gives those that run `grace_s` seconds (None: any number), then cancels them.
-
-        Returns how many rollouts were cancelled.
-        """
+        """Admits no more groups, gives those that run `grace_s` seconds (None: any number), then cancels them. Returns
+        how many rollouts were cancelled."""
         self._table.draining = True
         try:
             async with asyncio.timeout(grace_s):

@@ -53,12 +53,10 @@ class AdmittedGroup:
 
 
 class GroupTable:
-    """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting.
-
-    A free place goes to the run that has the fewest rollouts running, and to the oldest group of it. `max_per_run`: how
-    many rollouts of one run may run and wait; None: as many as of all. `one_call_a_group`: refuse a group_id that runs.
-    False for a worker process, which gets a call for each rollout.
-    """
+    """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting. A free place
+    goes to the run that has the fewest rollouts running, and to the oldest group of it. `max_per_run`: how many
+    rollouts of one run may run and wait; None: as many as of all. `one_call_a_group`: refuse a group_id that runs.
+    False for a worker process, which gets a call for each rollout."""
 
     def __init__(
         self,
@@ -142,10 +140,8 @@ class GroupTable:
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
-        """Moves waiting rollouts into free places, and returns them.
-
-        Called after every rollout that ends, so it looks at no group but those that it starts from.
-        """
+        """Moves waiting rollouts into free places, and returns them. Called after every rollout that ends, so it looks
+        at no group but those that it starts from."""
         started: list[tuple[AdmittedGroup, int]] = []
         for _ in range(min(self.max_concurrent - self.running, self.queued)):
             group = next(iter(min(self._waiting.items(), key=lambda item: self._running_of[item[0]])[1].values()))

@@ -230,12 +230,10 @@ def _option_problem(taskset: str, problem: ErrorDetails) -> tuple[tuple[str, ...
 
 
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, object]:
-    """The `[env]` block of verifiers for one entry of ours.
-
-    `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`). A
-    registered family of tasksets gets the name of one behind a colon (`reasoning_gym:leg_counting`). In `args`, names
-    of agents and of environment options (timeout, retries, ...) go to the environment, all others to the taskset.
-    """
+    """The `[env]` block of verifiers for one entry of ours. `id` is a taskset, or `environment+taskset` to play a
+    taskset with another environment (`user-sim+my-taskset`). A registered family of tasksets gets the name of one
+    behind a colon (`reasoning_gym:leg_counting`). In `args`, names of agents and of environment options (timeout,
+    retries, ...) go to the environment, all others to the taskset."""
     env_id, _, taskset_id = config.id.rpartition("+")
     taskset_id, choice = split_choice(taskset_id)
     taskset_id = plugin_id(taskset_id)

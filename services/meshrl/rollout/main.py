@@ -23,11 +23,10 @@ from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.environments.plugins import NAMESAKES
 from meshrl.prime_rl import PrimeRLKeys
-from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.config import ExchangeLinkConfig, RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
 from meshrl.rollout.engines.sessions import SessionBook
-from meshrl.rollout.exchange.config import ExchangeLinkConfig
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.group_runner import GroupRunner

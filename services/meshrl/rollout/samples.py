@@ -87,10 +87,8 @@ def _failure(env: Env, episode: Episode, sessions: Mapping[str, Session]) -> Mes
 
 def _no_number(env: Env, trace: Trace, message: str) -> str:
     """A sentence for a reward or metric that returned no number, with its place in the source; empty for other errors.
-
     verifiers makes a float of each in turn, and keeps None for those that it has not come to. A function that returns
-    several by name has no entry of its own, so that beside one the name is not known.
-    """
+    several by name has no entry of its own, so that beside one the name is not known."""
     told, task_type = _NO_FLOAT.search(message), type(env.taskset).task_type()
     values = {**trace.metrics, **trace.rewards}
     name = next((name for name, value in values.items() if value is None), None)
@@ -155,12 +153,9 @@ def samples_of(
     temperature: float,
     routes_of: Callable[[NDArray[np.int32]], Routes | None] | None = None,
 ) -> tuple[Sample, ...]:
-    """One sample for each branch of a trace in which the policy sampled a token.
-
-    A token that several branches share is trained in the first of them only. `routes_of` gives the routes of a
-    sequence, where they are kept. Raises MeshError INTERNAL when a sampled
-    token has no model call that accounts for its version.
-    """
+    """One sample for each branch of a trace in which the policy sampled a token. A token that several branches share is
+    trained in the first of them only. `routes_of` gives the routes of a sequence, where they are kept. Raises MeshError
+    INTERNAL when a sampled token has no model call that accounts for its version."""
     unclaimed = list(calls)
     spans_of_node: dict[int, tuple[VersionSpan, ...]] = {}
     trained: set[int] = set()

@@ -39,12 +39,10 @@ class GroupStreams:
         self._streams: dict[str, _GroupStream] = {}
 
     async def follow(self, request: RolloutRequest) -> AsyncGenerator[bytes, None]:
-        """Plays a group, or with `after_seq` attaches to it again, and yields its messages in order.
-
-        Raises what `GroupRunner.run` raises. DUPLICATE_REQUEST is for a request_id that is known, without `after_seq`
-        or with another group. REVISION_EXPIRED is for messages behind `after_seq` that are gone. CANCELLED ends the
-        call when another one attaches.
-        """
+        """Plays a group, or with `after_seq` attaches to it again, and yields its messages in order. Raises what
+        `GroupRunner.run` raises. DUPLICATE_REQUEST is for a request_id that is known, without `after_seq` or with
+        another group. REVISION_EXPIRED is for messages behind `after_seq` that are gone. CANCELLED ends the call when
+        another one attaches."""
         for other in list(self._streams.values()):
             is_same = other.request.request_id == request.request_id
             if other.reader is None and other.request.group_id == request.group_id and not is_same:

@@ -88,10 +88,8 @@ class RolloutGroup:
 
 def eval_metrics(name: str, groups: Sequence[RolloutGroup], *, k: int, pass_threshold: float) -> dict[str, float]:
     """`eval/{name}/avg@k` is the mean reward; `pass@k` the share of tasks with a reward of at least `pass_threshold`.
-
     Both are over the `scored` rollouts of those `asked` for: a task without one counts for neither. `failed` is the
-    share of rollouts that did not finish.
-    """
+    share of rollouts that did not finish."""
     answered = [group for group in groups if group.rollouts]
     rollouts = [rollout for group in answered for rollout in group.rollouts]
     asked = sum(group.ticket.size for group in groups)

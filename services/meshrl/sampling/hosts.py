@@ -81,13 +81,10 @@ class Achievement:
         self._counted_s = now_s
 
     def pace_s(self, unknown_s: float, mean_tokens: float = 0.0) -> float:
-        """Seconds in flight for each rollout that finishes; `unknown_s` stands for one that nothing is known of.
-
-        A rollout counts by its tokens, as so many of `mean_tokens`: who happens to get long ones is not slow. Where
-        no token was sampled (0) each counts as one.
-        A service that fails many finishes few for its time, and the share that it fails counts once more: a service
-        that fails everything at once must not draw all groups to itself.
-        """
+        """Seconds in flight for each rollout that finishes; `unknown_s` stands for one that nothing is known of. A
+        rollout counts by its tokens, as so many of `mean_tokens`: who happens to get long ones is not slow. Where no
+        token was sampled (0) each counts as one. A service that fails many finishes few for its time, and the share
+        that it fails counts once more: a service that fails everything at once must not draw all groups to itself."""
         share = (self.finished + 1.0) / (self.finished + self.failed + 1.0)
         made = self.tokens / mean_tokens if mean_tokens > 0.0 else self.finished
         return (self.busy_s + unknown_s) / (made + 1.0) / share
@@ -192,12 +189,10 @@ class HostTable:
         avoid: Collection[str] = (),
         min_version: int | None = None,
     ) -> RolloutHost | None:
-        """Where a group of `size` rollouts is expected to be over first; None while none takes it.
-
-        A service is expected to need (what it has + size) rollouts times its pace. One that is not serving, that has
-        refused until a later time, or whose address is in `avoid` is passed over. So is one in quarantine, and one
-        whose engines are known to be older than `min_version`, as long as others serve.
-        """
+        """Where a group of `size` rollouts is expected to be over first; None while none takes it. A service is
+        expected to need (what it has + size) rollouts times its pace. One that is not serving, that has refused until a
+        later time, or whose address is in `avoid` is passed over. So is one in quarantine, and one whose engines are
+        known to be older than `min_version`, as long as others serve."""
         hosting = self.hosting(environment)
         open_to = [
             host

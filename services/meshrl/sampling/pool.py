@@ -64,8 +64,7 @@ class RolloutServiceClient(Protocol):
 class RolloutPool:
     """The rollout services at these addresses, and workers that `join`. `unreachable_s`: how long one of the former may
     be away before it is given up. `dial_in`: where workers dial in, and the names of those that must have before a run
-    begins; None where nobody can.
-    """
+    begins; None where nobody can."""
 
     def __init__(
         self,
@@ -120,12 +119,10 @@ class RolloutPool:
     # --- the start --------------------------------------------------------------------------------
 
     async def gather(self, wanted: Collection[str], *, startup_s: float) -> None:
-        """Waits for the services, and asks each for its environments.
-
-        Returns once all serve, or START_GRACE_S after those that do host everything that is `wanted`; of workers that
-        dial in, once those that must have done so have. Raises RunError when something of it is hosted by none of those
-        that came within `startup_s`, naming who came with what.
-        """
+        """Waits for the services, and asks each for its environments. Returns once all serve, or START_GRACE_S after
+        those that do host everything that is `wanted`; of workers that dial in, once those that must have done so have.
+        Raises RunError when something of it is hosted by none of those that came within `startup_s`, naming who came
+        with what."""
         meeting = {asyncio.create_task(self._meet(host, startup_s)) for host in self.table.hosts}
         beat: asyncio.Task[None] | None = None
         try:

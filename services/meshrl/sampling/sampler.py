@@ -68,14 +68,10 @@ class GroupSampler:
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> RolloutGroup:
-        """Returns the group once it is over; what was lost on the way counts as failures of the group.
-
-        With `scores_only` nothing trains on it, so its logprobs may be any; with `conversations` its rollouts hold
-        their messages. A rollout of which `problems_of` finds some counts as failed. Once `is_wanted` is false, the
-        group is not asked for again.
-
-        Raises RunError when no service is there, or one refuses the group for good.
-        """
+        """Returns the group once it is over; what was lost on the way counts as failures of the group. With
+        `scores_only` nothing trains on it, so its logprobs may be any; with `conversations` its rollouts hold their
+        messages. A rollout of which `problems_of` finds some counts as failed. Once `is_wanted` is false, the group is
+        not asked for again. Raises RunError when no service is there, or one refuses the group for good."""
         group = RolloutGroup(ticket=ticket)
         attempts = GroupAttempts(self.pool, ticket, self._deadlines, self._clock)
         began_s = self._clock.now()

@@ -44,11 +44,9 @@ class TrialPlayer:
         self._conversations = conversations
 
     async def play(self, trials: Sequence[Trial], *, version: int | None, on_end: OnEnd) -> None:
-        """Returns once every trial has ended; `on_end` gets each with what came of it, from this event loop.
-
-        `version` is what must have sampled every token; None takes any. Raises RunError when nothing works any more,
-        and whatever `on_end` raises; what ran then is cancelled.
-        """
+        """Returns once every trial has ended; `on_end` gets each with what came of it, from this event loop. `version`
+        is what must have sampled every token; None takes any. Raises RunError when nothing works any more, and whatever
+        `on_end` raises; what ran then is cancelled."""
         waiting = iter(trials)
         running: dict[asyncio.Task[RolloutGroup], Trial] = {}
         failed_in_a_row = 0

@@ -23,11 +23,9 @@ LONG_FIELDS = ("completion", "conversations")
 
 
 class TrialResults:
-    """The results of one command in `folder`, with those of earlier processes of it. A context manager.
-
-    `settings` is what makes results comparable: a folder with others is refused. `clean` deletes what is there, and
-    the files of the folder that `derived` names.
-    """
+    """The results of one command in `folder`, with those of earlier processes of it. A context manager. `settings` is
+    what makes results comparable: a folder with others is refused. `clean` deletes what is there, and the files of the
+    folder that `derived` names."""
 
     def __init__(self, folder: Path, settings: JsonObject, *, clean: bool = False, derived: Sequence[str] = ()) -> None:
         self.rows: list[JsonObject] = []

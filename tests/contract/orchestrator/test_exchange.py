@@ -25,9 +25,9 @@ from meshrl.core.config import ConfigError
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.main import orchestrate
+from meshrl.rollout.config import ExchangeLinkConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
-from meshrl.rollout.exchange.config import ExchangeLinkConfig
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.group_runner import GroupRunner

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from local_ports import free_port
-from meshrl.rollout.exchange.config import ExchangeLinkConfig
+from meshrl.rollout.config import ExchangeLinkConfig
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.wire.errors import MeshError, Reason

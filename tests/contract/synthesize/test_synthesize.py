@@ -20,7 +20,7 @@ from http_servers import chat_answer, serving_http
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.dataset import ConversationDataset, RowFilter
-from meshrl.synthesize.program import Synthesis
+from meshrl.synthesize.main import Synthesis
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import serve_trials
 from meshrl.trials.results import TrialResults

@@ -28,9 +28,8 @@ LOOK_S = 1.0
 
 class RolloutExchange:
     """The server that workers dial. Order of use: `start` before the run waits for its services, `close` at the end.
-
-    Raises ConfigError where it cannot be bound. Without `credentials` it has those that the MESHRL_TLS_ variables name.
-    """
+    Raises ConfigError where it cannot be bound. Without `credentials` it has those that the MESHRL_TLS_ variables
+    name."""
 
     def __init__(self, config: ExchangeConfig, pool: RolloutPool, *, credentials: Credentials | None = None) -> None:
         self.workers: dict[str, DialedInWorker] = {}

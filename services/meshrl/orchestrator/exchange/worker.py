@@ -289,11 +289,9 @@ class DialedInWorker:
         return self._status
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
-        """Yields the rollouts and failures of one group, then its summary, as `RolloutClient.run_rollouts` does.
-
-        What the caller has come back for is acknowledged to the worker. Raises MeshError: the worker's own refusal,
-        OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away for its whole lease.
-        """
+        """Yields the rollouts and failures of one group, then its summary, as `RolloutClient.run_rollouts` does. What
+        the caller has come back for is acknowledged to the worker. Raises MeshError: the worker's own refusal,
+        OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away for its whole lease."""
         if self._stream is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} is away: {await self.why_not_serving(0.0)}")
         if request.group_size > self._room:

@@ -38,11 +38,9 @@ def open_journal(
     writer: Writer | None = None,
 ) -> Journal:
     """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
-
     `session` is that of the configuration, `least_rollouts` the fewest rollouts that a group must have left, by
     training environment. `checkpoints` is whether the trainer saves steps on the way, `saves_last` whether it saves the
-    last one.
-    """
+    last one."""
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)

@@ -44,11 +44,9 @@ class ResumePlan:
 
 
 def goes_on(run: RunRow, *, run_id: str, session: str, epoch: int, trainer_step: int) -> bool:
-    """Whether the last run of a folder goes on with this trainer, or another one begins.
-
-    It goes on with a trainer that has trained (it is alive, or was resumed), that is the process known from before, or
-    that the same launch started. A trainer that starts from nothing begins a run of its own.
-    """
+    """Whether the last run of a folder goes on with this trainer, or another one begins. It goes on with a trainer that
+    has trained (it is alive, or was resumed), that is the process known from before, or that the same launch started. A
+    trainer that starts from nothing begins a run of its own."""
     if run.run_id != run_id:
         return False
     return trainer_step > 0 or epoch == run.epoch or bool(session and session == run.session)

@@ -25,11 +25,8 @@ class LogprobCheck:
 
     def check(self, event: StepEvent, staleness: Mapping[str, float]) -> None:
         """Takes a step that is DONE, with its `mismatch_abs/all/{mean,max}`, and the `off_policy/all/max` of its batch.
-
-        Logs one line for the step that is checked, and nothing for others.
-
-        Raises RunError when they differ and the configuration makes that fatal.
-        """
+        Logs one line for the step that is checked, and nothing for others. Raises RunError when they differ and the
+        configuration makes that fatal."""
         mean, most = (event.metrics.get(f"mismatch_abs/all/{of}") for of in ("mean", "max"))
         if self._done or mean is None or most is None or staleness.get("off_policy/all/max") != 0:
             return

@@ -72,12 +72,10 @@ def step_metrics(
 
 
 def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
-    """One record of the orchestrator's own metrics and of other sources', each by its name.
-
-    The catalogue lists the orchestrator's names. What another source calls the same is entered behind the name
-    of that source (`trainer/progress/tokens`), so that nobody overwrites a total of the run. Names of others come over
-    the wire from whatever is there, and need no declaration.
-    """
+    """One record of the orchestrator's own metrics and of other sources', each by its name. The catalogue lists the
+    orchestrator's names. What another source calls the same is entered behind the name of that source
+    (`trainer/progress/tokens`), so that nobody overwrites a total of the run. Names of others come over the wire from
+    whatever is there, and need no declaration."""
 
     def is_own(name: str) -> bool:
         metric = CATALOGUE.find(name)

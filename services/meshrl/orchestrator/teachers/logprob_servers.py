@@ -57,11 +57,9 @@ class LogprobServers:
         await self.score(np.zeros(2, dtype=np.int32), top_k=top_k)
 
     async def score(self, token_ids: NDArray[np.int32], *, top_k: int = 0) -> TokenScores:
-        """The logprob of each token after those before it, and of the `top_k` likeliest tokens in its place.
-
-        None for the first token, and for those beyond the model's length. Raises RunError when no server answers in
-        `failover_s`, or one cannot do it.
-        """
+        """The logprob of each token after those before it, and of the `top_k` likeliest tokens in its place. None for
+        the first token, and for those beyond the model's length. Raises RunError when no server answers in
+        `failover_s`, or one cannot do it."""
         found = TokenScores(
             logprobs=np.full(len(token_ids), np.nan, dtype=np.float32),
             top_ids=np.full((len(token_ids), top_k), -1, dtype=np.int32) if top_k else None,

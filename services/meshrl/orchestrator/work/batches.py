@@ -65,11 +65,9 @@ def assemble(
     traceparent: str = "",
 ) -> AssembledBatch:
     """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
-
     `streams` decides what each sample trains, `environments` has the most tokens of one sample of each environment, at
-    most `seq_len`, and `min_shared_prefix` is the trainer's TrainerInfo. Raises ValueError when no sample has
-    a token to train on within its length.
-    """
+    most `seq_len`, and `min_shared_prefix` is the trainer's TrainerInfo. Raises ValueError when no sample has a token
+    to train on within its length."""
     env_index = {name: index for index, name in enumerate(environments)}
     samples = [
         _train_sample(
@@ -133,12 +131,9 @@ def _train_sample(
 
 def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
     """Ids of the rollouts to leave out; empty when the refusal is about the batch as a whole, its header for example.
-
     These are the rollouts that break a rule which is known here. If none does, they are all rollouts in the rows that
-    the trainer's error names; if it names no row, all rollouts of the batch.
-
-    `error`: the trainer's answer to the batch. `vocab_size`: the trainer's, None until it is known.
-    """
+    the trainer's error names; if it names no row, all rollouts of the batch. `error`: the trainer's answer to the
+    batch. `vocab_size`: the trainer's, None until it is known."""
     assembled = submitted.assembled
     rollouts = [rollout for ready in submitted.groups for rollout in ready.kept]
     found = {rollout.rollout_id for rollout in rollouts if rollout_problems(rollout, vocab_size=vocab_size)}

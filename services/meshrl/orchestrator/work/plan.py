@@ -229,11 +229,9 @@ class WorkPlan:
         return losses
 
     def take(self) -> list[ReadyGroup] | None:
-        """The groups of the next step, first dispatched first, once there are enough; then the step after is next.
-
-        Call drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it:
-        what it left would be of another version than the next.
-        """
+        """The groups of the next step, first dispatched first, once there are enough; then the step after is next. Call
+        drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it: what
+        it left would be of another version than the next."""
         synchronous = self.law.max_async_level == 0
         if synchronous and self._in_flight:
             return None

@@ -114,11 +114,9 @@ def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -
 
 
 def build_advantage(config: AdvantageConfig) -> Advantage:
-    """The configured advantage, of rewards less the length penalty if there is one.
-
-    Raises RunError, which names the key, for a function that cannot be called; a result that no batch can be made of
-    raises it when the function returns it.
-    """
+    """The configured advantage, of rewards less the length penalty if there is one. Raises RunError, which names the
+    key, for a function that cannot be called; a result that no batch can be made of raises it when the function returns
+    it."""
     if config.import_path is None:
         advantage = ADVANTAGES[config.type]
     else:

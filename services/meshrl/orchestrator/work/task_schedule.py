@@ -57,14 +57,11 @@ class _Stream:
 
 
 class TaskSchedule:
-    """An endless, deterministic sequence of tasks.
-
-    The environment that lags its share most comes next, so after any number of draws each count is within one draw per
-    other environment of its ratio. With `follow_mixture` a draw that was given back does not count, so that the groups
-    that come to something have the ratios; an environment is then drawn at most MOST_DRAWS times as often as its ratio
-    asks for, counted since the process began. Raises ValueError when there is no environment, a ratio is not positive
-    or a taskset is empty.
-    """
+    """An endless, deterministic sequence of tasks. The environment that lags its share most comes next, so after any
+    number of draws each count is within one draw per other environment of its ratio. With `follow_mixture` a draw that
+    was given back does not count, so that the groups that come to something have the ratios; an environment is then
+    drawn at most MOST_DRAWS times as often as its ratio asks for, counted since the process began. Raises ValueError
+    when there is no environment, a ratio is not positive or a taskset is empty."""
 
     def __init__(self, sources: Sequence[TrainSource], *, seed: int, follow_mixture: bool = False) -> None:
         if not sources:

@@ -34,15 +34,10 @@ async def connect_servers(
     *,
     first: int = 0,
 ) -> EngineRouter | ChatServers:
-    """A router that has looked at every engine once, or chat servers; `stack` closes it.
-
-    The engines are those at `urls`, beside those that the weight hub lists where there is one.
-
-    Raises ConfigError for a key without a file, and where every engine refuses the key.
-
-    Among engines that are equally busy the one at place `first` of the list comes first, modulo its length: workers
-    that choose for themselves begin at different ones.
-    """
+    """A router that has looked at every engine once, or chat servers; `stack` closes it. The engines are those at
+    `urls`, beside those that the weight hub lists where there is one. Raises ConfigError for a key without a file, and
+    where every engine refuses the key. Among engines that are equally busy the one at place `first` of the list comes
+    first, modulo its length: workers that choose for themselves begin at different ones."""
     api_key = read_secret(
         "rollout.client.api_key", None, file=client.api_key_file, variable=client.api_key_var,
         environ=os.environ,

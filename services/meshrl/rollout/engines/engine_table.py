@@ -19,11 +19,9 @@ from meshrl.wire.types import EngineEndpoint, RolloutRequest, ServedVersion
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """Which policy may sample: that of `run_id`, from `pool`, and at least `min_version` or exactly `exact_version`.
-
-    An empty run is the engines' only one. `reshaped_by` names settings that change the distribution; with any, logprobs
-    must be of what was sampled from.
-    """
+    """Which policy may sample: that of `run_id`, from `pool`, and at least `min_version` or exactly `exact_version`. An
+    empty run is the engines' only one. `reshaped_by` names settings that change the distribution; with any, logprobs
+    must be of what was sampled from."""
 
     run_id: str = ""
     pool: str = ""

@@ -66,10 +66,8 @@ class _BusyError(Exception):
 
 def version_of(payload: object) -> int | None:
     """Reads the answer of GET /version: None while the engine holds no weights yet, 0 for an engine without versions.
-
-    vLLM reports the version of its own package as a string there; an engine like that serves the weights it was
-    started with.
-    """
+    vLLM reports the version of its own package as a string there; an engine like that serves the weights it was started
+    with."""
     version = payload.get("version", "") if isinstance(payload, dict) else ""
     return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
 
@@ -140,11 +138,8 @@ class EngineRouter:
 
     async def require(self, need: Requirement) -> None:
         """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, or
-        INVALID_REQUEST for an unknown pool.
-
-        While no engine is reachable at all, a request without a version bound is let through: its calls wait for one.
-        Not while every engine refuses this program's key.
-        """
+        INVALID_REQUEST for an unknown pool. While no engine is reachable at all, a request without a version bound is
+        let through: its calls wait for one. Not while every engine refuses this program's key."""
         if need.pool and need.pool not in self.engines.known_pools():
             pools = ", ".join(sorted(repr(pool) for pool in self.engines.known_pools()))
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
@@ -167,12 +162,10 @@ class EngineRouter:
             )
 
     async def generate(self, session: Session, session_id: str, body: bytes, need: Requirement) -> EngineAnswer:
-        """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint.
-
-        Raises MeshError VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or
-        when one broke off an answer, and LOGPROBS_BIASED when none reports logprobs that fit; EngineRefusedError when
-        an engine rejected the request itself.
-        """
+        """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint. Raises MeshError
+        VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or when one broke off
+        an answer, and LOGPROBS_BIASED when none reports logprobs that fit; EngineRefusedError when an engine rejected
+        the request itself."""
         started = time.monotonic()
         last_chance = started + self._config.call_deadline_s
         give_up_at = started + self._config.failover_s
@@ -228,11 +221,8 @@ class EngineRouter:
         )
 
     async def _call(self, engine: KnownEngine, session_id: str, body: bytes, need: Requirement) -> EngineAnswer:
-        """One HTTP call to one engine.
-
-        Raises _UnreachableError, _LockedOutError or _BusyError, after which another engine may be asked, and
-        EngineRefusedError or MeshError ENGINE_FAILED, after which none may.
-        """
+        """One HTTP call to one engine. Raises _UnreachableError, _LockedOutError or _BusyError, after which another
+        engine may be asked, and EngineRefusedError or MeshError ENGINE_FAILED, after which none may."""
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
         if need.run_id:

@@ -29,11 +29,9 @@ AGENT_STRIDE = 0x517CC1B727220A95
 
 @dataclass(frozen=True)
 class Call:
-    """One model call. (start, end, version) spans cover the tokens that it sampled.
-
-    `prompt_version` is the oldest version that computed the prompt, where the first span has another one. `routes` are
-    the experts (N, L, K) of the last N of its `tokens`, prompt and completion, but the very last; None where none came.
-    """
+    """One model call. (start, end, version) spans cover the tokens that it sampled. `prompt_version` is the oldest
+    version that computed the prompt, where the first span has another one. `routes` are the experts (N, L, K) of the
+    last N of its `tokens`, prompt and completion, but the very last; None where none came."""
 
     completion_ids: Sequence[int]
     spans: tuple[tuple[int, int, int], ...]

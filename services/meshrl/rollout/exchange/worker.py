@@ -21,7 +21,7 @@ from meshrl.client.channel import ChannelOptions
 from meshrl.client.exchange import ExchangeClient
 from meshrl.core.telemetry.waits import CountedWait
 from meshrl.core.waiting import Pulse, set_within
-from meshrl.rollout.exchange.config import ExchangeLinkConfig
+from meshrl.rollout.config import ExchangeLinkConfig
 from meshrl.rollout.exchange.outbox import Outbox, SpooledEvent
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.group_runner import GroupRunner

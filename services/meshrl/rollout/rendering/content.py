@@ -46,11 +46,9 @@ def content_mask(
     decode: Callable[[list[int]], str],
     stop_token_ids: Sequence[int],
 ) -> list[bool]:
-    """(T,) true for tokens of content.
-
-    Of an assistant's message that is all up to its stop token, of others the tokens that write its text. Where that
-    text is not found just once, since the template writes it otherwise, all of the message counts as content.
-    """
+    """(T,) true for tokens of content. Of an assistant's message that is all up to its stop token, of others the tokens
+    that write its text. Where that text is not found just once, since the template writes it otherwise, all of the
+    message counts as content."""
     mask = [False] * len(rendered.token_ids)
     lengths = Counter(rendered.message_indices)
     start = 0
@@ -86,11 +84,9 @@ def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]],
 
 
 def tokens_that_write(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
-    """The least number of first tokens that write `count` characters of the `whole` text of all tokens.
-
-    Content fills most of a message, so the search begins at the nearer end and decodes little of a long one. It takes
-    texts of parts to be parts of the text, which not every tokenizer's are: the answer is checked on whole prefixes.
-    """
+    """The least number of first tokens that write `count` characters of the `whole` text of all tokens. Content fills
+    most of a message, so the search begins at the nearer end and decodes little of a long one. It takes texts of parts
+    to be parts of the text, which not every tokenizer's are: the answer is checked on whole prefixes."""
 
     def characters(num_tokens: int) -> int:
         return len(decode(token_ids[:num_tokens]).rstrip(CUT_CHARACTER))

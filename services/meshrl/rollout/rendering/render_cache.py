@@ -87,10 +87,8 @@ def remember_prefixes(renderer: Renderer) -> None:
 
 def quicken(tokenizer: PreTrainedTokenizerBase) -> None:
     """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts and tokens.
-
-    Renderers decode every completion twice and encode the same header three times to read it, and ask six times for
-    the ids of the same marks.
-    """
+    Renderers decode every completion twice and encode the same header three times to read it, and ask six times for the
+    ids of the same marks."""
     decode, encode = tokenizer.decode, tokenizer.encode
     one_by_one = getattr(tokenizer, "_decode", None)
 

@@ -140,12 +140,9 @@ def _can_be_appended(tail: Sequence[WireMessage]) -> bool:
 
 
 def load_renderer(tokenizer: str, options: Mapping[str, object], *, show_rows: int = 0) -> Renderer:
-    """The renderer for a tokenizer (name or folder). Blocks: it may read many megabytes.
-
-    The first `show_rows` prompts are logged. Without options the renderer made for the model is taken, and the
-    tokenizer's own chat template where there is none.
-    Raises ConfigError when the tokenizer cannot be loaded or the options do not name a renderer.
-    """
+    """The renderer for a tokenizer (name or folder). Blocks: it may read many megabytes. The first `show_rows` prompts
+    are logged. Without options the renderer made for the model is taken, and the tokenizer's own chat template where
+    there is none. Raises ConfigError when the tokenizer cannot be loaded or the options do not name a renderer."""
     try:
         known = load_known(tokenizer)
         loaded = load_tokenizer(tokenizer) if known is None else known
