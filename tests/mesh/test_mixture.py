@@ -54,6 +54,19 @@ def test_routes_reach_the_trainer_of_the_recipe_of_qwen3_30b_a3b_at_toy_size(sta
     assert "train without router replay" not in run.log("trainer")
 
 
+def test_a_mixture_learns_from_its_rewards(start_run: Callable[..., Run]) -> None:
+    """All its weights, from random ones: it finds letters that sentences have."""
+    batches = ("--orchestrator.batch-size", "64", "--orchestrator.group-size", "8", "--max-async-level", "0")
+    run = start_run(
+        "--max-steps", "12", "--trainer.optim.lr", "3e-3", "--trainer.enable-router-replay",
+        "--inference.engine", "embedded", *batches,
+    )  # fmt: skip
+    steps = steps_of(run)
+    check_replayed(steps)
+    rewards = [record["reward/all/mean"] for record in steps]
+    assert sum(rewards[-4:]) > 1.4 * sum(rewards[:4])
+
+
 def test_the_recipe_of_gpt_oss_runs_at_toy_size(start_run: Callable[..., Run], tmp_path: Path) -> None:
     tokenizer = create_tokenizer()
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
