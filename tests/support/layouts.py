@@ -62,30 +62,27 @@ ALONE = "one process"
 
 
 class Layout(NamedTuple):
-    """`resumes`: the layouts whose checkpoints it goes on from. `families`: where each factor is shown by itself with
-    all families, one that has it divided in every way stands for them."""
+    """`resumes`: the layouts whose checkpoints it goes on from."""
 
     ranks: int
     sizes: Mapping[str, int]
     resumes: tuple[str, ...] = ()
-    families: tuple[str, ...] = FAMILIES
 
 
 LAYOUTS = {
     "cp2": Layout(2, {"cp": 2}, (ALONE,)),
     "ep2": Layout(2, {"ep": 2}, (ALONE, "cp2")),
     "cp2 x ep2": Layout(2, {"cp": 2, "ep": 2}, ("ep2",)),
-    "cp4": Layout(4, {"cp": 4}, ("ep2",), families=("qwen3_moe",)),
-    "cp2 x dp2": Layout(4, {"cp": 2}, families=("qwen3_moe",)),
-    "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2"), families=("qwen3_moe", "gpt_oss")),
+    "cp4": Layout(4, {"cp": 4}, ("ep2",)),
+    "cp2 x dp2": Layout(4, {"cp": 2}),
+    "ep2 x dp2": Layout(4, {"ep": 2}, (ALONE, "cp2 x ep2")),
     "tp2": Layout(2, {"tp": 2}),
     "tp2 x ep2": Layout(2, {"tp": 2, "ep": 2}, (ALONE, "cp2")),
     "tp2 x dp2": Layout(4, {"tp": 2}, (ALONE,)),
     "cp2 x tp2": Layout(4, {"cp": 2, "tp": 2}),
     "cp2 x tp2 x ep2": Layout(4, {"cp": 2, "tp": 2, "ep": 2}, ("tp2 x ep2", "ep2 x dp2")),
-    "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",), families=("qwen3_moe",)),
+    "hsdp2 x cp2": Layout(4, {"dp_replicate": 2, "cp": 2}, ("ep2 x dp2",)),
 }
-CELLS = [(family, name) for name, layout in LAYOUTS.items() for family in layout.families]
 WITHOUT_EXPERTS = ("tp2", "tp2 x dp2", "cp2 x tp2")  # layouts of dense models alone
 PAIRS = [(earlier, name) for name, layout in LAYOUTS.items() for earlier in layout.resumes]
 PAIRS += [(name, ALONE) for name in LAYOUTS]
@@ -267,7 +264,7 @@ def trainings(folder: Path, names: list[str]) -> dict[str, Any]:
     for name in names:
         sizes = LAYOUTS[name].sizes if name in LAYOUTS else {}
         parallel = RankGroup.start(os.environ, device=torch.device(DEVICE), **sizes)
-        for family in LAYOUTS[name].families if name in LAYOUTS else FAMILIES:
+        for family in FAMILIES:
             for case in CASES:
                 found[f"{family} / {case} / {name}"] = numbers(folder, family, case, name, parallel)
         if name == "tp2":

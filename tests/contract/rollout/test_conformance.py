@@ -8,8 +8,6 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -43,13 +41,6 @@ async def test_our_rollout_service_keeps_every_rule(start_mesh, engine, workers)
     assert report["conforms"] is True
     assert {one["rule"]: one["found"] for one in report["rules"] if one["result"] != "keeps"} == {}
     assert len(report["rules"]) >= 20
-
-
-async def test_a_worker_process_is_a_rollout_service_itself(start_mesh, engine):
-    await start_mesh([engine], env=[{"id": "mesh_echo"}], workers=1)
-    (socket,) = await asyncio.to_thread(lambda: list(Path(get_temp_dir()).glob("worker-*")))
-    broken, _ = await verdict(f"unix:{socket}", "rollout", full=True)
-    assert broken == {}
 
 
 class CountsWrong(RolloutServicer):
