@@ -161,7 +161,7 @@ async def beside(run: Path, seconds: float) -> None:
     address = (await ui.stdout.readline()).decode().split()[1]
     print("| view | s | ui, CPU s | run, CPU s | share |\n|---|---|---|---|---|")
     async with browser_tab() as tab:
-        for view in ("overview", "weights", "environments", "hosts"):
+        for view in ("overview", "timeline", "weights", "environments", "hosts"):
             await tab.open(f"{address}#/0/{view}")
             await asyncio.sleep(WARM_UP_S)
             before = sum(cpu_s(ui.pid)), sum(cpu_s(rl))

@@ -243,13 +243,12 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
             training.checkpointer(folder, name).save()
     found = {key: [step[key] for step in steps] for key in steps[0]}
     replayed = parallel.sum(np.array(training.replayed)).tolist()
-    one_sided = training.step(STEPS, one_sided=True)[0]
+    if name == ALONE or "ep" in LAYOUTS[name].sizes:
+        one_sided = training.step(STEPS, one_sided=True)[0]
+        found["one_sided"] = [one_sided.loss, one_sided.grad_norm]
     return found | {
-        "shares_prefixes": training.shares_prefixes,
-        "replayed": replayed,
-        "one_sided": [one_sided.loss, one_sided.grad_norm],
-        "published": training.published(),
-    }
+        "shares_prefixes": training.shares_prefixes, "replayed": replayed, "published": training.published()
+    }  # fmt: skip
 
 
 def resumed(folder: Path, earlier: str, name: str, parallel: RankGroup) -> dict[str, Any]:

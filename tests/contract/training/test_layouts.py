@@ -40,7 +40,8 @@ def test_a_layout_trains_as_one_process(family: str, case: str, layout: str, fou
         return
     assert here["loss"] == pytest.approx(alone["loss"], abs=1e-5)
     assert here["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-    assert here["one_sided"] == pytest.approx(alone["one_sided"], rel=1e-4, abs=1e-5)
+    if "ep" in LAYOUTS[layout].sizes:
+        assert here["one_sided"] == pytest.approx(alone["one_sided"], rel=1e-4, abs=1e-5)
     given, made = here["replayed"]
     assert given == made
     assert (given > 0) == (family != "qwen3" and case != "gspo")
