@@ -112,6 +112,8 @@ def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
     make_run(tmp_path / "all/b", steps=1)
     assert runs_in(tmp_path / "all") == [tmp_path / "all/a/rl", tmp_path / "all/b"]
     assert runs_in(tmp_path / "all/b") == [tmp_path / "all/b"]
+    (tmp_path / "all/b/run_one/configs").mkdir(parents=True)
+    assert runs_in(tmp_path / "all/b") == [tmp_path / "all/b", tmp_path / "all/b/run_one"]
 
 
 async def test_the_page_and_what_it_asks_for(client: TestClient) -> None:

@@ -20,9 +20,10 @@ DEEPEST = 3
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folder where it is a run's, else those of runs in it. Raises CliError where there is none."""
+    """The folder where it is a run's, and those of runs in its mesh; else those of runs in it. Raises CliError where
+    there is none."""
     if _is_run(folder):
-        return [folder]
+        return [folder, *sorted(path for path in folder.glob("run_*") if _is_run(path))]
     found = [path for depth in range(1, DEEPEST + 1) for path in folder.glob("/".join("*" * depth)) if _is_run(path)]
     if not found:
         raise CliError(f"{folder} holds no run: name the output folder of one, such as outputs/demo/rl")
