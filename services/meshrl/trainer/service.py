@@ -137,11 +137,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         assert reader.header is not None  # finish raises without one
         assert run is not None  # found by the header
         tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
-        if self._quotas is not None:
-            self._quotas.check(tokens)
+        known = run.book.admit(batch.step, reader.header.digest)  # it may have come by another call meanwhile
+        quotas = self._quotas if known is None else None
+        if quotas is not None:
+            quotas.check(tokens)
         answer = run.submit(batch, reader.header.digest)
-        if self._quotas is not None:
-            await self._quotas.charge(tokens)
+        if quotas is not None:
+            await quotas.charge(tokens)
         self._tell_unreplayed(batch)
         return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
 

@@ -1,14 +1,23 @@
 """TrainerService through a real channel: what conformance and the tests of bad input do not look at."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshrl.client.trust import Role, Scope
+from meshrl.core.rpc.guard import CALLER, Caller
+from meshrl.trainer.runs.quotas import Quotas
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.table import RunTable
+from meshrl.trainer.service import TrainerFacts, TrainerServicer
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.wire.convert import batch_to_messages
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import StepState
-from served_trainer import Mesh, batch
+from served_trainer import VOCAB, Mesh, batch
 
 
 async def test_trainer_says_what_it_is(mesh: Mesh) -> None:
@@ -63,3 +72,30 @@ async def test_drain_finishes_the_queue_refuses_more_and_ends_watches(mesh: Mesh
     async with asyncio.timeout(60.0):
         states = [event.state async for event in mesh.client.watch_steps()]
     assert states == [StepState.QUEUED, StepState.RUNNING, StepState.DONE]
+
+
+async def test_a_batch_that_comes_twice_at_once_counts_once_for_its_tenant(tmp_path: Path) -> None:
+    facts = TrainerFacts(
+        world_size=1, dp_size=1, seq_len=32, vocab_size=VOCAB, objective="aipo", model="tiny", max_queued_batches=2
+    )
+    table, quotas = RunTable(StepBook(run_id="main", epoch=1)), Quotas(tmp_path / "quotas.json")
+    servicer, both = TrainerServicer(table, facts, on_drained=lambda: None, quotas=quotas), asyncio.Barrier(2)
+
+    async def upload(step: int, *, waits: bool) -> pb.SubmitBatchResponse:
+        async def stream() -> AsyncIterator[pb.SubmitBatchRequest]:
+            for number, message in enumerate(batch_to_messages(batch(step))):
+                if waits and number == 1:
+                    await both.wait()
+                yield message
+
+        return await servicer.SubmitBatch(stream(), None)
+
+    scope = Scope(runs=("main",), tokens_per_day=10)  # those of one batch
+    before = CALLER.set(Caller(role=Role.TENANT, name="x", account="t1", scope=scope))
+    try:
+        first, second = await asyncio.wait_for(asyncio.gather(upload(1, waits=True), upload(1, waits=True)), 20)
+        assert first == second
+        with pytest.raises(MeshError, match="has trained 10 today"):
+            await upload(2, waits=False)
+    finally:
+        CALLER.reset(before)

@@ -100,6 +100,7 @@ def test_the_folder_of_a_run_has_its_configuration_and_its_log_lines_its_name(tm
         (("--runs.0.session", "x"), "session of run 'short' is that of its mesh; leave it out"),
         (("--runs.1.train.env.0.name", "reverse_text"), "two environments are called 'reverse_text'"),
         (("--no-trainer.model.lora",), "needs trainer.model.lora"),
+        (("--orchestrator.batch-size", "64"), "orchestrator.batch_size is set, but the trainer's own run has no"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -9,6 +9,7 @@ import pytest
 
 from many_runs import load, many_runs
 from meshrl.client.trust import Role, Scope
+from meshrl.core.config import ConfigError
 from meshrl.core.rpc.guard import CALLER, Caller
 from meshrl.trainer.runs.quotas import DAY_S, Quotas
 from meshrl.wire.errors import MeshError, Reason
@@ -43,6 +44,12 @@ async def test_a_tenant_trains_its_tokens_of_a_day_across_a_restart_and_more_the
     await again.charge(100)
     with pytest.raises(MeshError, match="has trained 100 today"):
         again.check(1)
+
+
+def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "quotas.json").write_text('{"day": 1')
+    with pytest.raises(ConfigError, match=r"quotas\.json is damaged: .*; restore it, or delete it"):
+        Quotas(tmp_path / "quotas.json")
 
 
 async def test_callers_without_a_quota_are_not_counted(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from meshrl.launch.config.sections import (
     RunSection,
     WeightsSection,
 )
-from meshrl.launch.config.shared_keys import COMPONENTS, HandedTo, every_component, hand_down
+from meshrl.launch.config.shared_keys import COMPONENTS, HandedTo, every_component, hand_down, handed_down
 from meshrl.launch.gpus import GpuDemand
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.trainer.config import TrainerConfig
@@ -378,6 +378,20 @@ class RLConfig(BaseConfig):
             problems.append(
                 f"trainer.max_concurrent_runs is 1, but {len(self.runs)} run(s) are to be added; set it to"
                 f" {max(2, len(self.runs))}, or leave it out"
+            )
+        shared, usual = set(handed_down(type(self))), type(self.orchestrator)()
+        used = {"services", *(each.key.partition(".")[0] for each in type(self).model_fields["orchestrator"].metadata)}
+        unused = [
+            key
+            for name in sorted(self.orchestrator.model_fields_set - used)
+            if (key := f"orchestrator.{name}") not in shared
+            and getattr(self.orchestrator, name) != getattr(usual, name)
+        ]
+        if unused and not self.feeds_own_run:
+            verb = "is" if len(unused) == 1 else "are"
+            problems.append(
+                f"{', '.join(unused)} {verb} set, but the trainer's own run has no orchestrator here, since"
+                " orchestrator.train.env lists no environment; list one, or set the keys in [[runs]]"
             )
         return problems
 

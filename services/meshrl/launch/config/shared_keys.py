@@ -6,7 +6,7 @@ Each is declared once, in RLConfig, with the component keys that take its value:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -32,6 +32,14 @@ class HandedTo:
 def every_component(key: str) -> tuple[str, ...]:
     """The paths of a key that all components have, and the orchestrators of `runs`."""
     return (*(f"{name}.{key}" for name in COMPONENTS), f"{EVERY_RUN}{key}")
+
+
+def handed_down(section: type[BaseModel]) -> Iterator[str]:
+    """The paths of the keys that take the value of a shared one."""
+    for field in section.model_fields.values():
+        for shared in field.metadata:
+            if isinstance(shared, HandedTo):
+                yield from shared.targets
 
 
 def _runs(layers: Sequence[Layer]) -> tuple[list[str], int]:

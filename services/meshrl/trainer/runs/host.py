@@ -33,6 +33,7 @@ from meshrl.wire.types import RunInfo, RunPhase, RunSpec, Suspension
 
 INDEX = "index.json"
 EPOCH = "epoch"
+CLOSE_S = 10.0
 
 
 class RunPublication(Protocol):
@@ -243,7 +244,8 @@ class RunHost:
                 added.opening.cancel()
             added.queue.close()
             await added.publication.close()
-        await asyncio.gather(*self._tasks)
+        if self._tasks:  # a training thread that is stuck answers none of them
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
     # --- inner --------------------------------------------------------------------------------------
 

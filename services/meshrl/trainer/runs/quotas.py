@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
 from meshrl.core.rpc.guard import CALLER
 from meshrl.wire.errors import MeshError, Reason
@@ -20,12 +21,18 @@ class Quotas:
     """The tokens of each account today."""
 
     def __init__(self, file: Path, now_s: Callable[[], float] = time.time) -> None:
+        """Raises ConfigError for a damaged file."""
         self._file, self._now_s = file, now_s
         self._writing = asyncio.Lock()
         self._day, self._tokens = 0, dict[str, int]()
         if file.exists():
-            kept = json.loads(file.read_bytes())
-            self._day, self._tokens = kept["day"], kept["tokens"]
+            try:
+                kept = json.loads(file.read_bytes())
+                self._day, self._tokens = int(kept["day"]), dict(kept["tokens"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{file} is damaged: {error!r}; restore it, or delete it to count today's tokens anew"
+                ) from error
 
     def check(self, tokens: int) -> None:
         """Raises OVERLOADED, until the day is over, where a batch of the caller would be beyond its quota."""
