@@ -43,6 +43,7 @@ from local_ports import free_port
 from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.core.telemetry.waits import Waits
+from meshrl.launch.gpus import visible
 from meshrl.models.load import fill_at_random
 from meshrl.trainer.publishing.build import PublishOptions, decide, open_publication
 from meshrl.trainer.publishing.snapshots import Snapshotter, open_snapshotter
@@ -331,12 +332,13 @@ def tiny_shape(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     split = lambda text: [part for part in text.split(",") if part]  # noqa: E731 - an argparse type
+    gpus = lambda text: [visible(os.environ)[int(place)] for place in split(text)]  # noqa: E731 - the same
     parser.add_argument("--shapes", type=split, default=["tiny"], help="folders of tests/benchmarks/shapes, or tiny")
     parser.add_argument("--transports", type=split, default=["nccl", "filesystem", "stream"])
     parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
     parser.add_argument("--engine-python", default=sys.executable)
-    parser.add_argument("--trainer-gpus", type=split, default=[])
-    parser.add_argument("--engine-gpus", type=split, default=[])
+    parser.add_argument("--trainer-gpus", type=gpus, default=[])
+    parser.add_argument("--engine-gpus", type=gpus, default=[])
     parser.add_argument("--engines", type=int, default=1, help="engines that share the engine GPUs evenly")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a trainer on the CPU")
     parser.add_argument("--steps", type=int, default=4, help="versions measured")
