@@ -19,8 +19,8 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer, use_span
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
+from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, traceparent_of
-from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.engines.chat_servers import refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.sessions import Session, SessionBook
@@ -28,22 +28,37 @@ from meshrl.rollout.groups import rollout_failure
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.rendering.text_samples import TextSamples
 from meshrl.rollout.samples import rollouts_of, trace_uuid
+from meshrl.rollout.stages import BEGINNING, RolloutStage, StageKind, overdue, shortest_s
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import links_from
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 
+LOOK_EVERY_S = 1.0
+CLEAN_UP_S = 10.0
+STOOD_STILL_S = 0.5
+"""A look that comes later than this was held up by code that blocked the event loop: whose it was is not known here."""
+
 
 class EpisodePlayer:
-    """Plays groups of one environment that this process hosts."""
+    """Plays groups of one environment that this process hosts, and ends each episode that is overdue by `deadlines`.
+    `text` makes samples of what a model without tokens played."""
 
     def __init__(
-        self, hosted: HostedEnvironment, book: SessionBook, tracer: Tracer, *, text: TextSamples | None = None
+        self,
+        hosted: HostedEnvironment,
+        book: SessionBook,
+        tracer: Tracer,
+        deadlines: StageDeadlinesConfig,
+        *,
+        text: TextSamples | None = None,
     ) -> None:
-        """`text` makes samples of what a model without tokens played."""
-        self.hosted = hosted
-        self._text = text
-        self._book = book
-        self._tracer = tracer
+        self.hosted, self.book, self.tracer, self.text = hosted, book, tracer, text
+        self.deadlines = deadlines
+        shortest = shortest_s(deadlines)
+        self.look_every_s = None if shortest is None else min(LOOK_EVERY_S, shortest / 4)
+        """Between two looks whether an episode is overdue; None without deadlines."""
+        self.ending: set[asyncio.Task[tuple[Rollout, ...] | RolloutFailure]] = set()
+        """Episodes that were given up and still clean up."""
 
     @property
     def info(self) -> EnvironmentInfo:
@@ -52,14 +67,14 @@ class EpisodePlayer:
     async def open(self, request: RolloutRequest) -> GroupEpisodes:
         """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
         does."""
-        if self._text is None:
+        if self.text is None:
             self.hosted.check(request)
         tasks = self.hosted.tasks
         if request.task_payload is not None:
             task = tasks.of_payload(request.task_payload)
         else:
             task = await tasks.at(request.task_index or 0)
-        return GroupEpisodes(self.hosted, task, request, self._book, self._tracer, text=self._text)
+        return GroupEpisodes(self, task, request)
 
     def opening(self, request: RolloutRequest) -> str:
         return f"task {request.task_index} of {self.hosted.name} was still being drawn; a later group may get it"
@@ -70,34 +85,59 @@ class GroupEpisodes:
 
     late_s = 0.0
 
-    def __init__(
-        self,
-        hosted: HostedEnvironment,
-        task: Task,
-        request: RolloutRequest,
-        book: SessionBook,
-        tracer: Tracer,
-        *,
-        text: TextSamples | None = None,
-    ) -> None:
-        self._text = text
-        self._hosted = hosted
+    def __init__(self, player: EpisodePlayer, task: Task, request: RolloutRequest) -> None:
+        self._player = player
+        self._hosted, self._book = player.hosted, player.book
         self._task = task
         self._request = request
-        self._book = book
-        self._tracer = tracer
         self._need = Requirement.of(request)
         self._playing: dict[int, _Progress] = {}
 
     async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
-        """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none. Raises nothing
-        but CancelledError."""
+        """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none. One that is
+        overdue is given up with its stage, and its task ends behind that; the time in which code blocked the event loop
+        counts for none of the rollouts on it. Raises nothing but CancelledError."""
+        if (look_every_s := self._player.look_every_s) is None:
+            return await self._episode(index)
+        began_s, stage_began_s, stage_still_s = time.time(), 0.0, 0.0
+        playing = asyncio.create_task(self._episode(index))
+        try:
+            while True:
+                look_s = time.monotonic() + look_every_s
+                await asyncio.wait({playing}, timeout=look_every_s)
+                if playing.done():
+                    return await playing
+                stage = self.stage(index)
+                if stage is None:
+                    continue
+                if stage.began_s != stage_began_s:
+                    stage_began_s, stage_still_s = stage.began_s, 0.0
+                if (still_s := time.monotonic() - look_s) > STOOD_STILL_S:  # it could not go on meanwhile
+                    began_s, stage_still_s = began_s + still_s, stage_still_s + still_s
+                now_s = time.time()
+                in_time = replace(stage, began_s=stage.began_s + stage_still_s)
+                if late := overdue(self._player.deadlines, in_time, began_s, now_s):
+                    self._give_up(playing)
+                    error = MeshError(Reason.DEADLINE_PASSED, f"{late}: {stage.describe(now_s)}")
+                    return rollout_failure(self._request, error, str(uuid.uuid4()))
+        except asyncio.CancelledError:
+            self._give_up(playing)
+            await asyncio.wait({playing}, timeout=CLEAN_UP_S)
+            raise
+
+    def _give_up(self, playing: asyncio.Task[tuple[Rollout, ...] | RolloutFailure]) -> None:
+        """Cancels an episode without waiting for it: it may hold on to its cancellation for as long as it likes."""
+        playing.cancel()
+        self._player.ending.add(playing)
+        playing.add_done_callback(self._player.ending.discard)
+
+    async def _episode(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
         await self._hosted.turn()  # groups may come a hundred at a time
         sessions: dict[str, Session] = {}
         request = self._request
         self._playing[index] = _Progress()
         # A trace of its own, so that it outlives the call that asked for it; a link leads back.
-        span = self._tracer.start_span(
+        span = self._player.tracer.start_span(
             ROLLOUT_SPAN,
             context=Context(),
             links=links_from([request.traceparent]),
@@ -116,11 +156,9 @@ class GroupEpisodes:
                 environment=request.environment,
                 conversations=request.conversations,
             )
-            if self._text is not None:
+            if (text := self._player.text) is not None:
                 traces = {trace_uuid(trace.id): trace for trace in episode.traces}
-                rollouts = tuple(
-                    [replace(one, samples=await self._text.of(traces[one.rollout_id])) for one in rollouts]
-                )
+                rollouts = tuple([replace(one, samples=await text.of(traces[one.rollout_id])) for one in rollouts])
             if not request.scores_only:
                 refuse_without_tokens(rollouts)
             _describe(span, rollouts, sessions)

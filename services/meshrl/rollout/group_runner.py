@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from loguru import logger
 
 from meshrl.core.telemetry.waits import CountedWait
-from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
 from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
 from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
+from meshrl.rollout.stages import BEGINNING, RolloutStage
 from meshrl.rollout.trouble_log import LOOK_EVERY_S, FailureLog, WaitingReport, log_waiting
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus

@@ -16,8 +16,6 @@ from opentelemetry.trace import Tracer
 
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.deadlines.overdue import TimedPlayer
-from meshrl.rollout.deadlines.stages import shortest_s
 from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.model_client import EngineClient
 from meshrl.rollout.engines.router import EngineRouter
@@ -35,7 +33,7 @@ async def open_players(
     book: SessionBook,
     stack: AsyncExitStack,
     tracer: Tracer,
-) -> dict[str, EpisodePlayer | TimedPlayer]:
+) -> dict[str, EpisodePlayer]:
     """Players of the environments in `names`, in configured order; `stack` closes them. Raises ConfigError. The policy
     is sampled from `servers`, with sessions in `book`."""
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
@@ -51,7 +49,7 @@ async def open_players(
             load_renderer, config.tokenizer or config.model.name, config.renderer, show_rows=config.show_rows
         )
         client = EngineClient(PolicyRenderer(renderer), servers, book, tracer, seq_len=config.seq_len)
-    players: dict[str, EpisodePlayer | TimedPlayer] = {}
+    players: dict[str, EpisodePlayer] = {}
     for entry in config.env:
         if entry.resolved_name not in names:
             continue
@@ -65,8 +63,6 @@ async def open_players(
             default_sampling=defaults,
         )
         await stack.enter_async_context(hosted.serving(client))
-        player = EpisodePlayer(hosted, book, tracer, text=text)
-        limited = shortest_s(entry.deadlines) is not None
-        players[hosted.name] = TimedPlayer(player, entry.deadlines) if limited else player
+        players[hosted.name] = EpisodePlayer(hosted, book, tracer, entry.deadlines, text=text)
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
     return players

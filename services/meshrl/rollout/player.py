@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from meshrl.rollout.deadlines.stages import RolloutStage
+from meshrl.rollout.stages import RolloutStage
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from meshrl.rollout.deadlines.stages import RolloutStage
+from meshrl.rollout.stages import RolloutStage
 from meshrl.wire.trace import trace_id_of
 from meshrl.wire.types import RolloutFailure
 

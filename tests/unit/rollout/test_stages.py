@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshrl.core.config.shared import StageDeadlinesConfig
-from meshrl.rollout.deadlines.stages import RolloutStage, StageKind, overdue, shortest_s
+from meshrl.rollout.stages import RolloutStage, StageKind, overdue, shortest_s
 from meshrl.rollout.trouble_log import WaitingReport
 
 

@@ -3,7 +3,15 @@
 import asyncio
 import socket
 
+import pytest
+from google.rpc import status_pb2
+
+from meshrl.rollout.workers import link as links
+from meshrl.rollout.workers.blame import Fault
 from meshrl.rollout.workers.link import FrameKind, Link
+from meshrl.rollout.workers.process import WorkerLostError, WorkerProcess, WorkerSettings
+from meshrl.rollout.workers.worker import FrontCalls
+from meshrl.v1 import rollout_pb2 as pb
 
 
 async def pair(mine, theirs):
@@ -42,6 +50,9 @@ def test_frames_that_come_in_any_pieces_are_put_together():
         source = Link(lambda *frame: None)
 
         class Wire(asyncio.Transport):
+            def set_write_buffer_limits(self, high=None, low=None):
+                pass
+
             def write(self, data):
                 frames.append(data)
 
@@ -55,3 +66,67 @@ def test_frames_that_come_in_any_pieces_are_put_together():
         assert got == [(FrameKind.SUMMARY, number, b"x" * size) for number, size in enumerate((5, 0, 40))] * 4
 
     asyncio.run(play())
+
+
+@pytest.fixture
+async def full(monkeypatch):
+    """A link whose other side, a bare socket, takes nothing: more waits than may."""
+    monkeypatch.setattr(links, "MOST_WAITING_BYTES", 1 << 20)
+
+    async def fill(link):
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
+        for _ in range(8):
+            link.send(FrameKind.STATUS, 0, bytes(1 << 20))
+        assert not link.room.is_set()
+        return theirs
+
+    return fill
+
+
+async def taken(sock, last):
+    """Takes what comes, until something ends with `last`."""
+    async with asyncio.timeout(60.0):
+        while not (await asyncio.get_running_loop().sock_recv(sock, 1 << 20)).endswith(last):
+            pass
+
+
+async def test_a_worker_begins_no_rollout_while_its_front_takes_nothing(full):
+    class Runner:
+        def __init__(self):
+            self.begun = asyncio.Event()
+
+        async def run(self, request, emit):
+            self.begun.set()
+
+    calls, runner = FrontCalls(), Runner()
+    front = await full(calls.link)
+    calls._runner = runner
+    request = pb.RunRolloutsRequest(environment="x", group_size=1).SerializeToString()
+    calls._take(FrameKind.PLAY, 7, request)
+    await asyncio.sleep(0.05)
+    assert not runner.begun.is_set()
+    taking = asyncio.create_task(taken(front, b"nothing ends so"))
+    await asyncio.wait_for(runner.begun.wait(), 60.0)
+    taking.cancel()
+    front.close()
+
+
+async def test_a_front_sends_no_call_to_a_worker_that_takes_none_until_it_does_or_the_call_is_lost(full):
+    process = WorkerProcess(WorkerSettings(number=1, config=None))
+    worker = await full(process._link)
+    request = pb.RunRolloutsRequest(environment="kept")
+    kept, lost = (asyncio.create_task(process.play(name, request)) for name in ("kept", "lost"))
+    await asyncio.sleep(0)
+    process.leave_to("kept")
+    with pytest.raises(WorkerLostError) as left:
+        await lost
+    assert left.value.fault is Fault.OTHERS
+    assert not kept.done()
+    await taken(worker, b"kept")
+    refused = status_pb2.Status(code=13).SerializeToString()
+    process._take(FrameKind.SUMMARY, 1, refused)
+    assert await kept == [refused]
+    process.close()
+    worker.close()

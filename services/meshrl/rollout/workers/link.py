@@ -13,6 +13,9 @@ import enum
 import struct
 from collections.abc import Callable
 
+MOST_WAITING_BYTES = 64 * 2**20
+"""Of frames that the other side has not taken: beyond it nothing new is begun, neither a call nor its rollout."""
+
 _HEAD = struct.Struct("<IBQ")
 
 
@@ -32,6 +35,9 @@ class Link(asyncio.Protocol):
     def __init__(self, take: Callable[[FrameKind, int, bytes], None]) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the other side has left."""
+        self.room = asyncio.Event()
+        """Set unless MOST_WAITING_BYTES wait to be taken; set when the other side has left."""
+        self.room.set()
         self._take = take
         self._got = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -48,6 +54,13 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # of a stream socket
         self._transport = transport
+        transport.set_write_buffer_limits(high=MOST_WAITING_BYTES)
+
+    def pause_writing(self) -> None:
+        self.room.clear()
+
+    def resume_writing(self) -> None:
+        self.room.set()
 
     def data_received(self, data: bytes) -> None:
         got, at = self._got, 0
@@ -64,5 +77,6 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self.room.set()
         if not self.left.done():
             self.left.set_result(None)

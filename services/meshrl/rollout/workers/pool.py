@@ -11,9 +11,9 @@ import time
 import uuid
 from dataclasses import replace
 
-from meshrl.rollout.deadlines.stages import RolloutStage
 from meshrl.rollout.groups import LATE, late, rollout_failure
 from meshrl.rollout.player import EpisodeResult, SerializedRollouts, refuse_unknown
+from meshrl.rollout.stages import RolloutStage
 from meshrl.rollout.workers.blame import Fault, Tries
 from meshrl.rollout.workers.fleet import WorkerFleet
 from meshrl.rollout.workers.process import WorkerLostError, WorkerProcess

@@ -31,6 +31,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
+from meshrl.core.waiting import stop_or_first
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.rendering.tokenizer_folders import known_class
 from meshrl.rollout.trouble_log import log_waiting
@@ -215,8 +216,11 @@ class WorkerProcess:
         refuses, and WorkerLostError where it is lost, or left to another environment."""
         number, call = next(self._numbers), WorkerCall(environment)
         self.calls[number] = call
-        self._link.send(FrameKind.PLAY, number, request.SerializeToString())
         try:
+            if not self._link.room.is_set():  # it has not taken what it was sent
+                await stop_or_first(self._link.room, call.ended)
+            if not call.ended.done():
+                self._link.send(FrameKind.PLAY, number, request.SerializeToString())
             await call.ended
             return call.messages
         except BaseException:

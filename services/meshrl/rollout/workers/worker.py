@@ -96,7 +96,7 @@ def _end_with_fork_server() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class _Calls:
+class FrontCalls:
     """Answers the calls of the front once it has a runner. The code of each carries a name: whose it is that blocks the
     loop, prints or ends the process."""
 
@@ -114,6 +114,7 @@ class _Calls:
         """Sends the status again and again, until it is cancelled."""
         assert self._runner is not None  # it has begun
         while True:
+            await self.link.room.wait()
             self.link.send(FrameKind.STATUS, 0, convert.to_proto(self._runner.status()).SerializeToString())
             await asyncio.sleep(STATUS_EVERY_S)
 
@@ -136,6 +137,7 @@ class _Calls:
 
         with playing(request.environment, str(number)):
             try:
+                await self.link.room.wait()
                 await self._runner.run(request, emit)
             except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is the front's to know
                 if not isinstance(error, MeshError):
@@ -146,7 +148,7 @@ class _Calls:
 
 async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.socket, tracer: Tracer) -> None:
     """Serves until the front leaves."""
-    calls = _Calls()
+    calls = FrontCalls()
     await asyncio.get_running_loop().create_connection(lambda: calls.link, sock=link)
     left = calls.link.left
     Watchdog(reports).start()
