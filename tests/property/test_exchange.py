@@ -15,8 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from meshrl.orchestrator.exchange.worker import CallBook, OpenCall
 from meshrl.rollout.exchange.outbox import Outbox, SpooledEvent
 from meshrl.rollout.exchange.spool import ResultSpool
+from meshrl.wire.types import RolloutRequest
 
 WINDOW = 3
+REQUEST = RolloutRequest(
+    request_id="one", group_id="group", environment="env", task_index=0, group_size=4, deadline_s=60.0
+)
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
@@ -155,8 +159,9 @@ class Exchange(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        call_id = f"call-{len(self.booked)}"
-        self.open[call_id] = self.book.begin(call_id, 4)
+        call = self.book.begin(REQUEST)
+        call_id = call.call_id
+        self.open[call_id] = call
         self.booked[call_id] = []
         if self.up is not None:
             self.outbox.begin(call_id)

@@ -68,11 +68,13 @@ class OpenCall(Generic[EventT]):
     """One group at a worker. `received` and `taken` are numbers of events."""
 
     call_id: str
-    rollouts: int
+    request: RolloutRequest
     received: int = 0
     taken: int = 0
     waiting: deque[EventT] = field(default_factory=deque)
     """Received, not taken; the first has the number taken + 1."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something is received."""
 
 
 class CallBook(Generic[EventT]):
@@ -87,8 +89,9 @@ class CallBook(Generic[EventT]):
         """What a new stream begins with."""
         return max(0, self._window - sum(len(call.waiting) for call in self.calls.values()))
 
-    def begin(self, call_id: str, rollouts: int) -> OpenCall[EventT]:
-        call = self.calls[call_id] = OpenCall[EventT](call_id, rollouts)
+    def begin(self, request: RolloutRequest) -> OpenCall[EventT]:
+        call = OpenCall[EventT](str(uuid.uuid4()), request)
+        self.calls[call.call_id] = call
         return call
 
     def receive(self, call_id: str, seq: int, event: EventT) -> bool:
@@ -101,6 +104,7 @@ class CallBook(Generic[EventT]):
             raise SkippedEventError(f"event {seq} of call {call_id} came after event {call.received}")
         call.received = seq
         call.waiting.append(event)
+        call.news.set()
         return True
 
     def take(self, call: OpenCall[EventT]) -> int:
@@ -143,8 +147,6 @@ class DialedInWorker:
         self._environments: tuple[EnvironmentInfo, ...] = ()
         self._status: RolloutStatus | None = None
         self._book: CallBook[pb.CallEvent | MeshError] = CallBook(config.window)
-        self._requests: dict[str, RolloutRequest] = {}
-        self._news: dict[str, asyncio.Event] = {}
 
     # --- its streams ------------------------------------------------------------------------------
 
@@ -204,9 +206,7 @@ class DialedInWorker:
                     is_new = self._book.receive(event.call_id, event.seq, event)
                 except SkippedEventError as error:
                     raise MeshError(Reason.INVALID_REQUEST, f"{error}; an event follows the one before it") from error
-                if is_new:
-                    self._news[event.call_id].set()
-                else:
+                if not is_new:
                     stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
             case "hello":
                 raise MeshError(Reason.INVALID_REQUEST, "hello must be the first message of a stream, and no other")
@@ -248,15 +248,15 @@ class DialedInWorker:
     # --- its calls --------------------------------------------------------------------------------
 
     def _start(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
-        request = convert.to_proto(self._requests[call.call_id])
         if self._stream is not None:
-            self._stream.send(pb.AttachResponse(start=pb.StartCall(call_id=call.call_id, request=request)))
+            start = pb.StartCall(call_id=call.call_id, request=convert.to_proto(call.request))
+            self._stream.send(pb.AttachResponse(start=start))
 
     def _fail(self, call: OpenCall[pb.CallEvent | MeshError], error: MeshError) -> None:
         """Whoever waits for the call gets what was received of it, and then the error."""
         self._book.end(call.call_id)
         call.waiting.append(error)
-        self._news[call.call_id].set()
+        call.news.set()
 
     def _acknowledge(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
         seq = self._book.take(call)
@@ -299,8 +299,7 @@ class DialedInWorker:
                 Reason.OVERLOADED, f"{self.address} has room for {self._room} rollouts now", retry_after_s=1.0
             )
         self._room -= request.group_size
-        call = self._book.begin(str(uuid.uuid4()), request.group_size)
-        self._requests[call.call_id], self._news[call.call_id] = request, asyncio.Event()
+        call = self._book.begin(request)
         self._start(call)
         summary: RolloutSummary | None = None
         reader = convert.RolloutReader(self._contract_version)
@@ -322,7 +321,6 @@ class DialedInWorker:
                 self._acknowledge(call)
         finally:
             # Nobody waits for the call any more; one that is not over is stopped at the worker.
-            del self._requests[call.call_id], self._news[call.call_id]
             if self._book.end(call.call_id) is not None and self._stream is not None:
                 unbooked = len(call.waiting)
                 self._stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call.call_id, unneeded=True)))
@@ -339,9 +337,9 @@ class DialedInWorker:
         """Stops the groups named, or all; their streams end with a summary. Returns the rollouts that had not ended."""
         stopped = 0
         for call in self._book.calls.values():
-            if self._stream is not None and (not group_ids or self._requests[call.call_id].group_id in group_ids):
+            if self._stream is not None and (not group_ids or call.request.group_id in group_ids):
                 self._stream.send(pb.AttachResponse(cancel=pb.CancelCall(call_id=call.call_id)))
-                stopped += max(0, call.rollouts - call.received)
+                stopped += max(0, call.request.group_size - call.received)
         return stopped
 
     async def close(self) -> None:
@@ -351,12 +349,11 @@ class DialedInWorker:
 
     async def _next(self, call: OpenCall[pb.CallEvent | MeshError], end_s: float) -> pb.CallEvent | MeshError:
         """The first event that waits. Raises DEADLINE_PASSED when none comes in time."""
-        news = self._news[call.call_id]
         while not call.waiting:
-            news.clear()
+            call.news.clear()
             try:
                 async with asyncio.timeout(max(0.0, end_s - self._now())):
-                    await news.wait()
+                    await call.news.wait()
             except TimeoutError:
                 raise MeshError(Reason.DEADLINE_PASSED, f"{self.address} did not end the group in time") from None
         return call.waiting[0]
