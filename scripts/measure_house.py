@@ -41,11 +41,12 @@ HOMES = {
     "lines of metrics.jsonl are parsed": (r"metrics_jsonl|metrics\.jsonl", r"json\.loads"),
     "whole lines of a growing file are taken": (r"rfind\(b?\"\\n\"|endswith\(b?\"\\n\"",),
     "waits double": (
-        r"min\(\s*2(?:\.0)? \* |\*= 2(?:\.0)?\b|2(?:\.0)? ?\*\* ?\w*(?:attempt|tries|failures)|1\.5 \* wait",
+        r"min\(\s*2(?:\.0)? \* \w*(?:wait|pause|delay|_s\b)|(?:wait|pause|delay|_s) \*= 2(?:\.0)?\b"
+        r"|2(?:\.0)? ?\*\* ?\w*(?:attempt|tries|failures)|1\.5 \* wait",
     ),
     "memory that a process may use": (r"MemAvailable|memory\.max|SC_(?:AV)?PHYS",),
     "the answer to a repeated request is kept": (r"request_id", r"OrderedDict|popitem|class FirstAnswers"),
-    "columns of a table are aligned": (r"\.[lr]just\(|max\(map\(len|max\(len\(",),
+    "columns of a table are aligned": (r"\.[lr]just\((?!8)|\{\w+:[<>]\{", r"max\(map\(len|max\(len\(|width"),
     "a free port is found": (r"\.bind\(\([^)]*,\s*0\)\)|create_server\(\([^)]*,\s*0\)",),
     "an HTTP client of a server at a URL is made": (
         r"aiohttp\.ClientSession\(|httpx\.(?:Async)?Client\(|http\.client\.HTTP|urllib\.request\.urlopen",
