@@ -178,7 +178,6 @@ class PolicyClient(OpenAIChatCompletionsClient):
             return answer
 
     def _note(self, answer, url: str, before: int) -> None:
-        """Keeps the versions of a completion. Raises MeshError for one that cannot be trained on or is too old."""
         choice = answer.choices[0]
         told = choice.model_extra or {}
         ids = told.get("token_ids")

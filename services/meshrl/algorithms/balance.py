@@ -88,7 +88,6 @@ def _first_fit_decreasing(lengths: Sequence[int], seq_len: int) -> Rows:
 
 
 def _split_for_ranks(rows: Rows, dp_size: int) -> Rows:
-    """Halves the fullest row until the ranks share the rows evenly or each row holds one sample."""
     rows = [sorted(row) for row in rows]
     while len(rows) % dp_size:
         fullest = max(range(len(rows)), key=lambda row: (len(rows[row]), -row))
@@ -107,11 +106,7 @@ def _filled_to_the_longest(
     dp_size: int,
     seq_len: int,
 ) -> Rows | None:
-    """Rows of like cost by micro-step; None when a sample finds no room in num_rows of them.
-
-    While the longest sample left costs more than an even share of what is left, its micro-step lasts that long whatever
-    the other ranks do: their rows are filled up to its cost, longest samples first. What is left then is shared evenly.
-    """
+    """Rows of like cost by micro-step; None when a sample finds no room in num_rows of them."""
     rows: Rows = []
     left = longest_first
     while left and num_rows - len(rows) > dp_size:
@@ -127,7 +122,6 @@ def _filled_to_the_longest(
 def _fill(
     left: Sequence[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int, seq_len: int
 ) -> tuple[Rows, list[int]]:
-    """The rows of one micro-step as long as the first sample left, and the samples left after it."""
     limit = costs[left[0]]
     rows: Rows = [[] for _ in range(dp_size)]
     room, spare = [seq_len] * dp_size, [limit] * dp_size
@@ -146,7 +140,6 @@ def _fill(
 def _least_cost_first(
     left: Sequence[int], lengths: Sequence[int], costs: Sequence[float], num_rows: int, seq_len: int
 ) -> Rows | None:
-    """Each sample, longest first, to the row of least cost that has room; None when one finds none."""
     rows: Rows = [[] for _ in range(num_rows)]
     room = [seq_len] * num_rows
     heap = [(0.0, row) for row in range(num_rows)]

@@ -259,7 +259,6 @@ def _candidates(samples: Sequence[TrainSample], name: str) -> Array | None:
 
 
 def _without_loss(row: MicroBatch, dp_rank: int) -> MicroBatch:
-    """A filler that costs a rank its share of the time and adds nothing to the gradient: the row's first sample."""
     end = int(row.sample_offsets[1])
     return MicroBatch(
         dp_rank=dp_rank,

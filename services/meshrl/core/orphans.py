@@ -135,8 +135,6 @@ def end_with_agent(environment: Mapping[str, str]) -> None:
 
 
 def _agent_of(environment: Mapping[str, str]) -> int | None:
-    """Process id of the agent of this rank, None for a process on its own. torchrun does not give its own: there it is
-    the parent."""
     if AGENT_PID in environment:
         return int(environment[AGENT_PID])
     return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None

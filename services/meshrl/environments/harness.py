@@ -1,10 +1,9 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
 verifiers starts it with a task and the address of its interception server, which samples, records and scores. The
-harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
-milliseconds. The hosting process (`hosted_by`) samples its turns without HTTP where verifiers does nothing to the
-requests (`Turns`), shares one set of HTTP connections among the others, and learns what each rollout is doing. Without
-a host a rollout opens its own connections.
+hosting process (`hosted_by`) samples its turns without HTTP where verifiers does nothing to the requests (`Turns`),
+shares one set of HTTP connections among the others, and learns what each rollout is doing. Without a host a rollout
+opens its own connections.
 """
 
 from __future__ import annotations
@@ -60,8 +59,6 @@ class RefusedCall:
 
 
 class Turns(Protocol):
-    """Takes the turns of one conversation in this process."""
-
     def read(self, messages: Sequence[ChatMessage]) -> list[Message]:
         """The conversation's next messages, typed."""
 
@@ -85,10 +82,8 @@ _HOST: ContextVar[HarnessHost | None] = ContextVar("harness_host", default=None)
 
 
 def open_connections() -> aiohttp.ClientSession:
-    """Connections to an interception server, kept open from one call to the next; as many as there are calls at once.
-    There is no deadline for connecting but the kernel's: the server is in this very process, so the kernel connects or
-    refuses at once, and a deadline of the event loop would only find out how busy the loop is. The rollout's own
-    deadline ends a call."""
+    """Connections to an interception server, kept open from one call to the next; as many as there are calls at
+    once."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
@@ -136,8 +131,6 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  
 
 
 class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """One agent's conversation: keeps its messages, its connections and its tools from one user turn to the next."""
-
     def __init__(
         self,
         harness: InProcessHarness,
@@ -191,7 +184,6 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
                 self._add(await self._use_tool(call))
 
     async def close(self) -> None:
-        """Closes the tools, and connections of its own. Idempotent."""
         await super().close()
         await self._stack.aclose()
 
@@ -228,7 +220,6 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             self._typed.extend(self._turns.read(messages))
 
     async def _complete(self) -> list[ToolCall]:
-        """Adds one completion; returns the tools that it calls, none also when the rollout was stopped instead."""
         reply = await (
             self._ask_server() if self._turns is None else self._turns.complete(self._typed, self._typed_tools)
         )
@@ -246,7 +237,6 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         raise HarnessError(f"model call answered {reply.status}: {reply.detail[-2000:]}")
 
     async def _ask_server(self) -> AssistantMessage | RefusedCall:
-        """One completion from the interception server, which the conversation keeps as it came."""
         body: dict[str, object] = {"model": self.ctx.model, "messages": self._messages}
         if self._tools:
             body["tools"] = self._tools
@@ -267,7 +257,6 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error
 
     async def _use_tool(self, call: ToolCall) -> ChatMessage:
-        """Runs one tool call and returns its message; what goes wrong is told to the model."""
         name, arguments = call.name, call.arguments or "{}"
         try:
             parsed = json.loads(arguments)
@@ -290,7 +279,6 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """Tells the host what this conversation does."""
         if self._host is None:
             yield
             return
@@ -301,7 +289,6 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             self._host.doing(self.trace.id, "")
 
     async def _gate(self, call_id: str, name: str, arguments: object) -> ChatMessage | None:
-        """Asks the taskset's policy whether a tool call may run; returns the message to use instead, or None."""
         if not self.tool_interception_url:
             return None
         query = {"tool_call_id": call_id, "name": name, "arguments": arguments}

@@ -88,7 +88,6 @@ def _absent_module(error: Exception) -> str | None:
 
 
 def _meant(module: str) -> str:
-    """A question about names that are nearly the same, or nothing."""
     try:
         from verifiers.v1 import envs, tasksets
 

@@ -1,8 +1,7 @@
 """Keeps connections to tool servers that all rollouts of an environment share, from one rollout to the next.
 
-The host of the in-process harness lends them to its conversations. Opening one costs as much as many calls: a
-handshake, a listing of the tools, and certificates read for a server that has none. A connection is kept only where the
-server cannot distinguish rollouts: a shared server at one address for all, and a protocol without sessions.
+The host of the in-process harness lends them to its conversations. A connection is kept only where the server cannot
+distinguish rollouts: a shared server at one address for all, and a protocol without sessions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ KEPT_S = 60.0
 """After so long the server is asked again which tools it has, by one connection for all of them."""
 
 Servers = Mapping[str, Mapping[str, object]]
-"""Tool servers by name: `url` and `timeout` of each."""
 
 
 @dataclass(eq=False)
@@ -112,7 +110,6 @@ class ToolConnections:
         return all(server.spec["url"] in self._shared for server in servers.values())
 
     async def close(self) -> None:
-        """Closes what waits."""
         waiting = [connection for idle in self._idle.values() for connection in idle]
         self._idle.clear()
         for connection in waiting:

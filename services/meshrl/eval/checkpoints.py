@@ -23,8 +23,8 @@ class EvaluatedWeights:
 
 
 def weights_to_evaluate(weights_dir: Path | None, steps: Sequence[int] | None, *, base: bool) -> list[EvaluatedWeights]:
-    """The base model first, then the checkpoints by step: all that are there, or those of `steps`. A folder without
-    steps may hold `final` alone, as that of `sft` does. Raises ConfigError for what is not there."""
+    """The base model first, then the checkpoints by step: all that are there, or those of `steps`. Raises ConfigError
+    for what is not there."""
     found = [EvaluatedWeights(name=BASE, step=0, folder=None)] if base else []
     if weights_dir is None:
         return found

@@ -18,7 +18,6 @@ from meshrl.trials.results import TrialResults
 
 
 def main() -> None:
-    """Console script `eval`."""
     config = load_config(EvaluationConfig, prog="eval", instead=submit_eval, spellings=PrimeRLKeys(EvaluationConfig))
     try:
         weights = weights_to_evaluate(config.weights_dir, config.steps, base=config.eval_base)

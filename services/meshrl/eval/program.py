@@ -23,9 +23,8 @@ from meshrl.wire.values import JsonObject
 
 
 class Evaluation:
-    """Evaluates `weights`, one set after the other. `loads` means that the engines load each of them; else what they
-    serve is evaluated. A rollout passes from a reward of `pass_threshold` on; intervals are taken from so many
-    `resamplings` of the tasks."""
+    """`loads` means that the engines load each of them; else what they serve is evaluated. A rollout passes from a
+    reward of `pass_threshold` on; intervals are taken from so many `resamplings` of the tasks."""
 
     def __init__(
         self,

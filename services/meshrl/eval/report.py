@@ -20,14 +20,11 @@ HEAD = ("checkpoint", "environment", "rollouts", "avg@k", "pass@k", "failed", "t
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPoint:
-    """The scores of one set of weights."""
-
     weights: EvaluatedWeights
     scores: Sequence[EnvironmentScores]
 
 
 def table(points: Sequence[EvaluationPoint]) -> str:
-    """A Markdown table, one line for each set of weights and environment."""
     lines = [HEAD]
     for point in points:
         for one in point.scores:
@@ -57,7 +54,6 @@ def write_report(folder: Path, points: Sequence[EvaluationPoint]) -> None:
 
 
 def record(point: EvaluationPoint) -> dict[str, float]:
-    """The metrics of one set of weights, under its step."""
     values = {"step": float(point.weights.step), "eval/version": float(point.weights.step)}
     for one in point.scores:
         values |= one.metrics

@@ -26,8 +26,6 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentScores:
-    """The result of an evaluation in one environment."""
-
     environment: str
     group_size: int
     asked: int
@@ -107,7 +105,7 @@ def score(
 
 def pass_at_k(tried: int, passed: int, k: int) -> float:
     """The chance that one of `k` rollouts drawn from those `tried` is among those that `passed`, without replacement.
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1: 1 - C(n - c, k) / C(n, k)."""
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq."""
     return 1.0 - comb(tried - passed, k) / comb(tried, k)
 
 
@@ -117,7 +115,6 @@ def _draws(tasks: int, resamplings: int) -> NDArray[np.int64]:
 
 
 def _estimate(sums: NDArray[np.float64], counts: NDArray[np.float64], draws: NDArray[np.int64]) -> Estimate:
-    """sum(sums) / sum(counts), with the percentile interval of bootstrap over tasks: rollouts of a task go together."""
     means = sums[draws].sum(axis=1) / counts[draws].sum(axis=1)
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Estimate(value=float(sums.sum() / counts.sum()), low=float(low), high=float(high))

@@ -149,7 +149,6 @@ class _Run:
 
 
 async def _run(requests: Sequence[GenerateRequest], engine: Engine, concurrency: int, deadline_s: float) -> _Run:
-    """All requests, `concurrency` at a time. Raises MeshError, and ValueError for one that outlasts its deadline."""
     waiting = deque(requests)
     latencies: list[float] = []
     half_empty_at: float | None = None

@@ -331,7 +331,6 @@ class InferenceConfig(BaseConfig):
         return self.vllm.get(key) if own is None else own
 
     def _own(self, key: str) -> Any:
-        """The value of a key of this section; None where it has no such key, or it is not set or auto."""
         value = getattr(self, key, None)
         return None if value == "auto" else value
 

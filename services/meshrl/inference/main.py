@@ -21,7 +21,6 @@ from meshrl.prime_rl import PrimeRLKeys
 
 
 def _elsewhere(config: InferenceProgramConfig, dry_run: bool) -> str | None:
-    """Submits the program as a job, or makes this process one of the interpreter that was asked for."""
     told = submit_inference(config, dry_run)
     if told is None and config.weight_broadcast is not None and config.unpublished:
         raise ConfigError(config.unpublished)

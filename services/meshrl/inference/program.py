@@ -113,7 +113,6 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
 
 
 async def _until_stopped(engine: Engine, follower: HubFollower, address: str, stop: asyncio.Event) -> int:
-    """Waits for `stop`, with the weight agent beside it; returns 1 when that fails or the engine is lost before."""
     following = asyncio.create_task(follower.run(address, stop))
     watch = asyncio.create_task(_until_lost(engine, stop))
     await stop_or_first(stop, following, watch)

@@ -45,10 +45,7 @@ def submit_inference(config: InferenceProgramConfig, dry_run: bool) -> str | Non
 
 def _listening(config: InferenceProgramConfig) -> dict[str, object]:
     """Where each engine listens: at its node's address, unless server.host says otherwise. Raises ConfigError for an
-    engine that others reach, without a certificate or leave to do without one.
-
-    `where` are the flags that say so on a node, empty where the configuration does; `scheme` and `port` tell others.
-    """
+    engine that others reach, without a certificate or leave to do without one."""
     server, tls = config.server, config.tls.files()
     named = CredentialFiles.from_environ(os.environ)
     own = (Layout(config.output_dir).credentials / "ca.key").exists()
@@ -73,7 +70,6 @@ def _listening(config: InferenceProgramConfig) -> dict[str, object]:
 
 
 def _copies_per_node(config: InferenceProgramConfig) -> int:
-    """Copies of the model on each node where one engine is spread over all of them; 0 for an engine a node."""
     given = config.deployment
     copies = int(config.vllm_argument("data_parallel_size") or 1)
     if given.type != "multi_node" or not given.gpus_per_node or config.gpus_per_engine() <= given.gpus_per_node:

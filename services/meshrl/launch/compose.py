@@ -358,5 +358,4 @@ def _with_port(config: Server, free_port: Callable[[str], int]) -> Server:
 
 
 def _own_keys(program: type[Config], section: BaseConfig, others: Mapping[str, bool | set[str]]) -> Config:
-    """The section of rl without the keys that only rl takes there."""
     return program.model_validate(section.model_dump(exclude=dict(others)))

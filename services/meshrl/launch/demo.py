@@ -161,7 +161,6 @@ def stages(options: Options) -> tuple[Stage, ...]:
 
 
 def _vllm(configs: Path) -> tuple[str, ...]:
-    """Has rl start vLLM, from this environment or that of `make vllm`. Raises DemoError without one."""
     file = ("@", str(configs / "vllm.toml"))
     if find_spec("vllm") is not None:
         return file

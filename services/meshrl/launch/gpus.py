@@ -73,7 +73,6 @@ def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
 
 
 def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Places of all engines, and of the trainer, among the visible GPUs."""
     for key in ("inference_gpu_ids", "trainer_gpu_ids"):
         beyond = [gpu for gpu in getattr(demand, key) or () if not 0 <= gpu < num_visible]
         if beyond:
@@ -99,7 +98,6 @@ def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequenc
 
 
 def _divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
-    """Engines share GPUs when there are fewer GPUs than engines."""
     if gpus is None:
         return (None,) * count
     if len(gpus) < count:

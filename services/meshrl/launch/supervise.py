@@ -324,7 +324,6 @@ class Supervisor:
         )  # fmt: skip
 
     async def _end_in_order(self) -> int:
-        """Clients before servers; returns 1 when a program had to be killed or failed on its way."""
         ending = dict(self._children)
         killed = await self._end(self._grace.shutdown_s, in_stages=True)
         failed = False

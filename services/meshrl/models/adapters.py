@@ -257,7 +257,6 @@ class JoinedSets:
                 torch._foreach_add_(*zip(*made, strict=True))
 
     def _parts(self, place: int) -> Iterator[tuple[nn.Parameter, torch.Tensor, tuple[int | slice, ...]]]:
-        """Each matrix of a set, the stack that has its copy, and where."""
         own = slice(self._sets[place].scale.rank)
         for name, (low, high) in self._sets[place].matrices.items():
             layer = self._joined[name]

@@ -322,7 +322,6 @@ def _attention_by_blocks(
     layout: PackedLayout,
     arguments: Mapping[str, Any],
 ) -> torch.Tensor:
-    """`arguments` are those of a ScoreRule, which is made here, where torch.compile does not look."""
     rule = ScoreRule(**arguments)
     outputs = [_block_attention(query_THD, key_TKD, value_TKD, block, rule) for block in layout.blocks]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -155,7 +155,6 @@ def prefix_reason(model: PreTrainedModel) -> str | None:
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """The configuration and the one of its language model."""
     yield config
     text = config.get_text_config()
     if text is not config:

@@ -178,7 +178,6 @@ class WeightReader:
             )
 
     def _match(self) -> tuple[list[_Conversion], list[str]]:
-        """What becomes of each tensor in the files, as transformers matches names, and those that become nothing."""
         rules = get_model_conversion_mapping(self._model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -239,7 +238,6 @@ class WeightReader:
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
     def _check(self, unused: list[str]) -> None:
-        """Holds the names and shapes of the files against the model's, both ways."""
         name = self._folder.name
         there = {self._same.get(made, made) for conversion in self._conversions for made in conversion.gives}
         if missing := sorted(self._own.keys() - there):
@@ -268,10 +266,8 @@ class WeightReader:
             )  # fmt: skip
 
     def _check_tied(self) -> None:
-        """Refuses a tensor that the model shares with another while the files hold two that differ.
-
-        transformers would train two and engines serve one.
-        """
+        """Refuses a tensor that the model shares with another while the files hold two that differ. transformers would
+        train two and engines serve one."""
         by_name = {conversion.target: conversion for conversion in self._conversions if conversion.converter is None}
         for alias, owner in self._same.items():
             if alias not in by_name or owner not in by_name:

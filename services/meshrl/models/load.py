@@ -100,7 +100,6 @@ def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _runnable(config: ModelConfig, model_config: PreTrainedConfig) -> str | None:
-    """The attention to load the model with. Raises ModelError for one that is no causal language model of text."""
     reason = refusal(model_config)
     if reason is not None:
         raise ModelError(

@@ -152,7 +152,6 @@ class PackedPolicy(nn.Module):
     def _logprobs(
         self, row: PackedRow, sources_N: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies of the targets, each of which the row's token at its source predicts."""
         with torch.autocast(row.token_ids.device.type, self._compute_dtype, enabled=self._autocast):
             if not self.packed:
                 return token_logprobs(self._padded_logits(row, sources_N), targets_N, temperatures_N)
@@ -375,10 +374,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _score(
     logits_PV: torch.Tensor, targets_P: torch.Tensor, temperatures_P: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprob, entropy and log-sum-exp of each token of a piece; targets and logprobs may be (P, J).
-
-    The logprob of a target beyond the V logits is that of one of them, which is the caller's to ignore.
-    """
+    """Logprob, entropy and log-sum-exp of each token of a piece; targets and logprobs may be (P, J)."""
     targets_P = targets_P.clamp(0, logits_PV.shape[1] - 1)
     scaled_PV = logits_PV / temperatures_P[:, None]
     highest_P = scaled_PV.amax(-1)
@@ -415,10 +411,7 @@ def _slope(
     grad_P: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the piece's logits, given that of its logprobs; targets and gradient may be (P, J).
-
-    Targets may lie beyond the V logits, of which `lse_P` then is not alone.
-    """
+    """Gradient of the piece's logits, given that of its logprobs; targets and gradient may be (P, J)."""
     probabilities_PV = (logits_PV / temperatures_P[:, None] - lse_P[:, None]).exp()
     if targets_P.ndim == 2:
         inside_P = (targets_P >= 0) & (targets_P < logits_PV.shape[1])

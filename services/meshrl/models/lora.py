@@ -193,7 +193,6 @@ def _block_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)

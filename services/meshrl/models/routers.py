@@ -116,7 +116,6 @@ class Routers:
         return output
 
     def _check_unreplayed(self, number: int, given_NK: torch.Tensor, chosen_NK: torch.Tensor | None) -> None:
-        """Routes for a router that cannot be replayed must be what it chooses anyway, or unknown."""
         same = False if chosen_NK is None else given_NK == chosen_NK.flatten(0, -2)
         if not bool(((given_NK < 0) | same).all()):
             raise ValueError(

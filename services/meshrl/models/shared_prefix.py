@@ -181,12 +181,10 @@ class _CpuAttention(torch.autograd.Function):
 
 
 def _one(tensor_NHD: torch.Tensor) -> torch.Tensor:
-    """(1, H, N, D) view."""
     return tensor_NHD.transpose(0, 1)[None]
 
 
 def _block(tensor_THD: torch.Tensor, gather_BL: torch.Tensor) -> torch.Tensor:
-    """(B, H, L, D) of the block's tokens."""
     return tensor_THD.index_select(0, gather_BL.flatten()).view(*gather_BL.shape, *tensor_THD.shape[1:]).transpose(1, 2)
 
 
@@ -287,7 +285,6 @@ def _fused_backward(
     prefixes: list[torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values (`inputs`)."""
     to_query, to_key, to_value = attention_backward(grad_THD, inputs, out_THD, lse_HT, plan, scale)
     query_index, query_offsets, key_index, key_offsets, host = prefixes
     most_queries, most_keys = host.tolist()

@@ -36,7 +36,6 @@ def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `hf_state` gives, a tensor at a time, so that a merged weight need not outlive its turn."""
     adapted = adapted_weights(model)
     for name, tensor in stored_tensors(model).items():
         yield name, (adapted[name].merged() if name in adapted else tensor).to(_wanted(model, name, tensor, dtype))

@@ -79,7 +79,6 @@ class GroupDispatcher:
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Sampling runs as tasks of this group from now on, which fails with the first RunError of one."""
         self._tasks = tasks
         self.dispatch()
 
@@ -110,8 +109,6 @@ class GroupDispatcher:
             logger.info(f"cancelled {cancelled} rollouts in flight that would be too old for step {step}")
 
     async def _sample(self, ticket: GroupTicket) -> None:
-        """Samples one group, has it scored and judged, and counts it; a task of its own. Raises RunError when too many
-        groups in a row were lost, or had equal rewards."""
         run = self._run
         with trace.use_span(run.span(ticket.for_step)):
             taught = self._teacher is not None and ticket.task.environment in self._settings.taught
@@ -149,7 +146,6 @@ class GroupDispatcher:
             self._run.slots.rollout_ended(ticket.group_id)
 
     def _problems_of(self, rollout: Rollout) -> Problems:
-        """Why the trainer would not take a rollout, as (field, problem); empty when it would."""
         if self._run.journal.is_open(rollout.rollout_id):
             return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
         if rollout.oldest_version is None and rollout.environment not in self._settings.taught:
@@ -187,8 +183,7 @@ class LostGroups:
         self._since_s = 0.0
 
     async def judge(self, group: RolloutGroup) -> None:
-        """After a lost group: waits, longer each time in a row. Raises RunError after too many; while an engine or the
-        service is away, only once it has had `unreachable_s`."""
+        """After a lost group: waits, longer each time in a row."""
         if len(group.rollouts) >= self._least[group.ticket.task.environment] or not group.errors:
             self._in_a_row = 0
             self._backoff.reset()

@@ -27,8 +27,6 @@ ATTEMPTS = 3
 
 
 class Evaluator:
-    """Runs the configured evaluations, one at a time."""
-
     def __init__(
         self,
         config: EvalConfig,
@@ -54,7 +52,6 @@ class Evaluator:
         self._one_at_a_time = asyncio.Lock()
 
     def due(self, step: int) -> list[EvalEnvConfig]:
-        """The environments in which this step's version is evaluated during the run."""
         return [env for env in self._config.env if step % self._config.interval_of(env) == 0]
 
     def owed(self, after: int, upto: int) -> tuple[int, list[EvalEnvConfig]]:
@@ -65,11 +62,9 @@ class Evaluator:
         return max((last[env.resolved_name] for env in envs), default=0), envs
 
     def due_before(self, version: int) -> list[EvalEnvConfig]:
-        """Those in which the version that training begins with is evaluated."""
         return self._config.env if self._config.eval_base and version == 0 else []
 
     def due_after(self, last_step: int) -> list[EvalEnvConfig]:
-        """Those in which the last version is evaluated once training is over, because it was not during the run."""
         done = self.due(last_step)
         wanted = self._config.eval_final and last_step > 0
         return [env for env in self._config.env if wanted and env not in done]
@@ -133,7 +128,6 @@ class Evaluator:
     async def _sample_task(
         self, task: TaskRef, size: int, sampling: Sampling, version: int, slots: asyncio.Semaphore
     ) -> RolloutGroup:
-        """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone."""
         ticket = GroupTicket(
             group_id=f"eval-{uuid.uuid4()}",
             task=task,

@@ -93,7 +93,6 @@ class StepFinisher:
         return step if self._samples is None else self._samples.request_logprobs(step)
 
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
-        """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
         self._step_began_s = self._clock.now()
         if self._evaluator is not None:
             step, owed = self._evaluator.owed(self._evaluated, self._run.info.step)
@@ -108,7 +107,6 @@ class StepFinisher:
             self._run.changed.set()
 
     async def _finish(self, step: int, done: StepEvent, tasks: asyncio.TaskGroup) -> None:
-        """Activates the version of a step, writes the step's record, and evaluates where that is due."""
         run = self._run
         run.journal.trained(step)
         submitted = await run.take_step(step)
@@ -140,12 +138,10 @@ class StepFinisher:
             self._admit(version)
 
     async def evaluate_before_training(self, version: int) -> None:
-        """Evaluates the version that training begins with, where that is configured."""
         if self._evaluator is not None and (due := self._evaluator.due_before(version)):
             await self._wait_for_evaluation(self._evaluator, 0, due, version=self._run.plan.active_version)
 
     async def evaluate_after_training(self, last_step: int) -> None:
-        """Evaluates the last version where that is configured, unless it was done after its step."""
         if self._evaluator is not None and (due := self._evaluator.due_after(last_step)):
             await self._wait_for_evaluation(self._evaluator, last_step, due, version=self._run.plan.active_version)
 
@@ -162,7 +158,6 @@ class StepFinisher:
         *,
         version: int,
     ) -> None:
-        """Evaluates a step: beside training, or before the run goes on where it is synchronous."""
         self._evaluated = step
         if self._synchronous:
             await self._wait_for_evaluation(evaluator, step, envs, version=version)
@@ -172,17 +167,14 @@ class StepFinisher:
     async def _wait_for_evaluation(
         self, evaluator: Evaluator, step: int, envs: Sequence[EvalEnvConfig], *, version: int
     ) -> None:
-        """Evaluates while nothing else of the run goes on; the log says so when it takes long."""
         with self._run.stage("evaluation", step):
             await evaluator.evaluate(step, envs, version=version)
 
     def _admit(self, version: int) -> None:
-        """The engines serve this version: the staleness law may admit more groups."""
         self._run.plan.activated(version)
         self._dispatcher.dispatch()
 
     async def _write(self, submitted: SubmittedStep, served: record.Metrics, done: StepEvent) -> None:
-        """Writes the one record of a step: its own metrics, how the version was `served`, and the trainer's."""
         run, now_s = self._run, self._clock.now()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
         metrics = record.step_metrics(

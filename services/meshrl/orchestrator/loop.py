@@ -43,11 +43,8 @@ class LoopSettings:
     """What the loop keeps to besides the plan."""
 
     services: ServicesConfig
-    """Addresses, for errors."""
     batch_s: float
-    """How long a step waits for its groups."""
     seq_len: int
-    """Tokens of a row."""
     env_seq_len: Mapping[str, int]
     """Most tokens of a sample, by environment."""
     sleep_engines: bool = False
@@ -94,7 +91,6 @@ class RunLoop:
             await run.scorer.close()
 
     async def _train_steps(self) -> None:
-        """Makes and submits the batch of every step; sampling, uploading and finishing run beside it as tasks."""
         run, uploader = self.run, self._uploader
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(work) for work in (uploader.follow(), uploader.upload())]
@@ -141,7 +137,6 @@ class RunLoop:
         return None
 
     async def _wait_for_change(self, left_s: float) -> None:
-        """Waits for a group or a version, and counts whether generation or the trainer was waited for."""
         run, plan = self.run, self.run.plan
         idle = plan.in_flight == 0
         if idle and not self.finisher.busy and run.steps.trained >= run.steps.recorded:

@@ -38,7 +38,6 @@ HEALTH_NAME = "meshrl.Orchestrator"
 
 
 def main() -> None:
-    """Entry point of the console script `orchestrator`."""
     config = load_config(
         OrchestratorConfig, prog="orchestrator", spellings=PrimeRLKeys(OrchestratorConfig, "orchestrator")
     )
@@ -46,7 +45,6 @@ def main() -> None:
 
 
 def start(config: OrchestratorConfig) -> None:
-    """Runs the program, in the mesh that the configuration names; a run that is found by its folder has its name."""
     if config.mesh is not None:
         try:
             config = in_mesh(config, RunFolder(config.mesh))
@@ -77,8 +75,8 @@ def in_mesh(config: OrchestratorConfig, mesh: RunFolder) -> OrchestratorConfig:
 
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on. A benchmark that
-    names no service has stand-ins for all of them. Raises ConfigError when there is nothing to train on."""
+    """A benchmark that names no service has stand-ins for all of them. Raises ConfigError when there is nothing to
+    train on."""
     if config.bench and not config.services.model_fields_set:  # `rl --bench` names all of them
         train = config.train if config.train.env else TrainEnvsConfig(env=[TrainEnvConfig(id="made-up")])
         names = {env.resolved_name for env in (*train.env, *(config.eval.env if config.eval is not None else ()))}
@@ -132,7 +130,6 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
 async def _train(
     config: OrchestratorConfig, services: Services, mesh: Mesh, tracer: Tracer, stop: asyncio.Event
 ) -> None:
-    """Trains from the journal's starting point on, until the last step or until `stop` is set."""
     layout = Layout(config.output_dir)
     journal = await asyncio.to_thread(
         open_journal,
@@ -183,7 +180,6 @@ async def _train(
 
 
 def _webhooks(variable: str | None, output_dir: Path) -> list[Sink]:
-    """Where alerts are posted to. Raises ConfigError for a variable that is not set to a URL."""
     if variable is None:
         return []
     url = os.environ.get(variable, "")
@@ -196,7 +192,6 @@ def _webhooks(variable: str | None, output_dir: Path) -> list[Sink]:
 
 
 def _registered_sinks(config: OrchestratorConfig, base_model: str) -> list[Sink]:
-    """Platforms that the run is registered at, as destinations of its metrics; blocks until it is registered."""
     if config.prime_monitor is None:
         return []
     named = config.wandb.name if config.wandb is not None and config.prime_monitor.run_name is None else None

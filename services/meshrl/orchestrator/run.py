@@ -1,8 +1,5 @@
-"""The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has come.
-
-A process has one. The dispatcher adds groups to it, the loop makes batches of them, the uploader sends those to the
-trainer, and the finisher ends the steps.
-"""
+"""The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has
+come."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ from meshrl.wire.types import Batch, RunInfo
 
 
 class Run:
-    """A run that continues from the journal; `info` is the trainer's description of it when the process began."""
-
     def __init__(
         self,
         info: RunInfo,
@@ -57,7 +52,6 @@ class Run:
         self.scorer = scorer
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
         self.tally = StepTally()
-        """What was judged since the last batch was made."""
         self._services, self._in_flight = services, in_flight
         self.waits = waits_of(tracer)
         self._clock = clock
@@ -91,7 +85,6 @@ class Run:
 
     @contextmanager
     def counted(self, seconds: Literal["wait_for_ckpt_s", "wait_for_rollouts_s"]) -> Iterator[None]:
-        """Adds the seconds of the block to the record of the next step."""
         began_s = self._clock.now()
         try:
             yield
@@ -99,7 +92,6 @@ class Run:
             setattr(self.tally, seconds, getattr(self.tally, seconds) + self._clock.now() - began_s)
 
     def _describe(self, stage: str, number: int) -> tuple[str, Collection[str]]:
-        """What a stage waits for now, and the addresses of the services in whose hands that is."""
         services, plan, steps = self._services, self.plan, self.steps
         match stage:
             case "engines":
@@ -124,7 +116,6 @@ class Run:
     # --- counting ---------------------------------------------------------------------------------
 
     def count(self, group: RolloutGroup, screened: Screened) -> None:
-        """Counts what was dropped of a group that was judged, and the group itself when nothing of it is kept."""
         self.drop(screened)
         if not screened.kept:
             self.tally.discarded.append(group)
@@ -153,26 +144,20 @@ class Run:
     # --- what the uploader needs (UploadedRun) ------------------------------------------------------
 
     async def batch(self, step: int) -> Batch:
-        """The batch of a step, from memory or from the journal. Raises RunError when neither has it."""
         known = self._submitted.get(step)
         return known.assembled.batch if known is not None else await self.journal.load_batch(step)
 
     def span(self, step: int) -> trace.Span:
-        """The span that calls for a step are traced under."""
         return self.traces.span(step)
 
     def go_back(self, step: int, done: int) -> None:
-        """The trainer restarted at `step`: those after it, up to `done`, are done again. Raises RunError when the batch
-        of one is no longer kept."""
         self.journal.go_back(step, done)
         self.plan.rolled_back(step)
 
     def durable(self, step: int) -> None:
-        """The trainer has a checkpoint of this step on its disk."""
         self.journal.durable(step)
 
     def refused(self) -> None:
-        """The trainer has refused a batch: the loop looks for it."""
         self.changed.set()
 
 
@@ -185,30 +170,25 @@ class StepTraces:
         self._open: dict[int, trace.Span] = {}
 
     def span(self, step: int) -> trace.Span:
-        """The span of a step, to make current around calls that belong to it; it starts with the first call."""
         if step not in self._open:
             self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
         return self._open[step]
 
     def traceparent(self, step: int) -> str:
-        """W3C context of the step's span, for what carries it over queues and restarts."""
         return traceparent_of(self.span(step))
 
     @contextmanager
     def batch(self, step: int) -> Iterator[trace.Span]:
-        """The span of making the step's batch, for as long as the block runs."""
         inside = trace.set_span_in_context(self.span(step))
         with self._tracer.start_as_current_span(BATCH_SPAN, context=inside, attributes={"rl.step": step}) as span:
             yield span
 
     def end(self, step: int, attributes: Mapping[str, float]) -> None:
-        """The step's version is committed, or was skipped."""
         if span := self._open.pop(step, None):
             span.set_attributes(dict(attributes))
             span.end()
 
     def close(self) -> None:
-        """The run is over: ends the spans of steps that were not finished."""
         for span in self._open.values():
             span.set_status(trace.Status(trace.StatusCode.ERROR, "the run ended first"))
             span.end()
@@ -232,30 +212,25 @@ class SlotUse:
 
     @property
     def rollouts(self) -> int:
-        """Rollouts that are out."""
         return self._total_out
 
     def begin(self, group_id: str, rollouts: int) -> None:
-        """A group was sent to a rollout service."""
         self._add_up()
         self._out[group_id] = rollouts
         self._total_out += rollouts
 
     def rollout_ended(self, group_id: str) -> None:
-        """A rollout of a group finished or failed."""
         if self._out.get(group_id, 0) > 0:
             self._add_up()
             self._out[group_id] -= 1
             self._total_out -= 1
 
     def end(self, group_id: str) -> None:
-        """A group is over, whatever became of its rollouts."""
         self._add_up()
         self._total_out -= self._out.pop(group_id, 0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While a batch waits for its last groups."""
         self._add_up()
         self._waiting = True
         try:

@@ -1,8 +1,4 @@
-"""Gives keys of a layer that are spelt as in prime-rl their names here, by the table in `keys`; no I/O.
-
-Readers of a layer (a file, the command line, PRIME_ variables) keep keys as they were written; here they move to their
-place. Notes name the keys that were taken, problems those that have no successor.
-"""
+"""Gives keys of a layer that are spelt as in prime-rl their names here, by the table in `keys`; no I/O."""
 
 from __future__ import annotations
 
@@ -22,15 +18,12 @@ _PROGRAMS = ("orchestrator", "trainer", "inference", "rollout", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A row of the table as one program reads it: paths from its own root."""
-
     old: Path
     new: Path
     key: ForeignKey
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The values that the row is for; empty for all of them."""
         return self.key.only or tuple(self.key.values)
 
     def fits(self, path: Path) -> bool:
@@ -39,7 +32,6 @@ class _Row:
         return fits and (len(path) == len(self.old) or (len(path) > len(self.old) and not self.words))
 
     def is_for(self, path: Path, value: object) -> bool:
-        """Whether the row is for this key with this value."""
         return self.fits(path) and (not self.words or str(value).lower() in self.words)
 
     def renamed(self, path: Path) -> Path:
@@ -118,7 +110,6 @@ def _moved(layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
 
 
 def _rows(root: Kind, section: str) -> Iterator[_Row]:
-    """The rows that one program reads, without those for keys that it has."""
     for key in KEYS:
         old, new = (tuple(filter(None, dotted.split("."))) for dotted in (key.old, key.new))
         if (old[0] != section) if section else (key.alone or old[0] == "sft"):

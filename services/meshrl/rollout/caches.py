@@ -1,8 +1,7 @@
 """Caches what pydantic, verifiers and tokenizers compute again in every rollout although it never changes.
 
-`hosting` installs the caches before it loads environments. Each function is replaced by one with the same results, and
-only where the installed version still has it; the contract tests compare them. Together they were 40% of a rollout's
-CPU.
+Each function is replaced by one with the same results, and only where the installed version still has it; the contract
+tests compare them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ KEPT = 4096
 
 
 def install() -> None:
-    """Puts the caches in place; a second call changes nothing."""
     # Which default factories take the data validated so far: pydantic parses their signatures for each object it makes.
     _replace((pydantic_fields,), "takes_validated_data_argument", functools.lru_cache(KEPT))
     # Where a harness is found: a search of the import path for each episode.

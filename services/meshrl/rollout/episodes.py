@@ -1,8 +1,4 @@
-"""Plays the episodes of one group in this process: from its task to rollouts that training can use.
-
-Asked by `group_runner`, which knows nothing of environments. `hosting` runs verifiers' side of an episode, the model
-client in `engines` samples its turns and writes each call into a session, `samples` makes rollouts of both.
-"""
+"""Plays the episodes of one group in this process: from its task to rollouts that training can use."""
 
 from __future__ import annotations
 
@@ -81,8 +77,6 @@ class EpisodePlayer:
 
 
 class GroupEpisodes:
-    """The episodes of one group: one task, `group_size` times."""
-
     late_s = 0.0
 
     def __init__(self, player: EpisodePlayer, task: Task, request: RolloutRequest) -> None:
@@ -183,7 +177,6 @@ class GroupEpisodes:
             span.end()
 
     def stage(self, index: int) -> RolloutStage | None:
-        """What an episode that is being played does now; None for one that is not."""
         progress = self._playing.get(index)
         return None if progress is None else progress.stage(time.time())
 
@@ -235,8 +228,7 @@ class _Progress:
 
 
 def stage_of(trace: Trace, session: Session) -> RolloutStage:
-    """What an agent's run does, and since when. verifiers stamps the begin of each stage on the trace; within the
-    agent's stage the session knows the call."""
+    """What an agent's run does, and since when."""
     timing = trace.timing
     setup, scoring = StageKind.SETUP, StageKind.SCORING
     stages = (
@@ -257,7 +249,6 @@ def stage_of(trace: Trace, session: Session) -> RolloutStage:
 
 
 def _describe(span: Span, rollouts: tuple[Rollout, ...], sessions: Mapping[str, Session]) -> None:
-    """Says what came of an episode, and links it to the commits that brought the versions it was sampled from."""
     if not span.is_recording():
         return
     versions = {part.version for rollout in rollouts for sample in rollout.samples for part in sample.version_spans}

@@ -46,7 +46,6 @@ class _RunningGroup:
     refusal: Exception | None = None
 
     def doing(self, index: int) -> str:
-        """What a rollout that has not ended does, for the message of whoever ends it."""
         if index not in self.playing:
             return "it waited for a place in max_concurrent"
         stage = self.opened.stage(index)
@@ -130,7 +129,6 @@ class GroupRunner:
             self._failures.log_counts(self._clock())
 
     def waits(self) -> Iterator[CountedWait]:
-        """What each rollout that is being played waits for."""
         for key, environment, stage in self._doing():
             yield stage.wait(key, environment)
 
@@ -141,7 +139,6 @@ class GroupRunner:
                     yield (running.group.request.request_id, index), running.group.request.environment, stage
 
     def status(self) -> RolloutStatus:
-        """What the server does now, in rollouts."""
         endpoints, calls = self._router.engines.endpoints(), self._in_flight() if self._in_flight is not None else {}
         return RolloutStatus(
             running=self._table.running,
@@ -202,7 +199,6 @@ class GroupRunner:
         return running
 
     def _follow_engines(self) -> None:
-        """Takes over how many rollouts may run now, and starts those that have a place for it."""
         up = {engine.url: engine.capacity for engine in self._router.engines.listed if engine.healthy}
         if self._limit.follow(up):
             log = logger.debug if up.keys() == self._counted else logger.info
@@ -212,7 +208,6 @@ class GroupRunner:
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Starts the rollouts that have a place now."""
         for group, index in self._table.start():
             running = self._running[group.request.request_id]
             task = asyncio.create_task(self._play(running, index))
@@ -277,7 +272,6 @@ class GroupRunner:
         running.over.set()
 
     def _end_before_it_began(self, request: RolloutRequest, error: MeshError, emit: Emit) -> None:
-        """Ends a group whose deadline passed before any of its rollouts could start. Raises as `admit`."""
         now = self._clock()
         group = self._table.admit(request, now)
         self._table.end(group, Outcome.FAILED, now, reason=error.reason.name)
@@ -291,7 +285,6 @@ class GroupRunner:
         emit(group.summary)
 
     def _end_late(self, running: _RunningGroup) -> None:
-        """The deadline has passed: each rollout that is left is a failure, which says what it was doing."""
         if running.group.over:
             return
         reason, request = Reason.DEADLINE_PASSED, running.group.request

@@ -1,9 +1,6 @@
-"""Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each
-event.
+"""Admits groups, starts their rollouts in order, and counts how each ends.
 
-Used by `group_runner` alone: it passes requests and outcomes in, and gets which rollouts to start and to stop. A
-rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may fail or be cancelled too; it is
-counted once.
+No I/O, no clock: the time comes with each event.
 """
 
 from __future__ import annotations
@@ -67,9 +64,7 @@ class GroupTable:
         one_call_a_group: bool = True,
     ) -> None:
         self.running = 0
-        """Rollouts that run now, over all groups."""
         self.queued = 0
-        """Rollouts that wait for a place, over all groups."""
         self.max_concurrent = max_concurrent
         """May change; rollouts that run beyond a lower one go on."""
         self._max_queued = max_queued
@@ -92,7 +87,6 @@ class GroupTable:
         return tuple(self._groups.values())
 
     def refuse(self, request: RolloutRequest, now: float) -> None:
-        """Raises the MeshError for which a group cannot be admitted now, if there is one."""
         size, run_id = request.group_size, request.run_id
         if self.draining:
             raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")
@@ -126,7 +120,6 @@ class GroupTable:
             )
 
     def admit(self, request: RolloutRequest, now: float) -> AdmittedGroup:
-        """Takes a group in; raises as `refuse` does."""
         self.refuse(request, now)
         name, run_id = request.request_id, request.run_id
         self._seen[name] = now
@@ -190,11 +183,9 @@ class GroupTable:
         return running, waiting
 
     def running_of(self, run_id: str) -> int:
-        """Rollouts of a run that run now."""
         return self._running_of[run_id]
 
     def waiting_of(self, run_id: str) -> int:
-        """Rollouts of a run that wait for a place."""
         return sum(len(group.waiting) for group in list(self._waiting.get(run_id, {}).values()))
 
     def _forget_waiting(self, group: AdmittedGroup) -> None:
@@ -208,7 +199,6 @@ class GroupTable:
         return [group for group in self._groups.values() if not group_ids or group.request.group_id in group_ids]
 
     def remove(self, group: AdmittedGroup) -> None:
-        """Forgets a group that is over."""
         if self._groups.pop(group.request.request_id, None) is not None:
             self._group_ids.discard(group.request.group_id)
 
@@ -243,7 +233,6 @@ class GroupTable:
 def rollout_failure(
     request: RolloutRequest, error: MeshError, rollout_id: str, traceparent: str = ""
 ) -> RolloutFailure:
-    """The event of a group's stream for a rollout that ended in `error`."""
     return RolloutFailure(
         rollout_id=rollout_id,
         group_id=request.group_id,

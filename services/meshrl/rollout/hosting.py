@@ -1,7 +1,4 @@
-"""Loads environments and keeps them ready to play: one `HostedEnvironment` for each entry of the configuration.
-
-Fed by `main` with the configuration, asked by `episodes` for tasks and for episodes of them.
-"""
+"""Loads environments and keeps them ready to play: one `HostedEnvironment` for each entry of the configuration."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest, Sampling
 
 PolicyClient = EngineClient | ChatServers
-"""How the policy's turns are sampled."""
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
@@ -66,16 +62,12 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 
 
 class EnvironmentOptionsError(ConfigError):
-    """Options of an environment are wrong; `keys` are those of its entry, such as ("args", "level")."""
-
     def __init__(self, message: str, *, keys: Sequence[tuple[str, ...]]) -> None:
         super().__init__(message)
         self.keys = tuple(keys)
 
 
 class HostedEnvironment:
-    """One environment: its tasks, its agents and what they share while the server runs."""
-
     def __init__(self, config: EnvConfig, env: Env, *, model: str, default_sampling: Sampling) -> None:
         self.name = config.resolved_name
         self.seq_len = config.seq_len
@@ -130,7 +122,6 @@ class HostedEnvironment:
             refuse_training(request)
 
     def sampling(self, override: Sampling, index: int) -> Sampling:
-        """How rollout `index` of a group samples: the request over this environment's defaults, with its own seed."""
         merged = override.over(self._default_sampling)
         return merged if merged.seed is None else replace(merged, seed=merged.seed + index)
 
@@ -148,8 +139,8 @@ class HostedEnvironment:
 def load(
     config: EnvConfig, *, model: str, harness: str, max_turns: int | None, default_sampling: Sampling
 ) -> HostedEnvironment:
-    """Imports and builds an environment and reads its tasks. Blocks: call it off the event loop. Raises ConfigError
-    when it cannot be found, its options are wrong, or its own code fails."""
+    """Blocks: call it off the event loop. Raises ConfigError when it cannot be found, its options are wrong, or its own
+    code fails."""
     name = config.resolved_name
     caches.install()
     resolved = configured(config, harness=harness, max_turns=max_turns)
@@ -215,7 +206,6 @@ def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfE
 
 
 def _option_problem(taskset: str, problem: ErrorDetails) -> tuple[tuple[str, ...], str]:
-    """The key of an entry that a problem is about, and a sentence."""
     inner = [str(part) for part in problem["loc"]]
     key = ("args", *(inner[1:] if inner[0] == "taskset" else inner))  # options of both stand side by side in args
     text = problem["msg"].removeprefix("Value error, ")
@@ -266,7 +256,6 @@ def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict
 
 
 def agent_config_fields_of(config_cls: type[VfEnvConfig]) -> dict[str, AgentConfig]:
-    """The agents that an environment's config class declares, with their defaults."""
     return {
         name: field.default for name, field in config_cls.model_fields.items() if isinstance(field.default, AgentConfig)
     }
@@ -279,7 +268,6 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def _package_version(module: str) -> str:
-    """Version of the distribution that a module belongs to; empty when it belongs to none."""
     names = _distributions().get(module.partition(".")[0], [])
     try:
         return version(names[0]) if names else ""

@@ -1,7 +1,6 @@
 """Loads environments and what plays them in this process: the renderer, the model client, the players.
 
-Used by every worker for its environments, and by `main` where there are no workers. All that is heavy is imported from
-here, so that a front with workers stays light.
+All that is heavy is imported from here, so that a front with workers stays light.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ async def open_players(
     stack: AsyncExitStack,
     tracer: Tracer,
 ) -> dict[str, EpisodePlayer]:
-    """Players of the environments in `names`, in configured order; `stack` closes them. Raises ConfigError. The policy
-    is sampled from `servers`, with sessions in `book`."""
+    """Raises ConfigError. The policy is sampled from `servers`, with sessions in `book`."""
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     client: PolicyClient
     text: TextSamples | None = None

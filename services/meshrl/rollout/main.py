@@ -44,7 +44,6 @@ DELIVER_S = 10.0
 
 
 def main() -> None:
-    """Entry point of the console scripts `rollout` and `env-server`."""
     config = load_config(RolloutConfig, prog="rollout", spellings=PrimeRLKeys(RolloutConfig, "rollout"))
     with short_socket_paths(), children_end_too():  # the tool servers and sandboxes of environments
         # Environments may have threads of their own kind of work: as many as Python gives them.
@@ -80,7 +79,6 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
 async def serve_by_dialling(
     config: RolloutConfig, exchange: ExchangeLinkConfig, stop: asyncio.Event, tracer: Tracer
 ) -> int:
-    """The same for a worker that dials the orchestrator and listens nowhere."""
     name = exchange.name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     async with AsyncExitStack() as stack:
         spool = ResultSpool(exchange.spool or config.output_dir / "exchange" / f"{name}.sqlite")
@@ -113,8 +111,7 @@ async def serve_by_dialling(
 
 
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
-    """Connects the engines and brings up what plays: worker processes, or this one. `stack` closes them. Raises
-    ConfigError."""
+    """`stack` closes them. Raises ConfigError."""
     log_environments(config.env, config.output_dir)
     book = SessionBook()
     servers = await connect_servers(config.client, config.engine_urls, config.weights, book, stack, tracer)

@@ -33,8 +33,6 @@ def refuse_unknown(environment: str, num_tasks: int | None, index: int) -> None:
 
 
 class PlayableGroup(Protocol):
-    """A group whose rollouts can be played."""
-
     late_s: float
     """How long after the group's deadline the runner ends what is left of it: 0, or more where what plays it ends it
     itself and knows better what it was doing."""
@@ -51,8 +49,6 @@ class PlayableGroup(Protocol):
 
 
 class Player(Protocol):
-    """Plays the groups of one environment."""
-
     @property
     def info(self) -> EnvironmentInfo: ...
 

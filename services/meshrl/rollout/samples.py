@@ -1,7 +1,6 @@
 """Turns a played episode into rollouts that training can use, or into the reason why it cannot.
 
-Fed by `episodes` with verifiers' traces and the sessions that kept the versions; drained to the orchestrator. Shapes:
-T tokens of a sample.
+Shapes: T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ def rollouts_of(
 
 
 def trace_uuid(trace_id: str) -> str:
-    """The id of a trace as a UUID; ids of other forms are kept."""
     try:
         return str(uuid.UUID(trace_id))
     except ValueError:
@@ -69,7 +67,6 @@ def trace_uuid(trace_id: str) -> str:
 
 
 def _failure(env: Env, episode: Episode, sessions: Mapping[str, Session]) -> MeshError:
-    """Why an episode failed: the engine's reason if a model call failed, else the environment's last error."""
     failed = [trace for trace in episode.traces if not trace.ok]
     for trace in failed:
         session = sessions.get(trace.id)
@@ -175,7 +172,6 @@ def samples_of(
 
 
 def _claim(node: object, unclaimed: list[Call]) -> tuple[VersionSpan, ...]:
-    """The version spans of a sampled message: those of the earliest unclaimed call that sampled just its tokens."""
     num_sampled = sum(node.mask)  # type: ignore[attr-defined]  # verifiers is untyped for the checker
     if not num_sampled:
         return ()
@@ -220,7 +216,6 @@ def _sample(
 
 
 def _message_span(node: MessageNode, start: int) -> MessageSpan:
-    """The span of a message whose tokens begin at `start`, with its content where the renderer tells it from markup."""
     end = start + len(node.token_ids)
     content = [start + place for place, belongs in enumerate(node.is_content) if belongs]
     told = len(node.is_content) == len(node.token_ids)
@@ -235,7 +230,6 @@ def _message_span(node: MessageNode, start: int) -> MessageSpan:
 
 
 def _text(message: Message) -> str:
-    """What a message says, as people read it: its reasoning, its text, then each of its tool calls."""
     content = message.content or ""
     if not isinstance(content, str):  # parts, of which only text has something to read
         content = "".join(getattr(part, "text", "") for part in content)

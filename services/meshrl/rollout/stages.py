@@ -1,8 +1,4 @@
-"""The stages of a rollout, and what makes it overdue. No I/O, no clock: the time comes with each question.
-
-`episodes` holds the stage of a rollout, `overdue` compares it with the deadlines of its environment, and the log and
-the failures name it.
-"""
+"""The stages of a rollout, and what makes it overdue."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ _WORKER = re.compile(r"^worker (\d+)")
 
 
 class StageKind(enum.StrEnum):
-    """Which deadline a stage falls under."""
-
     SETUP = "setup_s"
     TURN = "turn_s"
     SCORING = "scoring_s"
@@ -40,7 +34,6 @@ class RolloutStage:
         return max(0.0, now_s - self.began_s)
 
     def wait(self, key: object, environment: str) -> CountedWait:
-        """The same as a wait: for the engine of a model call, else for the worker."""
         engines = _URL.findall(self.what)
         workers = [f"rollout_worker_{number}" for number in _WORKER.findall(self.worker)]
         place = f" ({self.worker})" if self.worker else ""
@@ -53,7 +46,6 @@ class RolloutStage:
         )
 
     def describe(self, now_s: float) -> str:
-        """For the message of the one that ends the rollout."""
         place = f" ({self.worker})" if self.worker else ""
         return f"it was {self.what}{place}, {self.seconds(now_s):.1f} s into this stage"
 
@@ -73,6 +65,5 @@ def overdue(deadlines: StageDeadlinesConfig, stage: RolloutStage, began_s: float
 
 
 def shortest_s(deadlines: StageDeadlinesConfig) -> float | None:
-    """The shortest deadline that is set, in seconds; None where none is."""
     given = (deadlines.setup_s, deadlines.turn_s, deadlines.scoring_s, deadlines.rollout_s)
     return min((most_s for most_s in given if most_s is not None), default=None)

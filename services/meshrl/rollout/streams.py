@@ -68,7 +68,6 @@ class GroupStreams:
                 self._left(stream)
 
     def _left(self, stream: _GroupStream) -> None:
-        """Nobody reads the stream: it stays for its linger_s, unless it was refused."""
         if stream.request.linger_s <= 0 or stream.was_refused:
             self._end(stream)
         else:
@@ -99,8 +98,6 @@ class GroupStreams:
 
 
 class _GroupStream:
-    """One group: a task that plays it, its messages, and the one call that reads them."""
-
     def __init__(self, request: RolloutRequest, run: Run, count: Callable[[int], None]) -> None:
         self.request = request
         self.reader: object | None = None
@@ -138,7 +135,6 @@ class _GroupStream:
         self._changed.beat()
 
     async def read(self, after_seq: int) -> AsyncGenerator[bytes, None]:
-        """Takes the place of whoever reads the stream, and yields the messages behind `after_seq`."""
         reader = self.reader = object()
         self._changed.beat()
         if self.timer is not None:
@@ -169,7 +165,6 @@ class _GroupStream:
                 self.reader = None
 
     def drop_oldest(self) -> bool:
-        """Drops the oldest message, if it was sent or nobody reads; False where there is none of this kind."""
         if not self._kept or (self.reader is not None and self._first > self._sent):
             return False
         self._drop_to(self._first)
@@ -181,7 +176,6 @@ class _GroupStream:
             self._first += 1
 
     def close(self) -> None:
-        """Ends the group and drops what is kept of it."""
         if self.timer is not None:
             self.timer.cancel()
         self._task.cancel()

@@ -1,9 +1,8 @@
 """Logs rollouts that fail, and those that wait for long.
 
-`group_runner` reports each failure. A server or an environment that is broken fails hundreds in the same way: the first
-of a kind is logged at once, those like it at level DEBUG and as a count, once a minute. Every failure goes to the
-caller with its own message as well. The longest waits are logged by environment and stage, once a minute at most; what
-a worker process plays is reported by the worker, and logged by its front.
+A server or an environment that is broken fails hundreds in the same way: the first of a kind is logged at once, those
+like it at level DEBUG and as a count, once a minute. The longest waits are logged by environment and stage, once a
+minute at most; what a worker process plays is reported by the worker, and logged by its front.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class FailureLog:
         self._kinds: dict[tuple[str, str, str], _Kind] = {}
 
     def add(self, environment: str, failure: RolloutFailure, now_s: float) -> None:
-        """A rollout has failed."""
         kind = self._kinds.get(key := (environment, failure.reason, NUMBER.sub("", failure.message)))
         trace_id = trace_id_of(failure.traceparent)
         bound = logger.bind(env=environment, **({"trace_id": trace_id} if trace_id else {}))
@@ -53,7 +51,6 @@ class FailureLog:
         bound.debug(said, *named)
 
     def log_counts(self, now_s: float, *, every_s: float = SAY_EVERY_S) -> None:
-        """Counts the failures not logged yet, of each kind whose last line is `every_s` old."""
         for key, kind in list(self._kinds.items()):
             if now_s - kind.logged_s < every_s:
                 continue
@@ -75,14 +72,11 @@ MOST_NAMED = 3
 
 @dataclass
 class _Waiting:
-    """Rollouts of one environment that have been in one stage for long."""
-
     count: int = 0
     longest_s: float = 0.0
 
 
 def log_waiting(environment: str, line: str) -> None:
-    """Logs a line about an environment, to its own log as well."""
     logger.bind(env=environment).warning("{}", line)
 
 

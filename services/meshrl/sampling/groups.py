@@ -18,8 +18,6 @@ MOVED = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRef:
-    """One task to sample a group of; `index` is its position in the taskset."""
-
     environment: str
     index: int
 
@@ -54,8 +52,6 @@ class GroupTicket:
 
 @dataclass(kw_only=True)
 class RolloutGroup:
-    """Rollouts of one task. It is over once each finished, failed or was cancelled, or its stream broke."""
-
     ticket: GroupTicket
     rollouts: list[Rollout] = field(default_factory=list)
     failures: list[RolloutFailure] = field(default_factory=list)
@@ -67,7 +63,6 @@ class RolloutGroup:
 
     @property
     def lost(self) -> int:
-        """Rollouts that never came back, neither finished nor failed nor cancelled."""
         return max(0, self.ticket.size + self.carried - len(self.rollouts) - len(self.failures) - self.cancelled)
 
     @property
@@ -77,7 +72,6 @@ class RolloutGroup:
 
     @property
     def errors(self) -> int:
-        """Rollouts that failed or never came back."""
         return len(self.failures) + self.lost
 
     def carry(self, rollouts: Sequence[Rollout]) -> None:

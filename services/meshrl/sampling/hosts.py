@@ -1,7 +1,4 @@
-"""The rollout services of a run: their environments, health and speed, and the choice of the service for a group.
-
-No I/O and no clock: `pool` reports health, status and streams to it, with the time, and asks it where to go.
-"""
+"""The rollout services of a run: their environments, health and speed, and the choice of the service for a group."""
 
 from __future__ import annotations
 

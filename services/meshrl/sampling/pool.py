@@ -190,7 +190,6 @@ class RolloutPool:
         self._joined[client.address] = asyncio.create_task(self._watch(host))  # looks at it at once
 
     async def _meet(self, host: RolloutHost, deadline_s: float) -> None:
-        """Waits for one service; one that does not come is AWAY. Raises RunError for one that no run can use."""
         client, began_s = self.client(host), self._clock.now()
         host.since_s = began_s
         try:
@@ -243,7 +242,6 @@ class RolloutPool:
         self._turn(host, state, why)
 
     async def _seen(self, host: RolloutHost) -> tuple[HostState, str]:
-        """What a service says of itself, and why it does not serve. Raises MeshError when it does not answer."""
         client = self.client(host)
         why = await client.why_not_serving(LOOK_DEADLINE_S)
         if not why and host.state is not HostState.SERVING:
@@ -262,7 +260,6 @@ class RolloutPool:
         return (HostState.AWAY, why) if why else (HostState.SERVING, "")
 
     async def _drains(self, host: RolloutHost) -> bool:
-        """Whether a service drains; notes what it does for others. Raises MeshError when it does not say."""
         if host.address in self._has_no_status:
             return False
         try:
@@ -280,7 +277,6 @@ class RolloutPool:
         return status.draining
 
     def _turn(self, host: RolloutHost, state: HostState, why: str) -> None:
-        """A service is in this state now; the log says when that is news."""
         now_s, before, since_s = self._clock.now(), host.state, host.since_s
         if not host.turn(state, now_s, why):
             return
@@ -343,7 +339,6 @@ class RolloutPool:
             host.achievement(place.environment).count(self._clock.now(), begun=-place.left)
 
     def _judge(self, host: RolloutHost, place: GroupPlace, is_bad: bool) -> None:
-        """A group is over at a service; one that brought nothing and ended badly counts against it."""
         quarantine = host.achievement(place.environment).quarantine
         if place.finished_here:
             quarantine.group_went_well()
@@ -364,7 +359,6 @@ class RolloutPool:
 
     @property
     def _newest_needed(self) -> int | None:
-        """The newest version that a group needs; None without groups."""
         return max((place.min_version for place in self.places.values()), default=None)
 
     def came_back(self, group_id: str, *, left: int, failed: bool, tokens: int = 0) -> None:

@@ -105,7 +105,6 @@ class GroupSampler:
         problems_of: Callable[[Rollout], Problems],
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
-        """One call. Raises MeshError when it is refused or cut off, DEADLINE_PASSED when its stream does not end."""
         try:
             async with asyncio.timeout(self._deadlines.group_s + _GRACE_S) as limit:
                 with self.pool.at(host, request.group_id, limit):
@@ -118,7 +117,6 @@ class GroupSampler:
             raise MeshError(Reason.DEADLINE_PASSED, "the group's stream did not end") from None
 
     async def _is_leaving(self, host: RolloutHost) -> bool:
-        """Whether a service that cancelled rollouts does so because it goes."""
         await self.pool.look(host)
         return host.state is not HostState.SERVING
 
@@ -223,7 +221,6 @@ class GroupSampler:
 
 
 def _mistaken(rollout: Rollout, group: RolloutGroup) -> Problems:
-    """What is wrong with who a rollout says it is."""
     ticket, found = group.ticket, []
     if not rollout.rollout_id or any(rollout.rollout_id == other.rollout_id for other in group.rollouts):
         found.append(("rollout_id", f"must be a UUID of its own, got {rollout.rollout_id!r}"))

@@ -109,7 +109,6 @@ class ConversationDataset:
         return {**fields, **{name: row[name] for name in from_row}, "model": self._model}
 
     def _message(self, message: JsonObject) -> dict[str, object]:
-        """The message with its reasoning where it is wanted."""
         fields = {name: value for name, value in message.items() if name != REASONING}
         reasoning = message.get(REASONING)
         if not reasoning or self._reasoning_field is None:

@@ -44,7 +44,6 @@ class Synthesis:
 
 
 def _report(run: TrialRun, dataset: ConversationDataset) -> None:
-    """Says what became of every rollout that was asked for, and writes it to summary.json."""
     asked = sum(span.rollouts for span in run.spans)
     played = {(environment, task) for _, environment, task, _ in run.results.done}
     groups = sum(span.tasks for span in run.spans)

@@ -180,7 +180,6 @@ def compile_kernels(learner: Learner, *, seq_len: int) -> None:
 
 
 def _tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, which only snapshots need: without one they hold the model alone."""
     try:
         return load_tokenizer(model)
     except ModelError as error:

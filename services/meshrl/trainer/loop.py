@@ -106,7 +106,6 @@ class TrainerLoop:
             self._scheduler.charge(each.state.run_id, ready[each.state.run_id])
 
     def _beside(self, run: RunTraining, ready: Container[str]) -> list[RunTraining]:
-        """The runs whose next slices share the pass of this one's, in the order of their turns, while there is room."""
         if self._joining is None or self._whole_batches or (first := run.joinable) is None:
             return []
         longest, alike = first
@@ -122,7 +121,6 @@ class TrainerLoop:
         return beside
 
     def _take(self) -> Taken | None:
-        """What clients want done: of each run without a step at hand the next work. Waits only if no run can train."""
         idle = frozenset(run_id for run_id, run in self._runs.items() if run.idle)
         blocked = all(run.tokens is None for run in self._runs.values())
         if not blocked:

@@ -323,7 +323,6 @@ class RunTraining:
         logprobs: Mapping[str, NDArray[np.float32]],
         entropies: NDArray[np.float32],
     ) -> None:
-        """Starts the publication of a version; the step is DONE when the hub has sealed it."""
         started, tokens = time.perf_counter(), self.checkpointer.progress.tokens
 
         def announce(done: Future[PublishReport]) -> None:
@@ -398,10 +397,6 @@ class RunTraining:
         return CATALOGUE.record(Source.TRAINER, metrics)
 
     def _wait_for_publication(self) -> None:
-        """Waits for the publication under way. Raises when it failed, since engines would get no more versions.
-
-        Raises MeshError DEADLINE_PASSED when it stood still for too long.
-        """
         publishing, self._publishing = self._publishing, None
         if publishing is None:
             return
@@ -422,7 +417,6 @@ class RunTraining:
         )
 
     def _save_by_schedule(self, config: CheckpointConfig) -> None:
-        """A checkpoint as configured. One that cannot be written ends the trainer, or suspends a run that was added."""
         try:
             self._save(config)
         except CheckpointError as error:

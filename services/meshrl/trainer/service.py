@@ -148,7 +148,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
 
     def _tell_unreplayed(self, batch: Batch) -> None:
-        """Names, once, a batch that trains without the router replay that this trainer is for."""
         without = sum(row.routed_experts is None for row in batch.micro_batches)
         if self._facts.router_replay is not None and without and not self._told_unreplayed:
             self._told_unreplayed = True
@@ -197,7 +196,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.SaveCheckpointResponse(step=saved.step, path=saved.path, checkpoint=to_proto(saved))
 
     def _forget_save(self, saving: asyncio.Task[Checkpoint]) -> None:
-        """A save is over that nobody waits for; one that failed is listed with its reason."""
         self._saving.discard(saving)
         if not saving.cancelled() and (error := saving.exception()) is not None:
             logger.warning("a checkpoint that was asked for was not written: {}", error)
@@ -242,7 +240,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         request: pb.CreateRunRequest | pb.SuspendRunRequest | pb.ResumeRunRequest | pb.DeleteRunRequest,
         change: Callable[[], Awaitable[RunInfo | None]],
     ) -> pb.Run | None:
-        """Makes a change of a run once for each request_id; what the run is then."""
         content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
         info = await self._changes.once(request.request_id, content, change)
         return None if info is None else to_proto(info)
@@ -275,7 +272,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return pb.DeleteRunResponse()
 
     def _host_of(self, run_id: str) -> RunHost:
-        """Raises UNKNOWN_RUN, or RUN_PROTECTED where this trainer has its own run only."""
         run = self._runs.find(run_id)
         if self.host is None:
             raise MeshError(Reason.RUN_PROTECTED, f"run {run.book.run_id!r} is this trainer's own; use Drain to end it")

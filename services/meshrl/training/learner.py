@@ -407,7 +407,6 @@ class Learner:
         return self.parallel.sum(np.array([mismatch, len(log_ratio)]) * self.parallel.plan.reports)
 
     def _gathered(self, own: TokenRecord) -> TokenRecord:
-        """Rank 0: the record of all rows, in the order of the ranks; elsewhere that of the rank's own."""
         if self.parallel.plan.is_alone:
             return own
         counted = None if self.parallel.plan.reports else 0  # tokens

@@ -66,7 +66,6 @@ def orthogonal(update_MN: torch.Tensor) -> torch.Tensor:
 
 
 def _orthogonal_part(update: DTensor) -> DTensor:
-    """The same of a sharded matrix: its shard, where the update's shard is."""
     mesh, home = update.device_mesh, update.to_local().device
     on_mesh = update.to(mesh.device_type)  # shards that wait on the host are computed where the ranks meet
     assert isinstance(on_mesh, DTensor)

@@ -97,7 +97,6 @@ def _to_device(part: torch.optim.Optimizer) -> HostState:
 
 @torch.no_grad()
 def _to_host(part: torch.optim.Optimizer, waiting: HostState) -> None:
-    """Writes the state back into the host's tensors, or into new ones where there are none."""
     for parameter, state in part.state.items():
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or not value.ndim:

@@ -98,7 +98,6 @@ def why_failed(group: RolloutGroup) -> str:
 
 
 def _check_version(group: RolloutGroup, version: int) -> None:
-    """Raises RunError when other weights answered than those that were loaded."""
     found = {
         span.version for rollout in group.rollouts for sample in rollout.samples for span in sample.version_spans
     } - {version}

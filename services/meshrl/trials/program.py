@@ -148,7 +148,6 @@ async def _prepare_and_work(
     work: Work,
     conversations: bool,
 ) -> int:
-    """Waits for the servers and the environments, then does the work. Raises ConfigError and RunError."""
     async with AsyncExitStack() as stack:
         endpoints = PolicyEndpoints(
             urls, config.client, config.deadlines,
@@ -194,7 +193,6 @@ async def _prepare_and_work(
 
 
 def _configure_engine(config: TrialsConfig, given: InferenceConfig, ports: FreePorts) -> InferenceConfig:
-    """The engine to start, with its configuration written to the folder. Raises ConfigError."""
     values: dict[str, object] = {"output_dir": config.output_dir}
     if "model" not in given.model_fields_set:
         values["model"] = config.model.model_dump()

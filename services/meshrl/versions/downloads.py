@@ -165,7 +165,6 @@ class _Download:
         return min(size, max(SMALLEST, round(rate * LEAST_CLAIM_S), share))
 
     async def _fetch(self, claim: Claim, number: int, rate: float) -> float:
-        """Fetches a claim, or what others leave of it; returns the rate. Raises MeshError."""
         if claim.at == claim.end:  # others took all of it over while it waited for the rate limit
             return rate
         source, began_s = self._downloader.sources.choose(self._now()), self._now()
@@ -185,7 +184,6 @@ class _Download:
         return size / max(self._now() - began_s, 1e-6)
 
     async def _handle(self, error: MeshError, source: ByteSource, number: int, client: WeightSyncClient) -> None:
-        """Decides what an error means: the end, another source, or another connection."""
         broken = client is not self._downloader.connections.get(source, number)  # another call has met it before
         if source.is_hub and error.reason not in TRANSIENT and not broken:
             self._is_final = True

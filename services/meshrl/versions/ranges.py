@@ -80,7 +80,6 @@ class RangeQueue:
         return claim
 
     def _take_over(self, now_s: float, rate: float) -> Claim | None:
-        """All of a claim that stands still, or half of the longest one."""
         for stalled in self._claims:
             if now_s - stalled.quiet_from_s > stalled.patience_s:
                 start, end, patience_s = stalled.at, stalled.end, 2 * stalled.patience_s

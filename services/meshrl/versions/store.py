@@ -98,7 +98,6 @@ class VersionStore:
             self._base_of(manifest)
 
     def _base_of(self, manifest: Manifest) -> VersionBytes:
-        """The base of a delta, whose own chain is whole."""
         for base in list(self.artifacts.values()):
             if base.manifest.result_root != manifest.base_root or base.manifest.version != manifest.base_version:
                 continue

@@ -117,11 +117,8 @@ class Uploader:
     async def _send(
         self, manifest: Manifest, buffer: NDArray[np.uint8] | None, missing: Sequence[int]
     ) -> StagedVersion:
-        """Sends the hub a manifest and the missing chunks, once; the answer says what it still misses.
-
-        Of several connections each sends the next chunk that no other has: one that breaks loses what was under way on
-        it, and the others go on. Raises MeshError once all have ended.
-        """
+        """Sends the hub a manifest and the missing chunks, once; the answer says what it still misses. Raises MeshError
+        once all have ended."""
         if buffer is None:
             return await self._client.create_version(manifest, stall_s=self._retry_for_s)
         length_of = {chunk.offset: chunk.length for chunk in manifest.chunks}

@@ -136,7 +136,6 @@ class VersionBytes:
             )
 
     def _index_at(self, offset: int) -> int:
-        """Of the chunk that has the byte at an offset."""
         return bisect_right(self.manifest.chunks, offset, key=lambda chunk: chunk.offset) - 1
 
     # --- what is here -------------------------------------------------------------------------------

@@ -101,7 +101,6 @@ class ByteServer:
     async def _available_to(
         self, held: VersionBytes, at: int, end: int, wait_s: float, arriving: Callable[[], bool]
     ) -> int:
-        """Returns the end of the bytes that can be read from `at` on; `at` when none came within `wait_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:

@@ -102,7 +102,6 @@ class DecisionLog:
         return saved
 
     def _take_lock(self) -> int:
-        """Locks the log; returns the number of the last write, as far as it is known."""
         self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +117,6 @@ class DecisionLog:
         os.pwrite(self._lock, number + b" " + seal(number).hex().encode() + b"\n", 0)
 
     def _check_layout(self, file: sqlite3.Connection, last_write: int) -> None:
-        """Creates the tables of a new file. Raises LogError for another layout."""
         layout: int = file.execute("PRAGMA user_version").fetchone()[0]
         if layout == LAYOUT:
             return
@@ -152,12 +150,10 @@ class DecisionLog:
         return Save(run=run, versions=versions, groups={number: row for (number,), row in rows["groups"].items()})
 
     def _seal(self, row: str, table: str, *key: object) -> bytes:
-        """The digest of a row; that of the run covers those of all others."""
         others = b"".join(sorted(self._seals.values())) if table == "run" else b""
         return seal(row.encode() + others, table, *key)
 
     def _unsealed(self, row: object, sealed: bytes, table: str, *key: object) -> JsonObject:
-        """The content of a row. Raises LogError where it is not as it was written."""
         if not isinstance(row, str) or sealed != self._seal(row, table, *key):
             raise self._damaged(f"a row of its table {table} does not have the digest that it was written with")
         content: JsonObject = json.loads(row)
@@ -199,7 +195,6 @@ class DecisionLog:
             self._lock = -1
 
     def _trouble(self, error: Exception) -> LogError | OSError:
-        """The error for what SQLite raises: OSError where the disk does not take or give the data."""
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is where in SQLite
         if code in _ERRNO:
             return OSError(_ERRNO[code], os.strerror(_ERRNO[code]), str(self.path))

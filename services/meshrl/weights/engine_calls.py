@@ -58,7 +58,6 @@ class EngineCaller:
             logger.log("WARNING" if trouble else "INFO", "engine {} {}", url, trouble or "follows this hub")
 
     def _ask(self, url: str) -> str:
-        """Why an engine does not follow; empty when it does. Blocking."""
         body = {**self._hub, "url": url}
         try:
             status, answer = ask_blocking(
@@ -70,7 +69,6 @@ class EngineCaller:
 
 
 def _refusal(status: int, answer: object) -> str:
-    """What an engine's error means, and what to do about it, for the log."""
     if status in (404, 405):
         return (
             "gets no versions: it has no POST /follow_hub, so it is no `inference` of meshrl, or an older one; start it"

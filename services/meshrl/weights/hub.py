@@ -159,7 +159,6 @@ class Hub:
         await self._log.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A task failed, since neither ends by itself: stops the hub and answers all who wait with an error."""
         error = None if task.cancelled() else task.exception()
         if error is None or self.failed.done():
             return
@@ -308,13 +307,11 @@ class Hub:
             return await outcome
 
     def _without(self, record: VersionRecord) -> dict[str, str]:
-        """URL of each engine that does not serve the version, under its id."""
         engines = self.coordinator.pool.engines.values()
         lacking = (engine for engine in engines if engine.on(record.key.run_id).serving != record.version)
         return {engine.engine_id: engine.registration.url for engine in lacking}
 
     def _describe_without(self, record: VersionRecord) -> str:
-        """The same engines in words, with why those that refused the version did so."""
         faults = {} if record.attempt is None else record.attempt.faults
         refusals = {name: f", which refused it ({fault.reason}: {fault.message})" for name, fault in faults.items()}
         return "; ".join(name + refusals.get(name, "") for name in self._without(record))
@@ -426,7 +423,6 @@ class Hub:
         return self._bytes.feed(artifact_id, ranges, chunk_bytes, arriving)
 
     def _record(self, artifact_id: str) -> VersionRecord | None:
-        """The version of an artifact; None for a part of a chain. Raises UNKNOWN_VERSION."""
         try:
             return self.coordinator.by_artifact(artifact_id)
         except MeshError:

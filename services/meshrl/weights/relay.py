@@ -93,7 +93,6 @@ class Relay:
             self._fetches[artifact_id] -= 1
 
     def _is_arriving(self, artifact_id: str) -> bool:
-        """Whether more of it comes. Raises what kept it from coming."""
         if artifact_id in self._failed:
             raise self._failed[artifact_id]
         return artifact_id in self._pulls
@@ -124,7 +123,6 @@ class Relay:
         self._bytes.changed()
 
     async def _drop_old(self) -> None:
-        """Keeps the newest versions with their chains, and the newest full version for engines that join."""
         manifests = [(artifact_id, held.manifest) for artifact_id, held in list(self._store.artifacts.items())]
         by_age = sorted(manifests, key=lambda item: (item[1].epoch, item[1].version), reverse=True)
         versions = list(dict.fromkeys((manifest.epoch, manifest.version) for _, manifest in by_age))

@@ -66,7 +66,6 @@ class RelayService(weights_pb2_grpc.WeightSyncServicer):
 
 
 def _fields(request: Message) -> dict[str, Any]:
-    """The fields of a request by their names, but for its request_id."""
     fields = (field for field in request.DESCRIPTOR.fields if field.name != "request_id")
     values = ((field, getattr(request, field.name)) for field in fields)
     return {field.name: tuple(value) if field.is_repeated else value for field, value in values}
@@ -75,8 +74,6 @@ def _fields(request: Message) -> dict[str, Any]:
 def _asked(
     ask: Callable[[Hub, Any], Awaitable[Any]], answer: Callable[[Any], Message]
 ) -> Callable[..., Awaitable[Message]]:
-    """An RPC that asks the hub and makes a message of the answer."""
-
     async def call(self: WeightSyncService, request: Any, context: grpc.aio.ServicerContext) -> Message:
         # Requests without an id have no effect that lasts; the others are idempotent.
         content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)

@@ -74,7 +74,6 @@ def _memory() -> Diagnosis:
 
 
 def _shared_memory() -> Diagnosis:
-    """Versions for engines on the trainer's host go through /dev/shm."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:  # not on this system

@@ -66,7 +66,6 @@ def _program(name: str) -> str:
 
 
 def _stamped(name: str, path: Path, number: int) -> tuple[list[tuple[str, str, str]], int]:
-    """The last lines, each with its time, or that of the line before, and the file's end."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, SEEK_END)
@@ -82,7 +81,6 @@ def _stamped(name: str, path: Path, number: int) -> tuple[list[tuple[str, str, s
 
 
 def _time_of(line: str) -> str:
-    """HH:MM:SS.mmm of a line of text or of a record in JSON; "" where it begins no record."""
     if line.startswith("{"):
         try:
             return str(json.loads(line)["record"]["time"]["repr"])[11:23]

@@ -87,7 +87,6 @@ def _causes(folder: RunFolder, history: MetricsHistory) -> Iterator[str]:
 
 
 def _rollouts(folder: RunFolder) -> Iterator[str]:
-    """The best and the worst rollout of the first and of the last step that are kept."""
     steps = folder.sampled_steps()
     for step in dict.fromkeys(steps[:1] + steps[-1:]):
         scored = [line for line in folder.samples(step) if line.get("reward") is not None and line.get("samples")]

@@ -187,7 +187,6 @@ def best(folder: RunFolder, step: int | None, environment: str | None, as_json: 
 
 
 def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[JsonObject]:
-    """Raises CliError when there are none."""
     steps = folder.sampled_steps()
     if not steps:
         raise CliError(

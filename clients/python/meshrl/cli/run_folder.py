@@ -218,7 +218,6 @@ class RunFolder:
         )
 
     def _dropped(self) -> dict[str, int]:
-        """Dropped rollouts by reason."""
         ledger = self.ledger()
         if ledger is None:
             return {}
@@ -285,7 +284,6 @@ def _toml(path: Path, _mtime_ns: int, _size: int) -> JsonObject:
 
 
 def _logged(line: str) -> tuple[str, str]:
-    """Level and message of a line of a log, as text or as JSON; "" for both where it begins no record."""
     if line.startswith("{"):
         try:
             record = json.loads(line)["record"]
@@ -297,7 +295,6 @@ def _logged(line: str) -> tuple[str, str]:
 
 
 def _operator(folder: Path) -> Credentials:
-    """Credentials of an operator, by the run's authority in `folder`. Raises CredentialError."""
     from meshrl.client.authority import Authority, renew_in_s  # gRPC takes 0.1 s to import
     from meshrl.client.credentials import TRUST_FILE, CredentialError, CredentialFiles, credentials_of
     from meshrl.client.trust import Role

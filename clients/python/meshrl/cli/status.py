@@ -230,7 +230,6 @@ async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
 
 
 def _orchestrator(folder: RunFolder, last: JsonObject | None, now_s: float, *, running: bool) -> ServiceRow | None:
-    """None in a folder that it never wrote to."""
     if not folder.config("orchestrator"):
         return None
     if last is None:
@@ -255,7 +254,6 @@ def _orchestrator(folder: RunFolder, last: JsonObject | None, now_s: float, *, r
 
 
 def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
-    """With its lag behind the trainer's newest version, unless it is about an earlier moment."""
     if newest is None or row.version is None or row.lag is not None:
         return row
     return replace(row, lag=max(0, newest - row.version))

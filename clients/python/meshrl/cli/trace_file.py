@@ -50,7 +50,6 @@ def read_lines(path: Path, begin: int = 0) -> tuple[list[bytes], int]:
 
 
 def _frame(data: memoryview) -> tuple[bytes, int] | None:
-    """The content of the frame at the beginning of `data`, and its length; None for one that is not whole."""
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     parts, at, step = list[bytes](), 0, _FIRST_BYTES
     while at < len(data):

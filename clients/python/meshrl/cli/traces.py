@@ -222,8 +222,7 @@ def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
 
 
 def _track(tracks: list[list[tuple[int, int]]], span: RunSpan) -> int:
-    """The first track on which the span nests into what is open, or follows it; a new one if none has room. A track
-    holds start and end of its open spans, in microseconds, the innermost last."""
+    """The first track on which the span nests into what is open, or follows it; a new one if none has room."""
     for number, opened in enumerate(tracks):
         while opened and opened[-1][1] <= span.start_us:
             opened.pop()

@@ -38,7 +38,6 @@ step_argument = click.argument("step", type=click.IntRange(min=1))
 
 
 async def _versions(address: str, run_id: str, options: ChannelOptions) -> list[VersionInfo]:
-    """The last event of each version."""
     newest: dict[tuple[str, int, int], VersionInfo] = {}
     async with WeightSyncClient(address, options) as client:
         await client.wait_until_serving(CALL_DEADLINE_S)

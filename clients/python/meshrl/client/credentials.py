@@ -213,7 +213,6 @@ class FileCredentials:
         return grpc.secure_channel(address, made, options=[*arguments, *_expecting(self._name_of(server))])
 
     def _shown(self) -> list[Path]:
-        """In grpc's order."""
         return [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
 
     def _name_of(self, server: str) -> str:

@@ -124,7 +124,6 @@ class RolloutClient(ServiceClient):
             await self._unary(self._stub.CancelRollouts, "CancelRollouts", request, CANCEL_DEADLINE_S)
 
     async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int:
-        """Stops the groups named, or all; returns the number of rollouts that were running."""
         request = pb.CancelRolloutsRequest(request_id=str(uuid.uuid4()), group_ids=group_ids)
         response = await self._unary(self._stub.CancelRollouts, "CancelRollouts", request)
         return int(response.cancelled)

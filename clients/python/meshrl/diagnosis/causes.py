@@ -127,7 +127,6 @@ def diagnose(run: Observed, causes: Sequence[Cause] | None = None) -> list[Ailme
 
 
 def _error(values: Sequence[float]) -> float:
-    """The standard error of a mean."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
@@ -226,7 +225,6 @@ def _mismatch_growth(run: Observed) -> str:
 
 
 def _reward_collapse(run: Observed) -> str:
-    """The mean of the last steps is far below the best that BEST steps in a row had."""
     rewards = list(run.values("reward/all/mean"))
     if len(rewards) < 2 * RECENT or not run.now("reward/all/mean"):
         return ""
@@ -251,7 +249,6 @@ def _entropy_collapse(run: Observed) -> str:
 
 
 def _scores(run: Observed) -> dict[str, Column]:
-    """The mean scores of evaluations, by environment."""
     found = {}
     for name, column in run.columns.items():
         if (match := re.fullmatch(r"eval/(.+)/avg@\d+", name)) and len(column.steps) > 1:
@@ -284,7 +281,6 @@ def _reward_hacking(run: Observed) -> str:
 
 
 def _parts_apart(run: Observed, gained: float) -> str:
-    """One part of an environment's reward rises while another falls by much."""
     if gained <= 0:
         return ""
     moved: dict[str, list[tuple[str, float, float]]] = {}

@@ -105,7 +105,6 @@ class MetricsHistory:
         return found
 
     def _along(self, along: str) -> Callable[[int], float]:
-        """What a run had at a step."""
         if along == "step":
             return float
         column = self.series.columns.get("progress/tokens" if along == "tokens" else "time/step", Column())

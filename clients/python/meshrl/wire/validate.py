@@ -130,7 +130,6 @@ class _Plan:
 
 @cache
 def _plan(descriptor: Descriptor) -> _Plan | None:
-    """None where there are no constraints on a message of this type, nor on those in it."""
     rules = RULES.get(descriptor.full_name, {})
     plan = _Plan(
         has_version="contract_version" in descriptor.fields_by_name,
@@ -172,7 +171,6 @@ def _inner(field: FieldDescriptor, tests: tuple[_Test, ...]) -> Callable[[Any, s
 
 
 def _tests(rules: Mapping[str, Any]) -> Iterator[_Test]:
-    """Raises KeyError for a rule that this module does not know."""
     for make in dict.fromkeys(_KINDS[name] for name in rules if name not in ("ignore", "items")):
         yield from make(rules)
 

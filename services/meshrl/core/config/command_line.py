@@ -158,7 +158,6 @@ def _switched_off(spellings: Spellings, flag: str, text: str | None) -> tuple[Pa
 
 
 def _find(spellings: Spellings, flag: str, prefix: str = "--") -> tuple[Path, Kind]:
-    """Raises UnknownKeyError with a suggestion."""
     try:
         return spellings.find(tuple(flag.removeprefix(prefix).replace("-", "_").split(".")))
     except UnknownKeyError as unknown:

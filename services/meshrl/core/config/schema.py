@@ -75,7 +75,6 @@ def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 @cache
 def _keys_of(section: Section) -> Mapping[str, tuple[str, Kind]]:
-    """Each key by its name and by every older spelling that is no name."""
     keys = {name: (name, kind_of(field.annotation)) for name, field in section.model_fields.items()}
     spelled = {other: keys[name] for name, field in section.model_fields.items() for other in spellings(name, field)}
     return spelled | keys

@@ -72,7 +72,6 @@ def in_present_words(root: Kind, layer: Layer) -> tuple[Layer, list[ConfigError]
 
 
 def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, Kind, UnknownKeyError | None]:
-    """A path with every key under its name, and its kind; for an unknown key those of its section, and the error."""
     path, kind = Path(), root
     for part in written:
         step, own = kind.step(part), layer.given.get(written[: len(path)])

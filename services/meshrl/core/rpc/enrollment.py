@@ -92,7 +92,6 @@ def _check(request: bytes, hosts: Sequence[str] = ()) -> None:
 
 
 async def _off_loop(work: Callable[[], _T]) -> _T:
-    """Runs work on a thread. A bad token is UNAUTHENTICATED, other errors INVALID_REQUEST."""
     try:
         return await asyncio.to_thread(work)
     except sqlite3.Error as error:

@@ -279,7 +279,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return span
 
     async def _abort_if_cut_off(self, context: grpc.aio.ServicerContext, span: trace.Span, method: str) -> None:
-        """A call that its caller ended needs no answer."""
         task = asyncio.current_task()
         if task in self._shut_out:
             await self._abort(context, span, method, self._shut_out[task])

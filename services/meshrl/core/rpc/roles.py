@@ -117,7 +117,6 @@ def _fits(run_id: str, patterns: Sequence[str]) -> bool:
 
 
 def _value(message: Message, path: str) -> str | None:
-    """None where the message around it is not set, as in all but the first of a stream."""
     *around, name = path.split(".")
     for field in around:
         if not message.HasField(field):

@@ -103,13 +103,11 @@ def _new_folder(logs: Path) -> Path:
 
 
 def _point(path: Path, target: str) -> None:
-    """Makes `path` a link to `target`; what is no link stays."""
     if (path.is_symlink() and str(path.readlink()) != target) or not os.path.lexists(path):
         _link(path, target)
 
 
 def _link(path: Path, target: str) -> None:
-    """Replaces a link atomically."""
     made = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     made.symlink_to(target)
     made.replace(path)

@@ -90,7 +90,6 @@ class PrimeSink(Sink):
             self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})
 
     def _send(self, what: str, values: Mapping[str, object]) -> JsonObject:
-        """Raises SinkError. A platform that never answers costs a run a tenth of its time at most."""
         if not self._run_id:
             return {}
         began = time.monotonic()
@@ -116,7 +115,6 @@ class PrimeSink(Sink):
 
 
 def _request(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-    """Raises SinkError."""
     if not url.startswith(("http://", "https://")):
         raise SinkError(f"{url!r} is no address of the Prime platform; set orchestrator.prime_monitor.base_url")
     request = urllib.request.Request(url, body, dict(headers), method=method)  # looked at above

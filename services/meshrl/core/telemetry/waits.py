@@ -67,7 +67,6 @@ class Waits:
                 self._past_s[name].append(self._now() - self._open.pop(key).since_s)
 
     def count(self, counted: CountedWaits) -> None:
-        """Asks `counted` at each look, on the event loop, for waits that are too many to be reported singly."""
         self._counted.append(counted)
 
     def look(self, wall_s: float) -> tuple[WaitState, ...]:

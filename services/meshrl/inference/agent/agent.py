@@ -189,7 +189,6 @@ class WeightAgent:
             raise self._defect
 
     async def _wind_down(self) -> None:
-        """Cancels the fetch, lets a swap finish, and resumes an engine that is held paused."""
         for work in self._lines.values():
             work.cancel()
         _cancel(self._join_task)
@@ -201,7 +200,6 @@ class WeightAgent:
         await self._downloader.close()
 
     async def _follow(self) -> None:
-        """One registration and its session; returns when the hub ends it."""
         vouched = any(line.version is not None for line in self.machine.lines.values())
         held = self._engine.version if vouched else None
         support, adapters = self._engine.collective, self._engine.adapters
@@ -230,7 +228,6 @@ class WeightAgent:
             self._perform(self.machine.command(command))
 
     async def _reports(self, lease: Lease) -> AsyncIterator[AgentReport]:
-        """Yields the reports of the outbox, and a heartbeat at least three times a lease."""
         outbox = self._outbox
         while True:
             report = await next_within(outbox, lease.lease_s / 3)
@@ -246,7 +243,6 @@ class WeightAgent:
             yield report
 
     def _displaced(self) -> bool:
-        """Whether weights loaded by hand replaced the base model's version that the hub had the engine serve."""
         version, adapters = self._engine.version, self._engine.adapters
         of_base = (
             line for line in self.machine.lines.values() if adapters is None or line.run_id not in adapters.newest

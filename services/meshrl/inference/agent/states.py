@@ -298,11 +298,7 @@ class LineMachine:
         return ResumeEngine(run_id=self.run_id)
 
     def _finishes_first(self, newer: Commit) -> bool:
-        """Whether a decided version is fetched to its end and served before a newer one.
-
-        Else an engine whose line takes longer for a version than the trainer does would never serve any. One that is
-        not newer is of a trainer that went back: what is fetched is no part of that run.
-        """
+        """Whether a decided version is fetched to its end and served before a newer one."""
         target = self.target
         return self._fetching and target is not None and target.committed and newer.version > target.version
 

@@ -135,7 +135,6 @@ class VersionLoader:
             held.release()
 
     async def _load_image(self, found: FoundVersion) -> HostBytes:
-        """Loads a version into the image, in full where the weights in it turn out to be damaged."""
         try:
             return await self.images.load(found)
         except MeshError as error:
@@ -230,7 +229,6 @@ class VersionFetcher:
             cancelled.set()
 
     async def _streamed(self, manifest: Manifest, artifact_id: str) -> HostBytes:
-        """The version from the hub, into memory or a file of the spool."""
         if self._spool is None:
             held = empty_bytes(manifest)
         else:

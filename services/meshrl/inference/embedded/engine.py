@@ -181,7 +181,6 @@ class EmbeddedEngine(EngineBase):
                     self._steps.cancel(row)
 
     async def _score_prompt(self, request: GenerateRequest, asked: int, adapter: int) -> PromptScores:
-        """Of each prompt token. Raises MeshError ENGINE_FAILED where one but the first is not finite."""
         top_k = asked if asked > 1 else 0
         runner = self._steps.runner
         found = await self._steps.call(lambda: runner.score_prompt(request.prompt_ids, top_k=top_k, adapter=adapter))

@@ -152,7 +152,6 @@ class AdapterLayers:
     def _by_part(
         self, layer: str, forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *routing: torch.Tensor
     ) -> torch.Tensor:
-        """Experts, with the merged weights of each adapter for its own tokens."""
         parts = self._parts_of(len(hidden))
         if not parts:
             return forward(hidden, *routing)

@@ -136,14 +136,12 @@ class ModelRunner(ABC):
             )
 
     def _keep_routes(self, wanted: bool) -> None:
-        """Once the cache is there. Raises ValueError for a model without experts."""
         self.routes = None
         if wanted:
             self.routes = RouteStore(Routers(self.model), self.cache, num_slots=self.num_slots, max_len=self.max_len)
             self.cache = self.routes
 
     def _read_params(self, table: SlotTable) -> BatchSampling:
-        """Turns the rows' parameters into tensors; leaves out what no row uses."""
         live = table.slots[: table.decoding]
         greedy = live["temperature"] < GREEDY_BELOW
         temperature = np.where(greedy, np.float32(1.0), live["temperature"])

@@ -166,10 +166,7 @@ class SlotTable:
         self.occupied += 1
 
     def _next_piece(self, row: RequestRow, budget: int) -> PrefillPiece | None:
-        """Prompt tokens that `row` computes now, or None.
-
-        None when it waits for the budget or another's prefix, and when its prompt is cached: it decodes from now on.
-        """
+        """Prompt tokens that `row` computes now, or None."""
         slot, cached = row.slot, int(self.slots["cached"][row.slot])
         wanted = int(self.slots["prompt"][slot]) - 1
         if cached == 0 and wanted >= MIN_SHARED_TOKENS:
@@ -326,7 +323,6 @@ class SlotTable:
                 row.spans.append([generated, version])
 
     def _move(self, source: int, target: int) -> None:
-        """Row `source` takes slot `target`, whose row is on its way out."""
         if source == target:
             return
         self._store.copy_slot(source, target, int(self.slots["cached"][source]))

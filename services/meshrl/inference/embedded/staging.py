@@ -142,7 +142,6 @@ async def _close(receiver: Receiver) -> None:
 
 
 def _close_late(meeting: asyncio.Future[Receiver]) -> None:
-    """Closes the receiver of a join that was given up, once it is there."""
     if not meeting.cancelled() and meeting.exception() is None:
         _on_thread(meeting.result().close)
 

@@ -133,7 +133,6 @@ class StepThread:
         await asyncio.to_thread(self._thread.join, COMMAND_DEADLINE_S)
 
     def _put(self, item: _Submit | _Call[Any]) -> None:
-        """Into the inbox; when the thread has emptied it for the last time, the item is answered here."""
         self._inbox.put(item)
         if self._over is not None:
             self._refuse_inbox(self._over)
@@ -173,7 +172,6 @@ class StepThread:
         return bool(self.table.occupied or self.table.waiting)
 
     def _take_inbox(self) -> bool:
-        """Empties the inbox, waiting for a first item when there is nothing to compute; False: stop."""
         idle = self.paused or not self._has_work()
         while True:
             try:
@@ -223,7 +221,6 @@ class StepThread:
                 item.refuse(error)
 
     def _flush(self) -> None:
-        """Hands what this step produced to the event loop, in one call."""
         if not self._outbox or self._loop is None:
             return
         deliveries, self._outbox = self._outbox, []

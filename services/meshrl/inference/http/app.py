@@ -76,7 +76,6 @@ class InferenceServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuses callers without access, and turns errors into OpenAI's JSON."""
         caller = context_from(request.headers.get(TRACEPARENT, ""))
         token = None if caller is None else otel_context.attach(caller)
         try:

@@ -94,7 +94,6 @@ class ChatReplies:
         return ChatReply(message=message, calls_tools=bool(good))
 
     def _text_of(self, call: ParsedToolCall, token_ids: Sequence[int]) -> str:
-        """What the model wrote for a call, markup included where it is known which tokens it was."""
         if call.token_span is None:
             return str(call.raw)
         start, end = call.token_span

@@ -216,7 +216,6 @@ class OpenAIRoutes:
         return fields
 
     def _message(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
-        """The message of a whole choice and, where it calls tools, the reason for its end that says so."""
         choice, replies = piece.choice, self._codec.replies
         text, tools = "".join(choice.said), body.offered_tools
         if replies is None or not (body.skip_special_tokens or tools):  # who wants special tokens wants all as it is
@@ -301,6 +300,5 @@ def _added_text(choice: _Choice, chunk: TokenChunk) -> str:
 
 
 def _usage(choices: Sequence[_Choice], made: int) -> dict[str, int]:
-    """As OpenAI counts: each prompt of a request once, however many completions it has."""
     prompts = sum({choice.prompt: len(choice.prompt_ids) for choice in choices}.values())
     return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}

@@ -177,10 +177,7 @@ def _prompt_logprobs(
     top_ids: NDArray[np.int32] | None = None,
     top_logprobs: NDArray[np.float32] | None = None,
 ) -> list[dict[str, object] | None]:
-    """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first.
-
-    With alternatives (P, K) an entry also has the likeliest tokens in that place, with their rank.
-    """
+    """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first."""
 
     def entry(logprob: float, rank: int | None) -> dict[str, object]:
         return {"logprob": said(logprob), "rank": rank, "decoded_token": None}

@@ -100,7 +100,6 @@ class TokenizerPool:
                 loop.call_soon_threadsafe(answer)
 
     async def _end(self, thread: threading.Thread) -> None:
-        """Ends a thread whose result nobody waits for any more, and frees its place."""
         while thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Overrun))
             await asyncio.sleep(LOOK_S)

@@ -113,7 +113,6 @@ def _vllm_config(
     torch_threads: int | None,
     headless: bool = False,
 ) -> VllmConfig:
-    """vLLM's configuration from those `arguments`, with what is left to choose, and the environment that it needs."""
     _prepare_environment(torch_threads, eager=bool(arguments.get("enforce_eager")))
     # vLLM's own default is one seed for all: engines would answer the same prompt with the same replies.
     given = {"seed": secrets.randbelow(2**31), **arguments}
@@ -124,7 +123,6 @@ def _vllm_config(
 
 
 def _prepare_environment(torch_threads: int | None, *, eager: bool) -> None:
-    """vLLM's processes take what they read from their environment from here: to start quietly, with these threads."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if torch_threads is not None:
@@ -154,14 +152,12 @@ def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
 
 
 def _forget_signals() -> None:
-    """In a forked process: its signals are not for the event loop of this program."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
 
 
 def _routed(model: ModelConfig) -> RoutedLayers:
-    """What routes are reported of. Raises VllmError for a model without experts."""
     from meshrl.inference.vllm.requests import RoutedLayers
 
     routers = Routers(empty_model(model, dtype=torch.bfloat16))

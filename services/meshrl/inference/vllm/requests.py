@@ -77,7 +77,6 @@ class RequestCodec:
         )
 
     def _routes_from(self, request: GenerateRequest) -> dict[str, int]:
-        """The token of the prompt from which on vLLM sends routes: one of the prompt, or the engine of 0.26 ends."""
         if self.routed is None:
             return {}
         start, last = request.sampling.routed_experts_prompt_start, len(request.prompt_ids) - 1
@@ -136,7 +135,6 @@ def _times(record: CompletionRecord | None) -> RequestTimes | None:
 def _from_record(
     record: CompletionRecord | None, count: int, alternatives: int
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """(T,) logprobs and (T, K) alternatives of a whole completion."""
     if record is None or "logprobs" not in record:
         return None, None, None
     logprobs = np.frombuffer(record["logprobs"], dtype="<f4")[:count]
@@ -175,10 +173,8 @@ def _from_flat(
 def _prompt_logprobs(
     output: RequestOutput, request: GenerateRequest
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for.
-
-    When several were, also (P, K) ids and logprobs of the likeliest tokens in its place.
-    """
+    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for. When
+    several were, also (P, K) ids and logprobs of the likeliest tokens in its place."""
     flat: FlatLogprobs | None = output.prompt_logprobs
     if (asked := request.sampling.prompt_logprobs) is None or not flat:
         return None, None, None

@@ -236,7 +236,6 @@ def _digests(model: nn.Module) -> dict[str, bytes]:
 
 
 def _pack_again(model: nn.Module) -> None:
-    """Has CPU kernels pack weights that vLLM left as they came."""
     for module in model.modules():
         # A head that shares its weights with the embedding is not loaded, so it would keep its packed copy.
         if isinstance(module, ParallelLMHead) and module.weight.numel():

@@ -136,7 +136,6 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         return outputs
 
     def _take_logprobs(self, model_runner_output: ModelRunnerOutput) -> _StepLogprobs | None:
-        """Takes a step's logprobs off its output when all its requests are whole ones: vLLM need not slice them."""
         lists = model_runner_output.logprobs
         if lists is None or not all(
             unfinished.whole
@@ -148,7 +147,6 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         return _StepLogprobs(lists=lists, sampled=lists.logprobs[:, 0].tolist(), starts=lists.cu_num_generated_tokens)
 
     def _is_due(self, output: EngineCoreOutput, taken: _StepLogprobs | None, rows: dict[str, int]) -> bool:
-        """Whether an output goes to the front end now; what is not due is kept for the last one."""
         unfinished = self._unfinished.get(output.request_id)
         if unfinished is None:
             return True

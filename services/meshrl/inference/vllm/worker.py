@@ -170,10 +170,7 @@ class WeightsExtension:
         ).hex()
 
     def _meshrl_known(self, tensors: Weights) -> Weights:
-        """A version's tensors by names that vLLM's model loads: as files have them where those differ in layers.
-
-        Elsewhere it takes the experts of a layer as one tensor, which is faster.
-        """
+        """A version's tensors by names that vLLM's model loads: as files have them where those differ in layers."""
         return tensors if self._meshrl_outline is None else as_in_files(self._meshrl_outline, dict(tensors)).items()
 
     def _meshrl_first_shadow(self) -> WorkerShadow:
@@ -188,8 +185,6 @@ class WeightsExtension:
         return self._meshrl_shadow
 
     def _meshrl_start(self, work: Callable[[], None], doing: str) -> None:
-        """Has `work` done on a thread, after the job before it: the worker's next step waits for neither."""
-
         def alone() -> None:
             self._meshrl_staged = None  # what the job before staged is overwritten from here on
             work()

@@ -62,14 +62,12 @@ def _adapt_experts(values: Table) -> None:
 
 
 def _at(values: object, *names: str) -> object:
-    """What stands at a path; None where nothing does. Text where a flag gave it."""
     for name in names:
         values = values.get(name) if isinstance(values, Mapping) else None
     return values
 
 
 def _follow(values: Table, name: str, key: str, other: str) -> None:
-    """Gives a component the value that another has for a key that it does not set itself."""
     section, source = values.setdefault(name, {}), values.get(other)
     if isinstance(section, dict) and isinstance(source, Mapping) and source.get(key) is not None:
         value = source[key]
@@ -79,15 +77,13 @@ def _follow(values: Table, name: str, key: str, other: str) -> None:
 
 
 def _is_longer(trainer: object) -> bool:
-    """Whether the trainer takes longer rows than orchestrators pack by default: a GPU computes short ones slowly."""
     seq_len = str(trainer.get("seq_len")) if isinstance(trainer, Mapping) else ""  # text where a flag gave it
     usual: int = OrchestratorConfig.model_fields["seq_len"].default
     return seq_len.isdecimal() and int(seq_len) > usual
 
 
 def _hosted_environments(orchestrators: Sequence[object]) -> list[Table]:
-    """The environments that the rollout program must host for the train and eval entries, each name once. None at all
-    where there is none to train on, and the first of two that differ: validation reports both."""
+    """The environments that the rollout program must host for the train and eval entries, each name once."""
     hosted: dict[str, Table] = {}
     trained = False
     for orchestrator in orchestrators:

@@ -93,7 +93,6 @@ def fit_preset(values: Table) -> None:
 
 
 def _preset(name: object) -> Preset | None:
-    """An unknown name is for validation to report."""
     return PRESETS.get(name) if isinstance(name, str) else None
 
 

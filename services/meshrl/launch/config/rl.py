@@ -99,7 +99,6 @@ class RLConfig(BaseConfig):
     run_id: Annotated[str | None, HandedTo(("trainer.run_id", "orchestrator.run_id"))] = Field(
         default=None, min_length=1
     )
-    """Name of the run, for trainer and orchestrator."""
 
     log: Annotated[LogConfig, HandedTo(every_component("log"))] = LogConfig()
     """Logging, for every program and rl itself."""
@@ -227,7 +226,6 @@ class RLConfig(BaseConfig):
         return bool(self.runs) or self.trainer.max_concurrent_runs > 1
 
     def _orchestrated(self) -> Iterator[tuple[tuple[str, ...], EnvConfig]]:
-        """The environments of every orchestrator, each with the path of its entry."""
         orchestrators = {("orchestrator",): self.orchestrator} | {
             ("runs", str(place)): run for place, run in enumerate(self.runs)
         }
@@ -316,7 +314,6 @@ class RLConfig(BaseConfig):
         return self
 
     def _running(self) -> list[str]:
-        """Services that run already and cannot know what rl starts."""
         running, problems = self.orchestrator.services, []
         hub_is_known = running.weights is not None or self.weights.server.port != 0
         if running.trainer is not None and not hub_is_known:
@@ -336,7 +333,6 @@ class RLConfig(BaseConfig):
         return problems
 
     def _slow_links(self) -> list[str]:
-        """Router replay over links that its bytes would fill."""
         if not self.trainer.enable_router_replay or self.trainer.router_replay_over_wan:
             return []
         broadcasts = {"trainer": self.trainer.weight_broadcast}
@@ -354,7 +350,6 @@ class RLConfig(BaseConfig):
         ]
 
     def _environments(self) -> list[str]:
-        """Entries that the rollout program cannot tell apart."""
         known: dict[str, EnvConfig] = {}
         for place, entry in self._orchestrated():
             first = known.setdefault(entry.resolved_name, entry)
@@ -366,7 +361,6 @@ class RLConfig(BaseConfig):
         return []
 
     def _many_runs(self) -> list[str]:
-        """What a mesh of several runs cannot be without."""
         names = [run.run_id for run in self.runs]
         problems = [
             f"runs: two runs are called {name!r}; give one of them another run_id"
@@ -453,7 +447,6 @@ class RLConfig(BaseConfig):
         return problems
 
     def _restarts(self) -> list[str]:
-        """What a trainer that is started again cannot do without."""
         ckpt, count = self.trainer.ckpt, self.restarts_of("trainer")
         if not count or "trainer" not in self._started():
             return []

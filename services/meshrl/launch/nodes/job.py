@@ -120,7 +120,6 @@ def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | Non
 
 
 def _addresses(names: Sequence[str]) -> dict[str, str]:
-    """IP addresses by node name, as SLURM reaches them."""
     answer = _ask("scontrol", "show", "node", ",".join(names))
     given = dict(re.findall(r"NodeName=(\S+)[\s\S]*?NodeAddr=(\S+)", answer))
     found = {}
@@ -139,7 +138,6 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
 
 
 def _ask(*command: str, stdin: str | None = None, deadline_s: float = ASK_DEADLINE_S) -> str:
-    """A SLURM command's output. Raises NodeLostError when it fails, ConfigError where there is no such command."""
     try:
         done = subprocess.run(
             command, input=stdin or "", capture_output=True, text=True, timeout=deadline_s, check=False

@@ -65,7 +65,6 @@ def check_engines(plan: Plan) -> Iterator[Finding]:
 
 
 def _version(url: str) -> Mapping[str, object] | str:
-    """The answer to GET /version, empty for a server without it; text is why there is no answer."""
     try:
         status, answer = ask_blocking(f"{url}/version", deadline_s=ANSWER_DEADLINE_S)
     except OSError as problem:

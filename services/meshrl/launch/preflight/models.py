@@ -113,7 +113,6 @@ def _absent(key: str, name: str) -> Iterator[Finding]:
 
 
 def _incomplete(key: str, name: str, folder: Path) -> Iterator[Finding]:
-    """A cached folder may be incomplete as long as the rest can be fetched."""
     where = f"{key} {name!r}"
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -133,7 +132,6 @@ def _incomplete(key: str, name: str, folder: Path) -> Iterator[Finding]:
 
 
 def _missing_weights(folder: Path) -> str:
-    """The first missing file of weights; empty when all are there."""
     for index in INDEXES:
         try:
             shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())

@@ -75,7 +75,6 @@ def check_hub(plan: Plan) -> Iterator[Finding]:
 
 
 def _environments(address: str) -> dict[str, str]:
-    """Each environment of a rollout service with a word about its tasks. Raises grpc.RpcError."""
     credentials = default_credentials()
     with credentials.open_blocking_channel(address, _OPTIONS, RolloutClient.server_role) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated

@@ -112,7 +112,6 @@ def version_bytes(plan: Plan, size: ModelSize) -> int:
 
 
 def _size(plan: Plan) -> ModelSize | None:
-    """None when no model is trained here, or its size is not known."""
     folder = local_folder(plan.config.trainer.model.name) if plan.starts("trainer") else None
     return None if folder is None else stored_size(folder)
 

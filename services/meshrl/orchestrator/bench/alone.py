@@ -59,7 +59,6 @@ class OwnCost:
         self._began_s, self._cpu_s = time.perf_counter(), time.process_time()
 
     def summary(self, rollouts: int) -> str:
-        """The cost in words; `rollouts` is how many were trained."""
         wall_s, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._cpu_s
         if not rollouts:
             return "bench: no rollout was trained"

@@ -113,8 +113,6 @@ class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Reads each batch whole and is done with it."""
-
     def __init__(self, seq_len: int) -> None:
         self._seq_len = seq_len
         self._events: list[StepEvent] = []
@@ -171,8 +169,6 @@ class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 class EagerHub(weights_pb2_grpc.WeightSyncServicer):
-    """Has every version served as soon as it is asked for."""
-
     def __init__(self, rollouts: MadeUpRollouts) -> None:
         self._rollouts = rollouts
 
@@ -202,7 +198,6 @@ class EagerHub(weights_pb2_grpc.WeightSyncServicer):
 
 
 async def serve(seq_len: int, most_tokens: int, names: list[str]) -> None:
-    """Serves all three on one port, prints the port on stdout, and ends when stdin does."""
     rollouts = MadeUpRollouts(names, most_tokens)
     server = GrpcServer(ServerConfig(port=0))
     server.add("meshrl.v1.RolloutService", rollout_pb2_grpc.add_RolloutServiceServicer_to_server, rollouts)

@@ -49,7 +49,6 @@ class AloneRates:
 
     @classmethod
     def read(cls, folder: Path) -> AloneRates:
-        """From what `--bench` of the programs left in a folder; a missing or empty file adds nothing."""
         return cls(engines=_rate(folder / "inference.json"), trainer=_rate(folder / "trainer.json"))
 
 
@@ -82,7 +81,6 @@ class BenchSummary:
     by_turns: float | None
 
     def table(self) -> str:
-        """The numbers for a person."""
         said = "" if self.trainer_alone_measured else " (its rate here while busy; `trainer --bench` measures it)"
         rows = [
             ("sampled", _number(self.sampled_tokens_per_s), "tokens/s"),
@@ -101,7 +99,6 @@ class BenchSummary:
         return plain_table(rows, right={1, 3})
 
     def write(self, path: Path) -> None:
-        """Writes the numbers as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
@@ -164,7 +161,6 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
 
 
 def report_bench(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
-    """Logs the benchmark's figures from the steps' records, and writes `run.json` to its folder."""
     summary = summarise(records, AloneRates.read(folder))
     text = summary_table(records)
     if summary is not None:
@@ -175,12 +171,10 @@ def report_bench(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
 
 
 def _busy_s(metrics: Mapping[str, float]) -> float:
-    """Seconds of a train step in which there was a batch."""
     return metrics["time/train_step"] - metrics["time/wait_for_batch"]
 
 
 def _total(measured: Sequence[Mapping[str, float]], value: Callable[[Mapping[str, float]], float]) -> float | None:
-    """The sum over the steps; None where one of them does not tell."""
     try:
         return sum(value(metrics) for metrics in measured)
     except KeyError:

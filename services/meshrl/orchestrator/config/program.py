@@ -428,7 +428,6 @@ class OrchestratorConfig(BaseConfig):
         return self
 
     def _group_size_problems(self, env: TrainEnvConfig) -> list[str]:
-        """What is wrong with the size of an environment's groups."""
         size, name = self.group_sizes[env.resolved_name], env.resolved_name
         algo = self.algo_of(env)
         if size < 2 and algo.compares:

@@ -39,7 +39,6 @@ class RolloutExchange:
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Takes workers in from now on; returns the port."""
         self._server.add(SERVICE, pb_grpc.add_RolloutExchangeServicer_to_server, ExchangeServicer(self))
         port = await self._server.start()
         self._server.set_serving()
@@ -48,7 +47,6 @@ class RolloutExchange:
         return port
 
     async def close(self) -> None:
-        """Ends the streams and the server; workers go on dialling."""
         if self._looking is not None:
             self._looking.cancel()
         for worker in self.workers.values():
@@ -87,8 +85,6 @@ class RolloutExchange:
 
 
 class ExchangeServicer(pb_grpc.RolloutExchangeServicer):
-    """Thin: decisions are in `worker` and `calls`."""
-
     def __init__(self, exchange: RolloutExchange) -> None:
         self._exchange = exchange
 
@@ -116,7 +112,6 @@ class ExchangeServicer(pb_grpc.RolloutExchangeServicer):
 
 
 async def _hello(messages: AsyncIterator[pb.AttachRequest]) -> pb.WorkerHello:
-    """The first message. Raises INVALID_REQUEST where it is no hello."""
     try:
         async with asyncio.timeout(HELLO_S):
             first = await anext(messages, None)
@@ -128,7 +123,6 @@ async def _hello(messages: AsyncIterator[pb.AttachRequest]) -> pb.WorkerHello:
 
 
 async def _read(messages: AsyncIterator[pb.AttachRequest], worker: DialedInWorker, stream: WorkerStream) -> None:
-    """Takes in what the worker sends; the end of it ends the stream."""
     try:
         async for message in messages:
             worker.take_in(message, stream)
@@ -141,7 +135,6 @@ async def _read(messages: AsyncIterator[pb.AttachRequest], worker: DialedInWorke
 
 
 def _owner(context: grpc.aio.ServicerContext) -> str:
-    """Who calls, as far as its credentials say so; the guard has checked them."""
     shown = context.auth_context().get("x509_pem_cert", ())
     if shown:
         return str(member(bytes(shown[0])))

@@ -1,7 +1,6 @@
 """One worker that dialled in, as the rollout pool sees it: the same methods as a client of a RolloutService.
 
-Its calls outlive its streams: while it is away they wait, for as long as its lease runs. Then they fail as those of a
-service that is gone, and the pool plays what is missing elsewhere.
+Its calls outlive its streams: while it is away they wait, for as long as its lease runs.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ PREFIX = "exchange/"
 
 
 class WorkerStream:
-    """One stream of a worker: what goes down, until it is closed for a reason."""
-
     def __init__(self) -> None:
         self.down: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
         self.closed_for: MeshError | None = None
@@ -86,7 +83,6 @@ class CallBook(Generic[EventT]):
 
     @property
     def credit(self) -> int:
-        """What a new stream begins with."""
         return max(0, self._window - sum(len(call.waiting) for call in self.calls.values()))
 
     def begin(self, request: RolloutRequest) -> OpenCall[EventT]:
@@ -156,7 +152,6 @@ class DialedInWorker:
 
     @property
     def silent_s(self) -> float:
-        """How long it has been silent."""
         return self._now() - self._heard_s
 
     def attach(self, hello: pb.WorkerHello) -> WorkerStream:
@@ -185,7 +180,6 @@ class DialedInWorker:
         return stream
 
     def detach(self, stream: WorkerStream) -> None:
-        """The stream is over; another one may have taken its place before."""
         if self._stream is stream:
             self._stream = None
 
@@ -228,7 +222,6 @@ class DialedInWorker:
                 self._fail(call, MeshError(Reason.UNREACHABLE, f"{self.address} stayed away for its whole lease"))
 
     def to_proto(self) -> pb.AttachedWorker:
-        """What `meshrl` shows of the worker."""
         return pb.AttachedWorker(
             worker=self.name,
             attached=self.attached,
@@ -273,7 +266,6 @@ class DialedInWorker:
             raise MeshError(Reason.UNREACHABLE, why)
 
     async def why_not_serving(self, deadline_s: float) -> str:
-        """Empty while its stream stands."""
         if self.attached:
             return ""
         left_s = max(0.0, self._config.lease_s - self.silent_s)
@@ -283,14 +275,12 @@ class DialedInWorker:
         return self._environments
 
     async def get_status(self, deadline_s: float | None = None) -> RolloutStatus:
-        """Its last status."""
         if self._status is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} has not said what it does")
         return self._status
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
-        """Yields the rollouts and failures of one group, then its summary, as `RolloutClient.run_rollouts` does. What
-        the caller has come back for is acknowledged to the worker. Raises MeshError: the worker's own refusal,
+        """What the caller has come back for is acknowledged to the worker. Raises MeshError: the worker's own refusal,
         OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away for its whole lease."""
         if self._stream is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} is away: {await self.why_not_serving(0.0)}")
@@ -343,12 +333,10 @@ class DialedInWorker:
         return stopped
 
     async def close(self) -> None:
-        """Ends its stream."""
         if self._stream is not None:
             self._stream.close(MeshError(Reason.DRAINING, "the run ends"))
 
     async def _next(self, call: OpenCall[pb.CallEvent | MeshError], end_s: float) -> pb.CallEvent | MeshError:
-        """The first event that waits. Raises DEADLINE_PASSED when none comes in time."""
         while not call.waiting:
             call.news.clear()
             try:

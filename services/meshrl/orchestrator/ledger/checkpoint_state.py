@@ -21,7 +21,6 @@ from meshrl.sampling.retry import RunError
 
 
 def state_path(layout: Layout, step: int) -> Path:
-    """The orchestrator's part of a checkpoint."""
     return layout.checkpoint_step(step) / "orchestrator" / "progress.json"
 
 
@@ -63,5 +62,4 @@ def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], di
 
 
 def _checksum(state: Mapping[str, object]) -> int:
-    """Over what the file says, however it is laid out."""
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())

@@ -1,7 +1,7 @@
 """The journal of a run: its ledger, batches and totals, kept on disk so that any process can continue from them.
 
-The loop reports to it every event that counts. A batch is submitted only when it and the rollouts in it are
-on disk; payloads go when their step is durable and has its record.
+A batch is submitted only when it and the rollouts in it are on disk; payloads go when their step is durable and has its
+record.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class StartingPoint:
     recorded: int
     logged: int
     unlogged_from: int
-    """The first step that still needs its record."""
     evaluated: int = 0
     """The last step whose evaluation has its record; evaluations that were due after it are not over."""
     progress: RunTotals = field(default_factory=RunTotals)
@@ -149,7 +148,6 @@ class Journal:
         return record
 
     def trained(self, step: int) -> None:
-        """The trainer is done with a step."""
         self._ledger.train(step)
 
     def release(self, step: int, *, damaged: Iterable[str]) -> None:
@@ -161,16 +159,13 @@ class Journal:
         del self._records[step]
 
     def progress(self, step: int) -> RunTotals:
-        """Totals up to a step that was batched."""
         return self._records[step].progress
 
     def algorithms(self, step: int) -> Mapping[str, Mapping[str, float]]:
-        """What the algorithms of the environments remembered after a step."""
         record = self._records.get(step)
         return self.starting_point.algorithms if record is None else record.algorithms
 
     def redone(self, step: int) -> bool:
-        """Whether the step has a record from before."""
         return step <= self._logged
 
     def logged(self, step: int, *, forgotten: bool = False) -> None:
@@ -181,7 +176,6 @@ class Journal:
         self._forget()
 
     def durable(self, step: int) -> None:
-        """The trainer has a checkpoint of this step on its disk."""
         if step > self._durable:
             self._durable = step
             self._forget()
@@ -200,7 +194,6 @@ class Journal:
             self._ledger.undo(again)
 
     def _forget(self) -> None:
-        """Lets go of what no restart needs any more."""
         waits_for_checkpoints = self._checkpoints or self._durable > self._began_durable
         upto = min(self._finished, self._durable) if waits_for_checkpoints else self._finished
         if upto > self._forgotten:
@@ -209,8 +202,7 @@ class Journal:
             self._forgotten = upto
 
     async def state_checkpoint(self, last_step: int | None = None) -> None:
-        """Writes the orchestrator's part of the newest durable checkpoint, unless it is there. The last step's is
-        written ahead: the trainer saves that step after its watchers have gone."""
+        """Writes the orchestrator's part of the newest durable checkpoint, unless it is there."""
         step = last_step if last_step is not None and self._saves_last else self._durable
         if step > self._stated and step in self._records:
             self._stated = step
@@ -255,7 +247,6 @@ class Journal:
     # --- the end ------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The run is over, as asked for: what is open ends."""
         self._ledger.end(DropReason.RUN_ENDED.value)
         self._store.end(DropReason.RUN_ENDED.value)
 
@@ -263,5 +254,4 @@ class Journal:
         return self._ledger.balance()
 
     def close(self) -> None:
-        """Blocks until everything is on disk. Raises LedgerFileError."""
         self._store.close()

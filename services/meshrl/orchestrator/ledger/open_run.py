@@ -37,10 +37,7 @@ def open_journal(
     saves_last: bool = False,
     writer: Writer | None = None,
 ) -> Journal:
-    """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
-    `session` is that of the configuration, `least_rollouts` the fewest rollouts that a group must have left, by
-    training environment. `checkpoints` is whether the trainer saves steps on the way, `saves_last` whether it saves the
-    last one."""
+    """Blocks. Raises RunError when it cannot be used."""
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)
@@ -152,8 +149,6 @@ def _resume(
 def _plan_without_damage(
     store: LedgerStore, past: Past, decide: Callable[[Past], ResumePlan]
 ) -> tuple[Past, ResumePlan, dict[str, Rollout]]:
-    """Decides, reads what that needs, and decides again without what is damaged. Returns what is left, the decision,
-    and the rollouts of groups that wait for a step or are completed."""
     while True:
         plan = decide(past)
         wanted = [one for _, members in (*plan.ready, *plan.carried) for one in members]
@@ -175,8 +170,7 @@ def end_whole(path: Path) -> int:
 
 
 def last_logged_step(path: Path, offset: int) -> int:
-    """The last step with a record after `offset`, 0 without one; evaluations have records of their own. Read from the
-    end: records of steps that were done again follow those of later steps, and have a flag."""
+    """The last step with a record after `offset`, 0 without one; evaluations have records of their own."""
     for record in json_records(lines_from_the_end(path, offset)):
         if "time/step" in record and "progress/redone" not in record:
             return int(record["step"])

@@ -2,8 +2,7 @@
 
 A trainer at step k has trained every step up to k and nothing after. So the groups of steps up to k are trained. The
 batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can take
-them. The groups of later steps count as finished again. Finished rollouts become groups again, in flight ones are over.
-A group that was cut off is completed: what has not come back is sampled again, so nothing that is finished is lost.
+them. Finished rollouts become groups again, in flight ones are over.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ def plan_resume(
 def _members(
     past: Past, loose: Sequence[LedgerEntry], environments: Collection[str]
 ) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, DropReason]]]:
-    """Finished rollouts by the group that has them, and those that no group can have."""
     members: dict[str, tuple[str, ...]] = {}
     dropped: list[tuple[str, DropReason]] = []
     for entry in loose:

@@ -62,8 +62,6 @@ CREATE TABLE IF NOT EXISTS parts (
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One run of this folder. `metrics_offset` is the size of metrics.jsonl when it began."""
-
     run: int
     run_id: str
     session: str
@@ -129,7 +127,6 @@ class Past:
     next_sequence: int = 0
 
     def without(self, rollouts: Collection[str], steps: Collection[int]) -> Past:
-        """The same, but for payloads of rollouts and batches of steps that turned out to be damaged."""
         return replace(
             self,
             payloads=self.payloads - frozenset(rollouts),
@@ -156,8 +153,7 @@ def last_run(connection: sqlite3.Connection) -> RunRow | None:
 
 
 def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int) -> Past:
-    """Everything a run needs to go on with a trainer at `trainer_step`. What its end cut off (dropped because the run
-    ended) is open again: the run goes on."""
+    """Everything a run needs to go on with a trainer at `trainer_step`."""
     cut_off = f"(state = 'dropped' AND reason = '{DropReason.RUN_ENDED.value}')"
     forgotten = f"(state = 'trained' AND step > {int(trainer_step)})"
     wanted = f"(state IN ('dispatched', 'finished', 'batched') OR {cut_off} OR {forgotten})"
@@ -220,7 +216,6 @@ def _records(
 
 
 def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[str, PastGroup]:
-    """Groups by id, without their rollouts."""
     found = {}
     for group_id in group_ids:
         row = connection.execute(

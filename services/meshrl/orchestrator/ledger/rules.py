@@ -114,7 +114,6 @@ class Ledger:
         self._failed: Counter[str] = Counter()
 
     def dispatch(self, ticket: GroupTicket) -> None:
-        """A group was admitted: each of its rollouts is dispatched."""
         if ticket.group_id in self._unassigned:
             raise LedgerError(f"group {ticket.group_id} was dispatched before")
         self._unassigned[ticket.group_id] = []
@@ -132,7 +131,6 @@ class Ledger:
         self._move(key, RolloutState.FINISHED, rollout_id=rollout_id, oldest_version=oldest_version, trace_id=trace_id)
 
     def is_open(self, rollout_id: str) -> bool:
-        """True for a rollout that has finished and is neither dropped nor trained."""
         return rollout_id in self._key_of
 
     def fail(self, group_id: str, rollout_id: str, reason: str, trace_id: str = "") -> None:
@@ -155,7 +153,6 @@ class Ledger:
         return len(missing)
 
     def batch(self, rollout_ids: Iterable[str], step: int) -> None:
-        """A step took these rollouts."""
         keys = self._batched.setdefault(step, [])
         for rollout_id in rollout_ids:
             key = self._key(rollout_id)
@@ -163,7 +160,6 @@ class Ledger:
             keys.append(key)
 
     def train(self, step: int) -> int:
-        """A step is done: what it took is trained. Returns how many rollouts."""
         keys = self._batched.pop(step, [])
         for key in keys:
             self._move(key, RolloutState.TRAINED)
@@ -222,11 +218,9 @@ class Ledger:
                 self._batched.setdefault(step, []).append(entry.key)
 
     def drop(self, rollout_id: str, reason: str) -> None:
-        """A finished rollout will not be trained on."""
         self._move(self._key(rollout_id), RolloutState.DROPPED, reason=reason)
 
     def end(self, reason: str) -> None:
-        """The run is over: closes every open entry."""
         self._batched.clear()
         self._trained.clear()
         for key, entry in list(self._open.items()):

@@ -114,7 +114,6 @@ class LedgerStore:
         return past
 
     def end(self, reason: str) -> None:
-        """The run is over."""
         self._put(lambda db: db.execute("UPDATE runs SET ended = ? WHERE run = ?", (reason, self._run)))
 
     def close(self, deadline_s: float = 30.0) -> None:
@@ -124,7 +123,6 @@ class LedgerStore:
     # --- changes ----------------------------------------------------------------------------------
 
     def record(self, entry: LedgerEntry) -> None:
-        """The state of a rollout; the payload of a dropped one goes, unless the run may yet go on with it."""
         row = (
             entry.key, self._run, entry.group_id, entry.environment, entry.task_index, entry.for_step,
             entry.state.value, entry.rollout_id, entry.oldest_version, entry.step, entry.reason, time.time(),
@@ -150,7 +148,6 @@ class LedgerStore:
         self._put(change)
 
     def dispatched(self, ticket: GroupTicket) -> None:
-        """What a group is dispatched with."""
         row = (
             ticket.group_id, self._run, ticket.sequence, ticket.task.environment, ticket.task.index, ticket.size,
             ticket.for_step, ticket.min_version, ticket.active_version,
@@ -170,7 +167,6 @@ class LedgerStore:
         self._put(change)
 
     def over(self, group: RolloutGroup) -> None:
-        """How a group ended."""
         row = (group.cancelled, group.sampled_tokens, group.seconds, group.ticket.group_id)
         sql = "UPDATE groups SET over = 1, cancelled = ?, sampled_tokens = ?, seconds = ? WHERE group_id = ?"
         self._put(lambda db: db.execute(sql, row))
@@ -258,6 +254,5 @@ class LedgerStore:
         return found
 
     def groups(self, group_ids: Sequence[str]) -> dict[str, PastGroup]:
-        """Groups by id, without their rollouts. Blocks."""
         with ledger_file(self._path) as connection:
             return rows_of_groups(connection, list(group_ids))

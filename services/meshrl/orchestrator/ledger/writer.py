@@ -94,7 +94,6 @@ class ThreadedWriter:
         self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
 
     def start(self) -> None:
-        """The file is there: changes may be written."""
         self._thread.start()
 
     def put(self, change: Change) -> None:
@@ -110,7 +109,6 @@ class ThreadedWriter:
         return done
 
     def close(self, deadline_s: float) -> None:
-        """Commits what is queued and stops. Raises LedgerFileError when something could not be written."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)
@@ -153,7 +151,6 @@ class ThreadedWriter:
                 connection.close()
 
     def _next_changes(self) -> tuple[list[Change], list[Future[None]], bool]:
-        """Waits for a change, then gathers what comes within the flush interval, or until someone waits for it."""
         changes: list[Change] = []
         waiting: list[Future[None]] = []
         item = self._queue.get()

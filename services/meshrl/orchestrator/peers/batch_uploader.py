@@ -34,11 +34,8 @@ class StepCursors:
     """How far a run has come: trained <= uploaded <= recorded, but for steps done before this process began."""
 
     recorded: int
-    """The last step whose batch is on disk."""
     uploaded: int
-    """The last step whose batch the trainer took."""
     trained: int
-    """The last step that is done, and that the loop was told of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +72,6 @@ class UploadedRun(Protocol):
 
 
 class BatchUploader:
-    """The batches and steps of one run at the trainer."""
-
     def __init__(
         self, client: TrainerClient, run: UploadedRun, *, address: str, deadlines: DeadlinesConfig, clock: Clock
     ) -> None:
@@ -104,7 +99,6 @@ class BatchUploader:
 
     @property
     def epoch(self) -> int:
-        """The trainer's process, as far as known."""
         return self._watcher.epoch
 
     @property
@@ -117,7 +111,6 @@ class BatchUploader:
         return await self._watcher.restarts(epoch)
 
     def add(self, step: int) -> None:
-        """The batch of the next step is on disk."""
         assert step == self._steps.recorded + 1, f"step {step} after {self._steps.recorded}"
         self._steps.recorded = step
         self._changed.beat()
@@ -131,11 +124,9 @@ class BatchUploader:
         self._changed.beat()
 
     def refusal_error(self, refusal: BatchRefusal) -> RunError:
-        """The error for a batch that the run cannot go on without."""
         return failed("trainer", self._address, f"taking batch {refusal.step}", refusal.error)
 
     def end(self) -> None:
-        """No more batches come."""
         self._ended = True
         self._changed.beat()
 
@@ -145,7 +136,6 @@ class BatchUploader:
             await self._changed.next()
 
     async def next(self) -> tuple[int, StepEvent] | None:
-        """The next step that is done, and its event; None after the last one. Raises RunError."""
         while True:
             if self._steps.trained < self._steps.recorded:
                 step = self._steps.trained + 1
@@ -196,8 +186,6 @@ class BatchUploader:
                 steps.uploaded = step
 
     async def _wait_for_withdrawal(self, refusal: BatchRefusal) -> None:
-        """Tells the loop of the refusal and waits until it has withdrawn the batch. Raises RunError after
-        REFUSALS_IN_A_ROW."""
         self._refusals_in_a_row += 1
         if self._refusals_in_a_row >= REFUSALS_IN_A_ROW:
             raise RunError(
@@ -212,7 +200,6 @@ class BatchUploader:
             await self._changed.next()
 
     def _on_restart(self, run: RunInfo) -> None:
-        """The trainer restarted at an earlier step: what it has forgotten is uploaded and waited for again."""
         done, self._steps.trained = self._steps.trained, min(self._steps.trained, run.step)
         self._steps.uploaded = run.step
         self._run.go_back(run.step, done)

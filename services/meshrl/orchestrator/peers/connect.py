@@ -39,7 +39,6 @@ class Services:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Follows the state of every rollout service."""
         async with AsyncExitStack() as stack:
             for pool in (self.rollouts, self.teachers):
                 if pool is not None:
@@ -157,7 +156,7 @@ async def the_run(
 ) -> RunInfo:
     """The run to feed, which is made where the trainer does not have it and it may be. With `control`, the folder by
     which the trainer finds the run, it is the trainer that makes it. It is waited for up to `place_s`, also while the
-    trainer holds as many runs as it may. Raises RunError."""
+    trainer holds as many runs as it may."""
     if any(run.run_id == run_id for run in trainer.runs) or (own is None and control is None):
         return find_run(run_id, trainer)
     adapter = trainer.runs[0].spec.adapter if trainer.runs and trainer.runs[0].spec is not None else None
@@ -199,8 +198,7 @@ def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
 
 
 def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:
-    """Raises RunError for environments, each after the section that names it, that no service hosts. The error lists
-    the environments of each service."""
+    """Raises RunError for environments, each after the section that names it, that no service hosts."""
     missing = [(section, name) for section, name in wanted if not table.hosting(name)]
     if not missing:
         return

@@ -33,7 +33,7 @@ CRASH_S = 1.0
 
 
 class StepUndoneError(Exception):
-    """What was waited for does not come: the trainer began a new epoch, or the batch of the step was withdrawn."""
+    """The trainer began a new epoch, or the batch of the step was withdrawn."""
 
 
 class StepWatcher:
@@ -51,7 +51,6 @@ class StepWatcher:
         on_durable: Callable[[int], None] = lambda step: None,
         clock: Clock,
     ) -> None:
-        """`history` asks for the events of steps that were done before; else those steps have no metrics."""
         self._client = client
         self._address = address
         self._unreachable_s = unreachable_s
@@ -71,7 +70,6 @@ class StepWatcher:
 
     @property
     def step(self) -> int:
-        """Where the trainer stood when this epoch was first seen."""
         return self._run.step
 
     async def follow(self) -> None:
@@ -118,7 +116,6 @@ class StepWatcher:
     # --- events -----------------------------------------------------------------------------------
 
     async def _stream(self) -> str:
-        """Takes events until they end; returns why, or nothing when the trainer merely forgot the earlier ones."""
         away: MeshError | None = None
         while True:
             left_s = self._heard_s + self._unreachable_s - self._clock.now()
@@ -138,8 +135,6 @@ class StepWatcher:
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _read_stream(self) -> None:
-        """Takes the events of one stream. Raises RunError when a step has failed and the trainer goes on: its stream
-        would end if it had crashed."""
         async with aclosing(self._client.watch_steps(self._run.run_id, self._seen)) as events:
             while True:
                 failed_for_good = bool(self._failed) and self._caught_up
@@ -174,13 +169,11 @@ class StepWatcher:
 
     @property
     def _caught_up(self) -> bool:
-        """Everything that happened before the trainer was followed is known."""
         return self._seen >= self._run.revision
 
     # --- epochs -----------------------------------------------------------------------------------
 
     async def _poll(self) -> RunInfo:
-        """Returns when the trainer is in another epoch."""
         while True:
             await self._clock.sleep(POLL_S)
             run = await self._ask()
@@ -191,7 +184,6 @@ class StepWatcher:
             self._on_durable(run.durable_step)
 
     async def _next_epoch(self, why: str) -> RunInfo:
-        """Where the trainer stands after its stream has ended. Raises RunError when it is not heard of again."""
         give_up_at_s = self._clock.now() + self._unreachable_s
         while True:
             run = await self._ask()
@@ -202,7 +194,6 @@ class StepWatcher:
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _ask(self) -> RunInfo | None:
-        """None while the trainer does not answer; the stream says when that has lasted too long."""
         try:
             run = find_run(self._run.run_id, await self._client.get_trainer())
             self._heard_s = self._clock.now()

@@ -34,10 +34,7 @@ class VersionGoneError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings:
-    """How versions are committed on the engines of a pool."""
-
     address: str
-    """The hub's, for errors."""
     policy: ActivationPolicy
     deadlines: DeadlinesConfig
     engine_pool: str = ""
@@ -124,8 +121,7 @@ class VersionRelay:
     async def activate_or_skip(self, uploader: BatchUploader, version: int, artifact_id: str = "") -> Activation | None:
         """As `activate`, over restarts of the trainer; None when engines keep the version before. A trainer that comes
         back at an earlier step makes the version again, and it is activated then. One that comes back at a later step
-        never does, so the version is skipped: a later one is activated. The version that it comes back at is published
-        anew, and waited for. Raises RunError when the hub is gone."""
+        never does, so the version is skipped: a later one is activated."""
         give_up_at_s = self._clock.now() + self._settings.deadlines.startup_s
         while uploader.came_back_at <= version:
             epoch = uploader.epoch

@@ -1,8 +1,6 @@
 """Checks at the start of a run that engines and trainer compute the same logprobs; called by the finisher.
 
-The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens that the engines
-sampled with the very version that the step trains, the two may differ by rounding alone. A step with older tokens
-proves nothing and is skipped.
+For tokens that the engines sampled with the very version that the step trains, the two may differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ class LogprobCheck:
 
     def check(self, event: StepEvent, staleness: Mapping[str, float]) -> None:
         """Takes a step that is DONE, with its `mismatch_abs/all/{mean,max}`, and the `off_policy/all/max` of its batch.
-        Logs one line for the step that is checked, and nothing for others. Raises RunError when they differ and the
-        configuration makes that fatal."""
+        Raises RunError when they differ and the configuration makes that fatal."""
         mean, most = (event.metrics.get(f"mismatch_abs/all/{of}") for of in ("mean", "max"))
         if self._done or mean is None or most is None or staleness.get("off_policy/all/max") != 0:
             return

@@ -43,7 +43,6 @@ class RolloutSamplesWriter:
         self._warned = False
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that asks the trainer for its logprobs of the rollouts that are to be written."""
         if step.step % self._config.interval:
             return step
         trained = step.assembled.advantages.keys() - step.assembled.untrainable
@@ -53,7 +52,7 @@ class RolloutSamplesWriter:
 
     def write(self, step: SubmittedStep, logprobs: Logprobs) -> None:
         """Writes a step's file when its turn has come, with the trainer's logprobs (StepEvent.logprobs) where it gave
-        them. Blocks. Raises nothing of the disk's."""
+        them. Blocks."""
         if step.step % self._config.interval:
             return
         lines = within(chosen(step, self._config, logprobs), round(self._config.max_mib * 2**20))
@@ -72,7 +71,6 @@ class RolloutSamplesWriter:
 
 
 def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
-    """The lines as JSON, as long as they fit; one that does not is left out, and shorter ones after it may follow."""
     for line in lines:
         written = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         if len(written) <= max_bytes:
@@ -101,7 +99,6 @@ def _groups(step: SubmittedStep) -> list[RolloutGroup]:
 
 
 def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:
-    """The rollouts of a step that are to be read, and why; the same whenever it is asked."""
     by_environment: dict[str, list[Rollout]] = defaultdict(list)
     for group in _groups(step):
         for rollout in group.rollouts:
@@ -137,7 +134,6 @@ def trainer_logprobs(
 
 
 def _taken(rollouts: list[Rollout], picked: str, number: int, *, seed: int) -> list[Rollout]:
-    """Removes and returns the `number` best or worst, or any; ties fall to the rollout that came first."""
     if picked == "random":
         taken = random.Random(seed).sample(rollouts, min(number, len(rollouts)))
     else:
@@ -148,12 +144,10 @@ def _taken(rollouts: list[Rollout], picked: str, number: int, *, seed: int) -> l
 
 
 def _rank(rollout: Rollout) -> float:
-    """Its reward; one that is no finite number is worse than any."""
     return rollout.reward if math.isfinite(rollout.reward) else -math.inf
 
 
 def _finite(value: float) -> float | None:
-    """The value as JSON has it: null for what is no finite number."""
     return value if math.isfinite(value) else None
 
 

@@ -15,8 +15,7 @@ from meshrl.wire.types import Rollout, StepEvent
 
 
 async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep, done: StepEvent) -> None:
-    """Gives the monitor a step's samples and distributions, every `config.interval` steps; None asks for neither.
-    `done` has the entropies of the trainer."""
+    """Gives the monitor a step's samples and distributions, every `config.interval` steps; None asks for neither."""
     if config is None or step.step % config.interval != 0:
         return
     if config.samples:
@@ -33,7 +32,6 @@ async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: Sub
 
 
 def sample_rows(groups: Sequence[ReadyGroup], assembled: AssembledBatch, config: LogExtrasConfig) -> list[SampleRow]:
-    """Rows for a table of samples: as many of the batch's rollouts as `config` asks for, evenly spread."""
     rollouts = [rollout for ready in groups for rollout in ready.kept]
     chosen = [rollouts[place] for place in spread(len(rollouts), config.rows_of(len(rollouts)))]
     return [
@@ -50,6 +48,5 @@ def sample_rows(groups: Sequence[ReadyGroup], assembled: AssembledBatch, config:
 
 
 def _prompt(rollout: Rollout) -> str:
-    """The messages before the first one of the policy, a line each."""
     spans = rollout.samples[0].message_spans if rollout.samples else ()
     return "\n".join(span.text for span in takewhile(lambda span: span.role != "assistant", spans))

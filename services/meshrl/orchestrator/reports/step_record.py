@@ -50,7 +50,6 @@ def step_metrics(
     seq_len: int,
     seconds: float,
 ) -> Metrics:
-    """The orchestrator's data about one step; `seconds` is the wall time since the step before ended."""
     judged = [ready.group for ready in groups] + tally.discarded
     return (
         rollout_metrics(judged)
@@ -74,8 +73,7 @@ def step_metrics(
 def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
     """One record of the orchestrator's own metrics and of other sources', each by its name. The catalogue lists the
     orchestrator's names. What another source calls the same is entered behind the name of that source
-    (`trainer/progress/tokens`), so that nobody overwrites a total of the run. Names of others come over the wire from
-    whatever is there, and need no declaration."""
+    (`trainer/progress/tokens`), so that nobody overwrites a total of the run."""
 
     def is_own(name: str) -> bool:
         metric = CATALOGUE.find(name)
@@ -92,7 +90,6 @@ def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
-    """Statistics of finished and failed rollouts, over all and by environment."""
     metrics: Metrics = {}
     environments = sorted({group.ticket.task.environment for group in groups})
     scopes = {"all": list(groups)} | {
@@ -143,7 +140,6 @@ def staleness_metrics(groups: Sequence[ReadyGroup], *, step: int, law: Staleness
 
 
 def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, seq_len: int) -> Metrics:
-    """Size and packing of a batch, and its advantages."""
     batch = assembled.batch
     tokens = sum(len(row.token_ids) for row in batch.micro_batches)
     return {
@@ -160,8 +156,7 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, se
 
 
 def mixture_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], asked: Mapping[str, float]) -> Metrics:
-    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1. Zero for one of which
-    nothing was trained: filters, losses and slow environments move a mixture silently."""
+    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1."""
     trained = [rollout for ready in groups for rollout in ready.kept if rollout.rollout_id not in assembled.untrainable]
     rollouts = Counter(rollout.environment for rollout in trained)
     tokens: Counter[str] = Counter()
@@ -195,8 +190,6 @@ def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:
 
 
 def slot_metrics(tally: StepTally) -> Metrics:
-    """The idle share of the rollout services' slots since the previous batch; nothing if they do not report their
-    slots."""
     if tally.idle_slots is None:
         return {}
     idle, tail = tally.idle_slots
@@ -212,7 +205,6 @@ def trainer_metrics(event: StepEvent) -> Metrics:
 
 
 def activation_metrics(activation: Activation | None, *, skipped: bool = False) -> Metrics:
-    """How the weights reached the engines; None when they kept those before. `skipped`: a later version is there."""
     if activation is None:
         return {"weights/activated": 0.0} | ({"weights/skipped": 1.0} if skipped else {})
     applied = [report.applied for report in activation.engines]
@@ -231,7 +223,6 @@ def activation_metrics(activation: Activation | None, *, skipped: bool = False) 
 
 
 def rate_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> Metrics:
-    """Rollouts and sampled tokens a second of wall time."""
     seconds = max(seconds, 1e-9)
     return {
         "perf/rollouts_per_s": sum(len(group.rollouts) for group in groups) / seconds,

@@ -1,6 +1,6 @@
 """Asks engines for the logprobs of given tokens: POST /inference/v1/generate with prompt_logprobs, as vLLM has it.
 
-Asked by the scorer. A call that fails in passing is made again, at the next server, for a while.
+Asked by the scorer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class LogprobServers:
     def __init__(
         self, who: str, urls: Callable[[], Awaitable[Sequence[str]]], *, config: TeacherConfig, api_key: str | None
     ) -> None:
-        """`who` is what messages call the model."""
         self._who, self._urls, self._model, self._api_key = who, urls, config.model.name, api_key
         self._failover_s = config.client.failover_s
         self._timeout = aiohttp.ClientTimeout(
@@ -48,7 +47,6 @@ class LogprobServers:
         self._longest: int | None = None
 
     async def close(self) -> None:
-        """Closes the connections."""
         if self._http is not None:
             await self._http.close()
 
@@ -97,7 +95,6 @@ class LogprobServers:
         return found
 
     async def _ask(self, method: str, path: str, body: object) -> object:
-        """The JSON of an answer, from whichever server gives one. Raises RunError."""
         if self._http is None:
             self._http = engine_session(self._api_key, limit=0, timeout=self._timeout)  # `_slots` bounds the calls
         give_up_at, backoff = time.monotonic() + self._failover_s, Backoff(*PAUSE_S)
@@ -120,7 +117,6 @@ class LogprobServers:
 
 
 def likeliest(entry: Mapping[str, Mapping[str, float]], top_k: int) -> tuple[list[int], list[float]]:
-    """Ids and logprobs of the likeliest tokens of one place, at most `top_k`, likeliest first. The token that stands
-    there is among the answer's, too: it is left out unless it is one of them."""
+    """Ids and logprobs of the likeliest tokens of one place, at most `top_k`, likeliest first."""
     ranked = sorted(((said["logprob"], int(token)) for token, said in entry.items()), reverse=True)[:top_k]
     return [token for _, token in ranked], [logprob for logprob, _ in ranked]

@@ -1,8 +1,6 @@
 """Gets the scores (logprobs under a teacher or the live policy) that algorithms need of rollouts, and caches them.
 
-The dispatcher has each group scored when it is over, so that the scores are there when the loop makes the batch; the
-loop asks for those still missing, after a restart for example. A teacher's scores are cached by the tokens alone, those
-of the live policy by rollout too, since the policy changes.
+A teacher's scores are cached by the tokens alone, those of the live policy by rollout too, since the policy changes.
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ class GroupScorer:
             await server.check(top_k=max(asked))
 
     async def close(self) -> None:
-        """Closes the connections."""
         for server in self._caches:
             await server.close()
 
@@ -82,7 +79,6 @@ class GroupScorer:
         return {(request.rollout_id, request.place): scores for (request, _), scores in zip(wanted, found, strict=True)}
 
     async def _score_one(self, request: ScoreRequest, environment: str) -> TokenScores:
-        """The scores of the sample's own tokens, without its context; from the cache where it has them."""
         top_k = self._recipes[environment].top_k
         server = self._servers[environment]
         cache = self._caches[server]

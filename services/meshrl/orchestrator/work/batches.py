@@ -38,8 +38,6 @@ class AssembledBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SubmittedStep:
-    """A step that the trainer has, with what its record needs."""
-
     step: int
     groups: tuple[ReadyGroup, ...]
     assembled: AssembledBatch
@@ -133,7 +131,7 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
     """Ids of the rollouts to leave out; empty when the refusal is about the batch as a whole, its header for example.
     These are the rollouts that break a rule which is known here. If none does, they are all rollouts in the rows that
     the trainer's error names; if it names no row, all rollouts of the batch. `error`: the trainer's answer to the
-    batch. `vocab_size`: the trainer's, None until it is known."""
+    batch."""
     assembled = submitted.assembled
     rollouts = [rollout for ready in submitted.groups for rollout in ready.kept]
     found = {rollout.rollout_id for rollout in rollouts if rollout_problems(rollout, vocab_size=vocab_size)}
@@ -149,7 +147,6 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
 
 
 def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[ReadyGroup, list[Rollout]]]:
-    """Yields each group of a step with the rollouts of it that stay, and the list of those that are in `bad`."""
     for ready in submitted.groups:
         batched = [one for one in ready.kept if one.rollout_id not in submitted.assembled.untrainable]
         kept = tuple(one for one in batched if one.rollout_id not in bad)

@@ -25,8 +25,6 @@ Screen = Callable[[str, Sequence[Rollout]], Screened]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLimits:
-    """What the plan keeps to besides the law; None means no limit."""
-
     batch_size: int
     group_sizes: Mapping[str, int]
     """Rollouts a task, by environment."""
@@ -41,8 +39,6 @@ class PlanLimits:
 
 
 class WorkPlan:
-    """State: the next step to take groups for, the active version, groups in flight and groups ready."""
-
     def __init__(
         self,
         *,
@@ -90,7 +86,6 @@ class WorkPlan:
 
     @property
     def exhausted(self) -> bool:
-        """True when the last step has taken its groups."""
         return self.limits.last_step is not None and self.next_step > self.limits.last_step
 
     def room(self) -> int:
@@ -104,7 +99,6 @@ class WorkPlan:
         return max(0, self.limits.batch_size * (newest - self.next_step + 1) - self._slots)
 
     def _size(self, ticket: GroupTicket) -> int:
-        """Slots of a group; one that completes another has fewer rollouts of its own, and the same slots."""
         return self.limits.group_sizes[ticket.task.environment]
 
     def _begin(self, ticket: GroupTicket) -> None:
@@ -118,7 +112,6 @@ class WorkPlan:
         self._slots -= self._size(ticket)
 
     def epochs(self) -> dict[str, float]:
-        """Passes over each finite environment so far."""
         return self._schedule.epochs()
 
     def dispatch(self, group_id: str) -> GroupTicket | None:
@@ -154,18 +147,15 @@ class WorkPlan:
         return ticket
 
     def resume_after(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
-        """Goes on behind the tasks that an earlier process drew; those of the tickets `again` come first."""
         self._schedule.skip(drawn)
         self._sequence = max(self._sequence, next_sequence)
         self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
 
     def readmit(self, group: RolloutGroup) -> Screened:
-        """Judges a group that an earlier process finished; what is kept waits for a step as any other."""
         self._begin(group.ticket)
         return self.finish(group)
 
     def drawn(self) -> dict[str, int]:
-        """Tasks drawn so far, by environment."""
         return self._schedule.drawn()
 
     def finish(self, group: RolloutGroup) -> Screened:

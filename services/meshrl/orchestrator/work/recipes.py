@@ -38,10 +38,7 @@ AlgorithmState = Mapping[str, Mapping[str, float]]
 
 
 class Recipes:
-    """The algorithms of a run, one for each training environment."""
-
     def __init__(self, algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> None:
-        """From the configured algorithm of each environment. Raises RunError for a custom one that cannot be made."""
         self.by_environment = {name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()}
         for name, recipe in self.by_environment.items():
             if recipe.sampler is Actor.TEACHER and algos[name].type != "sft":
@@ -52,7 +49,6 @@ class Recipes:
 
     @property
     def least_rollouts(self) -> dict[str, int]:
-        """What a group that loses rollouts must have left, by environment."""
         return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
 
     def needs_signal(self, environment: str) -> bool:
@@ -60,8 +56,8 @@ class Recipes:
         return self.by_environment[environment].needs_signal
 
     def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
-        """What each sample of a step trains, by rollout id. Raises RunError for what an algorithm cannot be used with.
-        The algorithms remember the step: `state` is then that after it."""
+        """What each sample of a step trains, by rollout id. Raises RunError for what an algorithm cannot be used
+        with."""
         made: dict[str, tuple[SampleStreams, ...]] = {}
         for group in groups:
             if not group:
@@ -76,7 +72,6 @@ class Recipes:
         return made
 
     def state(self) -> AlgorithmState:
-        """What the algorithms remember; those that remember nothing are left out."""
         states = {name: dict(recipe.state()) for name, recipe in self.by_environment.items()}
         return {name: state for name, state in states.items() if state}
 

@@ -1,8 +1,4 @@
-"""Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step.
-
-Used by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason,
-for the record of a step and for the ledger.
-"""
+"""Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step."""
 
 from __future__ import annotations
 
@@ -22,20 +18,14 @@ MIN_SURVIVORS = 2
 
 
 class DropReason(enum.Enum):
-    """Why a finished rollout was not trained on; the words of the ledger and of the `dropped/...` metrics."""
-
     EMPTY = "empty"
-    """The policy sampled no token."""
     NOT_FINITE = "reward_not_finite"
-    """The reward is NaN or infinite."""
     GROUP_LOST = "group_lost"
     """Fewer rollouts of its group are left than its algorithm needs, which is two for most."""
     ZERO_SIGNAL = "zero_signal"
-    """All rewards of its group are equal."""
     STALE = "stale"
     """Its oldest token is older than the law allows."""
     REFUSED = "refused_by_trainer"
-    """The trainer refused a batch because of it."""
     UNTRAINABLE = "untrainable"
     """No token that its algorithm trains fits into the token budget, or it trains none of it."""
     RUN_ENDED = "run_ended"
@@ -86,8 +76,8 @@ def screen_finished(
     tolerance: float,
     least: int = MIN_SURVIVORS,
 ) -> Screened:
-    """Judges a whole group: first drops unusable rollouts, of which `least` must be left, then groups without signal.
-    Rewards are compared among rollouts of the same agent, as advantages are."""
+    """Judges a whole group: first drops unusable rollouts, of which `least` must be left, then groups without
+    signal."""
     kept: list[Rollout] = []
     dropped: list[tuple[Rollout, DropReason]] = []
     for rollout in rollouts:
@@ -117,7 +107,6 @@ def is_usable(rollout: Rollout, *, step: int, law: StalenessLaw) -> bool:
 
 
 def is_empty(rollout: Rollout) -> bool:
-    """True when the policy sampled no token."""
     return not any(sample.loss_mask.any() for sample in rollout.samples)
 
 
@@ -131,8 +120,6 @@ def has_zero_signal(rollouts: Iterable[Rollout], tolerance: float) -> bool:
 
 @dataclass(kw_only=True)
 class StepTally:
-    """What was judged since the step before was taken."""
-
     discarded: list[RolloutGroup] = field(default_factory=list)
     zero_signal_groups: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -145,7 +132,6 @@ class StepTally:
         self.dropped[reason.value] += 1
 
     def take_back(self, of_step: StepTally) -> None:
-        """Adds what was judged for a step whose batch was taken apart."""
         self.discarded[:0] = of_step.discarded
         self.zero_signal_groups += of_step.zero_signal_groups
         self.dropped.update(of_step.dropped)
@@ -155,8 +141,6 @@ class StepTally:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTotals:
-    """Totals since the start of the run."""
-
     tokens: int = 0
     samples: int = 0
     problems: int = 0

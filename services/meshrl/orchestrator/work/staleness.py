@@ -28,7 +28,6 @@ class StalenessLaw:
             )
 
     def required_version(self, step: int) -> int:
-        """Oldest version that may be active when work for `step` starts."""
         return max(0, step - 1 - self.max_async_level)
 
     def admits(self, *, step: int, active_version: int) -> bool:
@@ -36,7 +35,6 @@ class StalenessLaw:
         return active_version >= self.required_version(step)
 
     def newest_admissible_step(self, active_version: int) -> int:
-        """The last step that work may start for."""
         return active_version + 1 + self.max_async_level
 
     def staleness(self, *, step: int, oldest_version: int) -> int:

@@ -24,8 +24,6 @@ REMEMBERED_GROUPS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSource:
-    """One training environment: its share of the tasks, and how many it has (None: infinitely many)."""
-
     environment: str
     ratio: float
     num_tasks: int | None
@@ -97,7 +95,6 @@ class TaskSchedule:
             stream.given_back += stream.source.environment == environment
 
     def drawn(self) -> dict[str, int]:
-        """Tasks drawn so far, by environment."""
         return {stream.source.environment: stream.drawn for stream in self._streams}
 
     def skip(self, drawn: Mapping[str, int]) -> None:
@@ -107,7 +104,6 @@ class TaskSchedule:
             stream.before = stream.drawn
 
     def epochs(self) -> dict[str, float]:
-        """Passes over each finite environment so far."""
         return {
             stream.source.environment: stream.drawn / stream.source.num_tasks
             for stream in self._streams

@@ -1,7 +1,6 @@
-"""Reads an engine's answer to a model call: a completion frame, or JSON in our spelling or vLLM's. No I/O.
+"""Reads an engine's answer to a model call: a completion frame, or JSON in our spelling or vLLM's.
 
 Fed by the model client with the bytes that the router got; the tokens go to verifiers and the spans to the session.
-T tokens of a completion.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ def _routes_of(choice: JsonObject) -> Routes | None:
 
 
 def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:
-    """Raises ValueError unless each sampled token has a logprob."""
     if len(logprobs_T) != num_tokens:
         raise ValueError(f"{len(logprobs_T)} logprobs for {num_tokens} sampled tokens")
     if not (np.isfinite(logprobs_T) & (logprobs_T > MISSING_BELOW)).all():

@@ -1,9 +1,4 @@
-"""How many rollouts may run at once: a number from the configuration, or the capacity that the engines report. No I/O.
-
-The group runner reads it whenever engines were asked for their state, and reports what finished rollouts took. An
-engine runs at most `slots` sequences, and only as many as its KV cache has room for; ours have both in the answer to
-GET /version. A vLLM server that is not ours has its KV cache in GET /metrics.
-"""
+"""How many rollouts may run at once: a number from the configuration, or the capacity that the engines report."""
 
 from __future__ import annotations
 
@@ -50,7 +45,6 @@ NOTHING_SAID = EngineCapacity()
 
 
 def capacity_of(payload: object) -> EngineCapacity:
-    """Reads the answer of GET /version; a field that is no positive number counts as missing."""
     said = payload if isinstance(payload, dict) else {}
     values = {name: said.get(name) for name in ("slots", "kv_tokens")}
     return EngineCapacity(**{name: value for name, value in values.items() if type(value) is int and value > 0})
@@ -71,9 +65,6 @@ def capacity_in_metrics(text: str) -> EngineCapacity:
 
 @dataclass(frozen=True)
 class EpisodeSizes:
-    """What one rollout took: tokens that the policy sampled, KV cache that a call of it held, seconds in all and in
-    model calls."""
-
     sampled_tokens: int
     held_tokens: float
     total_s: float
@@ -88,7 +79,6 @@ class EpisodeSizes:
 
     @classmethod
     def of_messages(cls, messages: Sequence[bytes]) -> EpisodeSizes:
-        """The same of RunRolloutsResponses with those rollouts."""
         rollouts = [pb.RunRolloutsResponse.FromString(message).rollout for message in messages]
         samples = [
             (len(one.loss_mask.data), one.loss_mask.data.count(1)) for rollout in rollouts for one in rollout.samples
@@ -97,7 +87,6 @@ class EpisodeSizes:
 
     @classmethod
     def _of(cls, samples: Sequence[tuple[int, int]], timings_s: Sequence[Mapping[str, float]]) -> EpisodeSizes:
-        """`samples` are the tokens of each, in all and sampled."""
         return cls(
             sampled_tokens=sum(sampled for _, sampled in samples),
             held_tokens=max((length - sampled / 2 for length, sampled in samples), default=0.0),
@@ -115,7 +104,6 @@ class RolloutShape:
         self._seen = 0
 
     def take(self, sizes: EpisodeSizes) -> None:
-        """One rollout that finished."""
         self._seen += 1
         weight = 1 / min(self._seen, REMEMBERED)
         before = sizes.held_tokens if self.held_tokens is None else self.held_tokens

@@ -1,8 +1,6 @@
 """Samples the policy from plain OpenAI-compatible servers, which give text and no tokens: for evaluations and teachers.
 
-Takes the place of router and model client where `rollout.client.api` is `chat_completions`. verifiers' own client makes
-the HTTP calls, so every harness and API dialect goes; here a server is chosen for each call, a call moves on from a
-server that does not answer, and one with a Retry-After waits. Nothing can be trained on what comes back.
+Takes the place of router and model client where `rollout.client.api` is `chat_completions`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ AnswerT = TypeVar("AnswerT")
 
 
 def refuse_training(request: RolloutRequest) -> None:
-    """Raises MeshError INVALID_REQUEST for rollouts that are to be trained on."""
     if not request.scores_only:
         raise MeshError(
             Reason.INVALID_REQUEST,
@@ -86,7 +83,6 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections."""
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
     async def require(self, need: Requirement) -> None:
@@ -127,7 +123,6 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         session_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> RelayReply:
-        """A completion that a harness reads as it is made. Raises ProviderError."""
         return await self._ask(
             self._session(session_id), lambda client: client.relay(dialect, body, session_id, headers)
         )
@@ -142,7 +137,6 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         return self.book.get(session_id or "") or Session()
 
     async def _ask(self, session: Session, call: Callable[[EvalClient], Awaitable[AnswerT]]) -> AnswerT:
-        """Makes a call at the least loaded server, and again for `failover_s` where another try may help."""
         give_up_at = time.monotonic() + self._config.failover_s
         skip: set[str] = set()
         backoff = Backoff(*PAUSE_S, jitter=0.0)

@@ -34,10 +34,10 @@ async def connect_servers(
     *,
     first: int = 0,
 ) -> EngineRouter | ChatServers:
-    """A router that has looked at every engine once, or chat servers; `stack` closes it. The engines are those at
-    `urls`, beside those that the weight hub lists where there is one. Raises ConfigError for a key without a file, and
-    where every engine refuses the key. Among engines that are equally busy the one at place `first` of the list comes
-    first, modulo its length: workers that choose for themselves begin at different ones."""
+    """The engines are those at `urls`, beside those that the weight hub lists where there is one. Raises ConfigError
+    for a key without a file, and where every engine refuses the key. Among engines that are equally busy the one at
+    place `first` of the list comes first, modulo its length: workers that choose for themselves begin at different
+    ones."""
     api_key = read_secret(
         "rollout.client.api_key", None, file=client.api_key_file, variable=client.api_key_var,
         environ=os.environ,
@@ -64,15 +64,12 @@ async def connect_servers(
 
 
 async def _refuse_without_key(config: ClientConfig, apis: Sequence[str], api_key: str | None) -> None:
-    """Raises ConfigError where every server refuses the key."""
     async with engine_session(api_key) as http:
         if refusal := await why_all_locked_out(http, apis, config, has_key=api_key is not None):
             raise ConfigError(refusal)
 
 
 def _routable(hub: WeightSyncClient) -> Discovery:
-    """Asks the weight hub for the engines that it routes to."""
-
     async def engines() -> list[tuple[str, str]]:
         return [(engine.url.rstrip("/"), engine.engine_pool) for engine in await hub.list_engines() if engine.routable]
 

@@ -1,8 +1,7 @@
-"""How many tokens/s an engine samples for this process: a moving average over its last calls. No I/O, no clock.
+"""How many tokens/s an engine samples for this process: a moving average over its last calls.
 
 Fed by the router and the model client with every call that an engine answered, asked by the engine table before each
-call. Calls that run at an engine at the same time share it, so what counts is the rate of one call times the calls that
-ran beside it: an engine that gets few calls is not taken for a slow one.
+call.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ class CallTiming:
 
 
 class EngineRate:
-    """The rate of one engine."""
-
     def __init__(self) -> None:
         self._running = 0
         self._calls_s = 0.0  # the time of all calls so far
@@ -52,12 +49,10 @@ class EngineRate:
         self._heard_s = 0.0
 
     def began(self, now_s: float) -> RunningCall:
-        """A call has been sent there."""
         self._go_on(now_s, 1)
         return RunningCall(now_s, self._calls_s)
 
     def ended(self, call: RunningCall, now_s: float) -> CallTiming:
-        """The call is over, whatever came of it."""
         self._go_on(now_s, -1)
         seconds = max(now_s - call.began_s, 1e-6)
         return CallTiming(seconds, max(1.0, (self._calls_s - call.before_s) / seconds))
@@ -67,7 +62,6 @@ class EngineRate:
         self._running, self._changed_s = self._running + calls, now_s
 
     def sampled(self, timing: CallTiming, tokens: int, now_s: float) -> None:
-        """A call brought so many tokens."""
         self._heard, self._heard_s = self._left(now_s) + 1, now_s
         weight = 1 / min(self._heard, REMEMBERED)
         self._tokens += weight * (tokens * timing.beside - self._tokens)
@@ -75,7 +69,6 @@ class EngineRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None before the first call has been answered."""
         return self._tokens / self._seconds if self._heard else None
 
     def estimate(self, mean: float, now_s: float) -> float:
@@ -91,6 +84,5 @@ class EngineRate:
 
 
 def mean_rate(rates: Iterable[EngineRate]) -> float:
-    """Tokens/s of those engines that have made any; 1.0 where none has."""
     known = [rate.tokens_per_s for rate in rates if rate.tokens_per_s]
     return sum(known) / len(known) if known else 1.0

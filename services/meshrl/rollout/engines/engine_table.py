@@ -1,7 +1,6 @@
-"""Chooses the engine of each model call by health, version, load and speed. No I/O.
+"""Chooses the engine of each model call by health, version, load and speed.
 
-The router feeds it with probes and answers, and asks it before every call. Engines get calls in proportion to
-the tokens/s that they were seen to make, so that one of half the speed has half the calls.
+The router feeds it with probes and answers, and asks it before every call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Requirement:
 
     @classmethod
     def of(cls, request: RolloutRequest) -> Requirement:
-        """What a group's request asks for."""
         return cls(
             run_id=request.run_id,
             pool=request.engine_pool,
@@ -79,7 +77,6 @@ class KnownEngine:
     rate: EngineRate = field(default_factory=EngineRate)
 
     def fits(self, need: Requirement) -> bool:
-        """True when a call may go to it now."""
         reports_right = not need.reshaped_by or self.logprobs_mode == PROCESSED
         has_run = not need.run_id or not self.runs or need.run_id in self.runs
         return self.listed and self.healthy and has_run and need.met_by(self.version_for(need)) and reports_right
@@ -94,15 +91,12 @@ class PolicyServers(Protocol):
 
     engines: EngineTable
     on_look: Callable[[], None]
-    """Called after every look at the servers."""
 
     async def require(self, need: Requirement) -> None:
         """Raises MeshError when no server can serve `need` now."""
 
 
 class EngineTable:
-    """The engines that calls are routed to: those configured, and those that the hub names."""
-
     def __init__(self, urls: Iterable[str], pool: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._engines = {url: KnownEngine(url=url, pool=pool) for url in urls}
@@ -112,12 +106,10 @@ class EngineTable:
 
     @property
     def listed(self) -> tuple[KnownEngine, ...]:
-        """Those that may get calls."""
         return tuple(engine for engine in self._engines.values() if engine.listed)
 
     @property
     def remembered(self) -> tuple[KnownEngine, ...]:
-        """Those, and the ones that left the list with calls in flight."""
         return tuple(self._engines.values())
 
     def discover(self, found: Iterable[tuple[str, str]]) -> None:
@@ -148,7 +140,6 @@ class EngineTable:
             engine.capacity, engine.runs = capacity, runs or {}
 
     def sampled(self, url: str, timing: CallTiming, tokens: int) -> None:
-        """An engine answered a call with so many tokens."""
         if (engine := self._engines.get(url)) is not None:
             engine.rate.sampled(timing, tokens, self._clock())
 
@@ -170,7 +161,6 @@ class EngineTable:
         return engines[0].trouble if engines and all(engine.refuses_key for engine in engines) else ""
 
     def troubles(self, need: Requirement) -> str:
-        """What is known of the engines that get no calls."""
         return "; ".join(engine.trouble for engine in self.candidates(need) if engine.trouble)
 
     def known_pools(self) -> frozenset[str]:
@@ -181,7 +171,6 @@ class EngineTable:
         return [engine for engine in self.listed if not need.pool or engine.pool == need.pool]
 
     def can_meet(self, need: Requirement) -> bool:
-        """True when an engine that is up can serve the request now."""
         return any(engine.fits(need) for engine in self.candidates(need))
 
     def biased(self, need: Requirement) -> tuple[KnownEngine, ...]:
@@ -213,7 +202,6 @@ class EngineTable:
         return engine
 
     def newest(self, need: Requirement) -> int | None:
-        """Newest version that an engine of the pool is known to serve."""
         versions = (engine.version_for(need) for engine in self.candidates(need))
         return max((version for version in versions if version is not None), default=None)
 

@@ -1,5 +1,3 @@
-"""Asks servers whether they take this program's key, before a rollout needs it; used by the router and at the start."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +10,6 @@ LOCKED = frozenset({401, 403})
 
 
 def key_refusal(url: str, status: int, config: ClientConfig, *, has_key: bool) -> str:
-    """The sentence for a server that answered `status`."""
     carried = "with the key of this program" if has_key else "without a key"
     return (
         f"{url} answers {status} to calls {carried}; put the engines' key into the variable {config.api_key_var}, or"
@@ -22,9 +19,8 @@ def key_refusal(url: str, status: int, config: ClientConfig, *, has_key: bool) -
 
 
 async def why_locked_out(http: aiohttp.ClientSession, api: str, config: ClientConfig, *, has_key: bool) -> str:
-    """Why a server refuses the key that `http` sends; empty where it takes it. `api`: its URL up to /v1. Lists its
-    models, which is cheap and needs the key on every server. Raises what aiohttp does for one that does not answer
-    within `probe_deadline_s`."""
+    """Why a server refuses the key that `http` sends; empty where it takes it. Lists its models, which is cheap and
+    needs the key on every server."""
     timeout = aiohttp.ClientTimeout(total=config.probe_deadline_s)
     async with http.get(f"{api}/models", timeout=timeout) as reply:
         return key_refusal(api, reply.status, config, has_key=has_key) if reply.status in LOCKED else ""

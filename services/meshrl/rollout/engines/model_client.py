@@ -1,9 +1,8 @@
 """The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a
 message.
 
-Fed by verifiers' interception server with one turn at a time; `rendering` makes its tokens and the router calls an
-engine. It takes the place of verifiers' own train client because that one goes through a second HTTP client, keeps no
-policy versions and cannot choose an engine.
+It takes the place of verifiers' own train client because that one goes through a second HTTP client, keeps no policy
+versions and cannot choose an engine.
 """
 
 from __future__ import annotations
@@ -139,7 +138,6 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
     async def _sample(
         self, session: Session, session_id: str, model: str, prompt_ids: list[int], sampling: SamplingConfig
     ) -> SampledCompletion:
-        """Has an engine complete the prompt, and notes the call in the session. Raises ProviderError."""
         seq_len = self._seq_len if session.seq_len is None else min(session.seq_len, self._seq_len)
         room = seq_len - len(prompt_ids)
         if room < 1:
@@ -211,8 +209,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
 
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client.
-    `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration."""
+    """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client."""
 
     def __init__(self, inner: Interception, client: EngineClient | ChatServers, endpoint: TrainClientConfig) -> None:
         super().__init__()

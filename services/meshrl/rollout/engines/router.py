@@ -1,8 +1,7 @@
 """Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
 known.
 
-The model client calls it for every completion; `engine_table` chooses the engine, this module does the I/O. A call is
-moved to another engine only while no byte of an answer has come, so no turn gets tokens of two engines.
+A call is moved to another engine only while no byte of an answer has come, so no turn gets tokens of two engines.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ Discovery = Callable[[], Awaitable[list[tuple[str, str]]]]
 
 
 class EngineRefusedError(Exception):
-    """An engine answered a call with an error that another engine would give too."""
-
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
@@ -119,11 +116,9 @@ class EngineRouter:
             await self._http.close()
 
     async def refresh(self) -> None:
-        """Asks every engine for its state now; callers at the same time share one round."""
         await asyncio.shield(self._begin_round())
 
     def _begin_round(self) -> asyncio.Task[None]:
-        """Begins a round of asking the engines, unless one is under way."""
         if self._round is None or self._round.done():
             self._round = asyncio.create_task(self._probe_all())
         return self._round
@@ -296,7 +291,6 @@ class EngineRouter:
             await self.refresh()
 
     async def _probe_all(self) -> None:
-        """Asks the hub which engines there are, and every engine for its version and capacity."""
         known = self.engines.remembered
         await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
         await asyncio.gather(*(self._probe(engine) for engine in self.engines.remembered if engine not in known))
@@ -304,7 +298,6 @@ class EngineRouter:
         self.on_look()
 
     def _note_answer(self, engine: KnownEngine, answers: bool) -> None:
-        """Notes whether an engine answers; the calls that wait for one that is silent for too long move to others."""
         now = time.monotonic()
         if answers:
             self._silent_since.pop(engine.url, None)

@@ -1,8 +1,8 @@
 """Keeps two facts of each agent's run that its trace lacks: which policy may sample it, and which version sampled each
 token.
 
-A session is found by the id of the agent's trace; `episodes` opens it, the model client writes each call into
-it, `samples` reads it. verifiers keeps no versions in its traces, which is why they are kept here.
+A session is found by the id of the agent's trace; `episodes` opens it, the model client writes each call into it,
+`samples` reads it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Call:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """The spans, counted from the first sampled token."""
         return tuple(
             VersionSpan(start=start, end=end, version=version, prompt_version=None if number else self.prompt_version)
             for number, (start, end, version) in enumerate(self.spans)
@@ -110,15 +109,12 @@ class Session:
 
 
 def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens two sequences begin with alike."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
 
 
 class SessionBook:
-    """The sessions of all agents that run now."""
-
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 

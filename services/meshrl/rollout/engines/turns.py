@@ -1,10 +1,7 @@
 """Takes a turn of an agent that plays in this process straight to the model client, without HTTP in between.
 
-The in-process harness (`meshrl.environments.harness`) asks for a completion here; the model client samples it. What
-verifiers' interception server does around a model call is done here in the same order and with the same outcome:
-limits and stop conditions before it, the turn committed to the trace and the call recorded after it. An agent whose
-task rewrites or polices requests, whose network is restricted or that has an endpoint of its own goes through the
-server, which does more.
+What verifiers' interception server does around a model call is done here in the same order and with the same outcome:
+limits and stop conditions before it, the turn committed to the trace and the call recorded after it.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ _CHAT = ChatDialect()
 
 
 class TurnSampler(Protocol):
-    """What samples a turn: the model client."""
-
     async def respond(self, model: str, sampling: SamplingConfig, session_id: str, turn: graph.PendingTurn) -> Response:
         """One completion of a turn. Raises ProviderError."""
 
@@ -57,7 +52,6 @@ class DirectTurns:
             self._sampling = None
 
     def read(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        """The next messages of the conversation as the server would read them from a request."""
         typed: list[Message] = []
         for raw in messages:
             message = parse_message(raw)
@@ -106,7 +100,6 @@ class DirectTurns:
         return _as_sent_back(response.message)
 
     async def _refused(self) -> RefusedCall | None:
-        """Asks the limits and the task's stop conditions, which stop the trace; a refusal when one of them breaks."""
         session = self._session
         if session.stopped:
             return None
@@ -127,7 +120,6 @@ class DirectTurns:
         response: Response | None = None,
         error: Exception | None = None,
     ) -> None:
-        """Adds the call to the trace's."""
         trace = self._session.trace
         told = None
         if error is not None:

@@ -1,8 +1,6 @@
 """The events that a worker has yet to deliver, in order, until the orchestrator has acknowledged them.
 
-No I/O. Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it lists what is sent
-again. An event goes numbered -> stored (it is in the spool) -> sent -> acknowledged, and back to stored when the stream
-that it was sent over breaks.
+Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it lists what is sent again.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SpooledEvent:
-    """One event as it lies in the spool: `message` is the AttachRequest that carries it."""
-
     call_id: str
     seq: int
     message: bytes
@@ -35,8 +31,6 @@ class _Call:
 
 @dataclass(frozen=True)
 class ReportedCall:
-    """A call as a hello names it."""
-
     call_id: str
     last_seq: int
     playing: bool
@@ -63,7 +57,6 @@ class Outbox:
 
     @property
     def calls(self) -> tuple[ReportedCall, ...]:
-        """Every call of which there is something."""
         return tuple(
             ReportedCall(call_id, call.last_seq, call.playing and not call.ended)
             for call_id, call in self._calls.items()
@@ -80,7 +73,6 @@ class Outbox:
         self._calls[call_id] = _Call(playing=True)
 
     def next_seq(self, call_id: str) -> int:
-        """The number of the call's next event."""
         return self._calls[call_id].last_seq + 1
 
     def add(self, event: SpooledEvent) -> None:
@@ -100,7 +92,6 @@ class Outbox:
             self._ready.append((event.call_id, event.seq))
 
     def next_event(self) -> SpooledEvent | None:
-        """The next event to send, in order within each call; None while there is none."""
         while self._ready:
             call_id, seq = self._ready.popleft()
             call = self._calls.get(call_id)
@@ -120,7 +111,6 @@ class Outbox:
             del self._calls[call_id]
 
     def drop(self, call_id: str) -> None:
-        """Nobody needs the call."""
         call = self._calls.pop(call_id, None)
         if call is not None:
             self.held_bytes -= sum(len(event.message) for event in call.events.values())

@@ -1,7 +1,7 @@
 """The file in which a worker keeps what it made until the orchestrator has it; written before anything is sent.
 
-One process at a time has it open. Its calls block; `worker` makes them on a thread. A write that nobody waits for any
-more goes on there, so that `close` waits for it: SQLite crashes when a file is closed under a statement.
+A write that nobody waits for any more goes on there, so that `close` waits for it: SQLite crashes when a file is closed
+under a statement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.rollout.exchange.outbox import SpooledEvent
 
 
 class ResultSpool:
-    """Events by call and number. What `write` has returned from survives a power cut. Raises ConfigError on opening."""
+    """What `write` has returned from survives a power cut. Raises ConfigError on opening."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,6 @@ class ResultSpool:
             ) from error
 
     def read(self) -> list[SpooledEvent]:
-        """All that an earlier process left, in order within each call."""
         rows = self._file.execute("SELECT call_id, seq, message, is_end FROM events ORDER BY call_id, seq")
         return [SpooledEvent(call_id, seq, message, bool(is_end)) for call_id, seq, message, is_end in rows]
 
@@ -60,6 +59,5 @@ class ResultSpool:
                 self._file.execute("DELETE FROM events WHERE call_id = ? AND seq <= ?", (call_id, upto))
 
     def close(self) -> None:
-        """Waits for a write that goes on, and closes the file."""
         with self._in_use:
             self._file.close()

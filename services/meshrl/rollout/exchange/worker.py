@@ -35,7 +35,6 @@ FIRST_ANSWER_S = 30.0
 """For the orchestrator to name its terms."""
 
 LOOK_S = 0.5
-"""Between two looks at the versions of the engines."""
 
 SILENT_HEARTBEATS = 3
 """Heartbeats without a sign after which a stream is taken for dead."""
@@ -110,12 +109,10 @@ class ExchangeWorker:
                 task.cancel()
 
     def beat_now(self) -> None:
-        """Reports this worker's state to the orchestrator at once, before the next heartbeat."""
         self._beat_now = True
         self._changed.beat()
 
     def waits(self) -> Iterator[CountedWait]:
-        """That the orchestrator is away, for the record of this program's waits."""
         if not self.attached.is_set():
             yield CountedWait(
                 self._incarnation, "exchange", (self._config.address,), self._away_since_s, "orchestrator to be dialled"
@@ -154,7 +151,6 @@ class ExchangeWorker:
             await asyncio.sleep(backoff.next_s())
 
     def _give_up_calls(self) -> None:
-        """Nothing was heard for as long as the lease runs: others play what this worker has."""
         if self._playing:
             logger.warning("{} groups are stopped: their lease has run out", len(self._playing))
         for call_id, (_, task) in list(self._playing.items()):
@@ -163,7 +159,6 @@ class ExchangeWorker:
             self._end(call_id, MeshError(Reason.UNREACHABLE, f"worker {self.name} had no link for its whole lease"))
 
     async def _attach(self, backoff: Backoff) -> None:
-        """Opens one stream and handles what the orchestrator sends, until it ends. Raises MeshError."""
         async with AsyncExitStack() as stack:
             stream = stack.enter_context(closing(_Stream()))
             client = await stack.enter_async_context(ExchangeClient(self._config.address, self._options))
@@ -231,7 +226,6 @@ class ExchangeWorker:
         )
 
     def _room(self) -> int:
-        """Rollouts that this worker takes beyond those that it has."""
         status = self._runner.status()
         if status.draining or self._outbox.held_bytes >= self._config.spool_max_mib * 2**20:
             return 0
@@ -293,7 +287,6 @@ class ExchangeWorker:
         self._playing[start.call_id] = (start.request.group_id, task)
 
     async def _play(self, call_id: str, request: rollout_pb2.RunRolloutsRequest) -> None:
-        """One group, from request to end; a call that was dropped is cancelled, and says nothing more."""
         error: MeshError | None = None
 
         def emit(event: RolloutEvent | bytes) -> None:
@@ -332,7 +325,6 @@ class ExchangeWorker:
         self._to_write.set()
 
     async def _write(self) -> None:
-        """Puts events into the spool, all that wait at once, and lets them be sent."""
         while True:
             await self._to_write.wait()
             self._to_write.clear()

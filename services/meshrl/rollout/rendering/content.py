@@ -1,8 +1,5 @@
 """Finds the content of messages among the tokens that a chat template made of them; the rest of a message is its
-markup.
-
-Used by `renderer` around the renderer for unknown chat templates, which does not separate the two, as others do.
-"""
+markup."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ FIRST_WINDOW = 16
 
 
 def tell_content(renderer: Renderer, tokenizer: Any) -> None:
-    """Has the renderer for unknown chat templates mark the tokens of content (`is_content`)."""
     if type(renderer) is not DefaultRenderer:
         return
     render = renderer.render

@@ -1,8 +1,7 @@
 """Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
 
-`local` loads the renderer once; the model client asks it for each turn's prompt, and for the message in what was
-sampled. Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that
-`tokenizer_folders` does not know.
+Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that `tokenizer_folders`
+does not know.
 """
 
 from __future__ import annotations
@@ -116,12 +115,10 @@ class PolicyRenderer:
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: list[WireMessage] | None
     ) -> ParsedResponse:
-        """The message in sampled tokens: its text, its reasoning and its tool calls."""
         return self._renderer.parse_response(token_ids, prompt_ids=prompt_ids, tools=tools)
 
 
 def _wire(messages: Sequence[Message]) -> list[WireMessage]:
-    """The messages as renderers take them, their content as text. Raises UnrenderableError."""
     wire: list[WireMessage] = []
     for place, message in enumerate(messages):
         raw = message_to_wire(message)

@@ -1,8 +1,7 @@
 """Makes samples of rollouts that another model played as text: the policy's tokens of what it was asked and replied.
 
-Used where `rollout.text_samples` is set: a teacher plays over /v1/chat/completions, which gives no tokens, and the
-policy is to imitate it. Every reply is a sample of its own behind the prompt that the policy would have been given, so
-a template that renders history otherwise than replies does no harm. Logprobs are 0: nobody knows them.
+Every reply is a sample of its own behind the prompt that the policy would have been given, so a template that renders
+history otherwise than replies does no harm. Logprobs are 0: nobody knows them.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from meshrl.wire.types import MessageSpan, Sample
 
 
 class TextSamples:
-    """Samples of the rollouts of one program, in the tokens of its renderer."""
-
     def __init__(self, renderer: PolicyRenderer, *, seq_len: int) -> None:
         self._renderer = renderer
         self._seq_len = seq_len

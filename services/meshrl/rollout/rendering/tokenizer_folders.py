@@ -1,9 +1,4 @@
-"""Loads the tokenizer of a folder without torch, if the folder's files suffice.
-
-AutoTokenizer of transformers reads the model's configuration first, and that imports torch wherever it is installed:
-three seconds of a core and 500 MiB in every process that plays. Used by `renderer`, and by the front of the workers to
-decide what their fork server imports. What is not known here is left to AutoTokenizer.
-"""
+"""Loads the tokenizer of a folder without torch, if the folder's files suffice."""
 
 from __future__ import annotations
 
@@ -54,7 +49,6 @@ def load_known(name: str) -> PreTrainedTokenizerBase | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Raises OSError, or ValueError for what is no JSON object."""
     values = json.loads(path.read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{path} is no JSON object")

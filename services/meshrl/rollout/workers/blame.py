@@ -1,8 +1,7 @@
-"""Decides whose doing it was that a worker was lost or left, and which of its rollouts are played again. No I/O.
+"""Decides whose doing it was that a worker was lost or left, and which of its rollouts are played again.
 
 Used by the pool of workers. The rollout that did it fails. A rollout beside it that belongs to another environment is
-played again as often as it takes, until the deadline of its group. One of the same environment, or of any environment
-where nobody knows who did it, may be the next to do it, so its losses are counted.
+played again as often as it takes, until the deadline of its group.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ MOST_TRIES = 3
 
 
 class Fault(enum.Enum):
-    """Whose doing a loss was, for one rollout."""
-
     OWN = "own"
     OTHERS = "others"
     UNKNOWN = "unknown"
@@ -53,6 +50,5 @@ class Tries:
         self._lost = 0
 
     def again(self, fault: Fault) -> bool:
-        """Whether it is tried again after a loss."""
         self._lost += fault is Fault.UNKNOWN
         return fault is not Fault.OWN and self._lost < MOST_TRIES

@@ -1,11 +1,10 @@
 """All workers of the service: which environment is played where, and what happens when a worker is lost.
 
-The players (`pool`) get a worker from it for each group. Environments share the workers of `rollout.workers` unless
-they ask for their own. When a shared worker is lost, the environment whose code did it gets workers of its own, so that
-it costs the others nothing from then on; if the cause is unknown, each that played there gets its own, and the next
-loss shows it. Where code blocks a shared worker, the worker is left to its environment for good within about a second,
-and the others go on elsewhere. A standby, which has loaded the shared environments too, takes over from a lost
-worker at once, and the lost one's place starts the next standby.
+Environments share the workers of `rollout.workers` unless they ask for their own. When a shared worker is lost, the
+environment whose code did it gets workers of its own, so that it costs the others nothing from then on; if the cause is
+unknown, each that played there gets its own, and the next loss shows it. Where code blocks a shared worker, the worker
+is left to its environment for good within about a second, and the others go on elsewhere. A standby, which has loaded
+the shared environments too, takes over from a lost worker at once, and the lost one's place starts the next standby.
 """
 
 from __future__ import annotations
@@ -83,11 +82,9 @@ class WorkerFleet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The environments that workers play, in configured order."""
         return tuple(self._entries)
 
     def workers_of(self, environment: str) -> str:
-        """The workers that play an environment, in words."""
         numbers = [place.number for place in self._places_of(environment)]
         which = f"worker {numbers[0]}" if len(numbers) == 1 else f"workers {numbers[0]} to {numbers[-1]}"
         return which + (" of its own" if environment in self._own else "")
@@ -96,7 +93,6 @@ class WorkerFleet:
         return self._infos[environment]
 
     def in_flight(self) -> Mapping[str, int]:
-        """Model calls in flight by engine, over all workers."""
         calls: Counter[str] = Counter()
         for place in self._places():
             if place.worker is not None:
@@ -116,7 +112,6 @@ class WorkerFleet:
             await upcoming.wait()
 
     def waits_for(self, environment: str) -> str:
-        """What a rollout waits for that no worker plays."""
         now_s = time.monotonic()
         soonest = min((place.again_at_s for place in self._places_of(environment)), default=now_s)
         return f"waiting for a worker, the next of which starts in {max(0.0, soonest - now_s):.0f} s"
@@ -131,7 +126,6 @@ class WorkerFleet:
         return self._own.get(environment, self._shared)
 
     def _place(self, environment: str | None) -> WorkerPlace:
-        """A place of one environment, or for those that share."""
         if environment is None and len(self._shared_names) == 1:
             (environment,) = self._shared_names
         if environment is None:
@@ -146,7 +140,6 @@ class WorkerFleet:
         return WorkerPlace(settings, *hosts, self._on_lost, self._changed.beat)
 
     def _alone(self, environment: str) -> tuple[Callable[[], Collection[str]], PlaceLimits]:
-        """What the place of one environment starts its workers with."""
         entry, names = self._entries[environment], (environment,)
         limits = PlaceLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
         return lambda: names, limits
@@ -158,8 +151,6 @@ class WorkerFleet:
             self._standby.keep_starting()
 
     def _on_lost(self, worker: WorkerProcess, loss: Loss) -> None:
-        """Finds out whose doing it was, moves that environment where others shared the worker, and answers for what
-        the worker had."""
         hosted, number = worker.settings.names, worker.settings.number
         played = Counter(call.environment for call in worker.calls.values())
         busy = set(played)
@@ -181,7 +172,6 @@ class WorkerFleet:
         self._changed.beat()
 
     def _move_out(self, name: str, *, known: bool) -> None:
-        """Gives an environment a worker of its own from now on."""
         self._shared_names.discard(name)
         if self._standby is not None and not known:  # what played most goes on at once
             place, self._standby = self._standby, None
@@ -224,7 +214,6 @@ class WorkerFleet:
         self._changed.beat()
 
     def _replace(self, number: int) -> None:
-        """Puts the standby in the place of the shared worker `number`, which is lost."""
         lost = next((place for place in self._shared if place.number == number), None)
         if lost is None:  # it was not shared, or stood by
             return
@@ -258,7 +247,6 @@ def _asks_for_own(entry: EnvConfig) -> bool:
 
 
 def count_of(workers: int | Literal["auto"]) -> int:
-    """How many workers the environments share."""
     if workers != "auto":
         return workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

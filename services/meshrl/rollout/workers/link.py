@@ -34,7 +34,6 @@ class Link(asyncio.Protocol):
 
     def __init__(self, take: Callable[[FrameKind, int, bytes], None]) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the other side has left."""
         self.room = asyncio.Event()
         """Set unless MOST_WAITING_BYTES wait to be taken; set when the other side has left."""
         self.room.set()
@@ -47,7 +46,6 @@ class Link(asyncio.Protocol):
             self._transport.write(_HEAD.pack(len(message), kind, number) + message)
 
     def close(self) -> None:
-        """Sends what is left, and leaves."""
         if self._transport is not None:
             self._transport.close()
 

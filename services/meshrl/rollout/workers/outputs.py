@@ -1,9 +1,4 @@
-"""Where a worker's output goes: a file for each environment it hosts, and one for what belongs to none.
-
-logs/envs/{train,eval}/NAME/env_worker_N.log has what was logged or printed while the environment NAME played in worker
-N. A worker of one environment writes everything there; of several, output without a known environment (a program that
-one of them starts, a crash of the interpreter) goes to logs/envs/env_worker_N.log.
-"""
+"""Where a worker's output goes: a file for each environment it hosts, and one for what belongs to none."""
 
 from __future__ import annotations
 
@@ -29,7 +24,6 @@ LINE = "{time:HH:mm:ss.SSS} {level: <7} {message}"
 
 
 def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
-    """The folder with the logs of one environment."""
     return log_place(Layout(output_dir), "envs", entry.part, entry.resolved_name.replace("/", "_"))
 
 
@@ -52,7 +46,6 @@ class WorkerLogs:
 
     @classmethod
     def of(cls, entries: Iterable[EnvConfig], number: int, output_dir: Path) -> WorkerLogs:
-        """Those of a worker that hosts the environments in `entries`."""
         file = f"env_worker_{number}.log"
         hosted = {entry.resolved_name: env_folder(output_dir, entry) / file for entry in entries}
         alone = next(iter(hosted.values())) if len(hosted) == 1 else None
@@ -78,8 +71,6 @@ def take_over_output(logs: WorkerLogs, config: LogConfig) -> None:
 
 
 class _ByEnvironment:
-    """A text stream that leads what an environment's code prints into that environment's file."""
-
     def __init__(self, rest: TextIO, paths: Mapping[str, Path]) -> None:
         self._rest = rest
         self._paths = paths

@@ -1,7 +1,4 @@
-"""One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next.
-
-The fleet owns the places and gets each lost worker with the cause; it decides who is to blame.
-"""
+"""One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ SHORTEST_SILENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Loss:
-    """How a worker was lost: in words that follow "its worker", and whose code did it."""
-
     words: str
     culprit: Culprit = NOBODY
 
@@ -74,11 +69,9 @@ class WorkerPlace:
         return worker
 
     def keep_starting(self) -> None:
-        """Starts workers from now on, without waiting for the first."""
         self._task = asyncio.create_task(self._keep(None))
 
     async def close(self, grace_s: float) -> None:
-        """Asks the worker to exit, and ends it after the grace."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=CANCEL_DEADLINE_S)
@@ -98,7 +91,6 @@ class WorkerPlace:
         self._names, self.limits = names, limits
 
     def retire(self) -> None:
-        """Starts no other worker when this one is lost."""
         self._retired = True
 
     def look(self) -> None:

@@ -1,7 +1,7 @@
 """Plays the rollouts of groups at worker processes, with one call for each rollout.
 
-The players of the front, called by `group_runner`. A group stays at one worker while it can; a rollout that is lost
-with its worker is played again at another, or fails with the cause, as `blame` decides.
+A group stays at one worker while it can; a rollout that is lost with its worker is played again at another, or fails
+with the cause, as `blame` decides.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class PooledPlayer:
         return self._fleet.info(self._environment)
 
     async def open(self, request: RolloutRequest) -> PooledGroup:
-        """Returns at once: the worker that plays the first rollout finds the task, and may still refuse the group.
-        Raises MeshError UNKNOWN_TASK where there is none at its index."""
+        """Returns at once: the worker that plays the first rollout finds the task, and may still refuse the group."""
         refuse_unknown(self._environment, self.info.num_tasks, request.task_index or 0)
         return PooledGroup(self._fleet, request, self.info, self._failover_s)
 
@@ -48,8 +47,6 @@ class PooledPlayer:
 
 
 class PooledGroup:
-    """The rollouts of one group, at the worker that plays them."""
-
     late_s = 2.0
 
     def __init__(self, fleet: WorkerFleet, request: RolloutRequest, info: EnvironmentInfo, failover_s: float) -> None:
@@ -62,10 +59,8 @@ class PooledGroup:
         self._ends_s = time.monotonic() + request.deadline_s
         self._worker: WorkerProcess | None = None
         self._doing: dict[int, tuple[WorkerProcess | None, float]] = {}
-        """By rollout: the worker that plays it, None while it waits for one, and since when."""
 
     async def play(self, index: int) -> EpisodeResult:
-        """Raises the worker's MeshError where that refuses the group."""
         tries, missing = Tries(), Patience(unreachable_s=0.0, retry_s=self._failover_s, base_s=0.1, most_s=1.0)
         try:
             while (left_s := self._ends_s - time.monotonic()) > 0.0:
@@ -101,7 +96,6 @@ class PooledGroup:
         return RolloutStage("being played", since_s, worker=words)
 
     def close(self) -> None:
-        """The group counts for no worker any more."""
         self._move_to(None)
 
     def _move_to(self, worker: WorkerProcess | None) -> None:
@@ -123,7 +117,6 @@ class PooledGroup:
         return message
 
     def _result(self, messages: list[bytes]) -> EpisodeResult:
-        """What came of one rollout, from the messages of its stream."""
         summary = pb.RunRolloutsResponse.FromString(messages[-1]).summary
         if summary.finished:
             return SerializedRollouts(messages[:-1], summary.sampled_tokens)

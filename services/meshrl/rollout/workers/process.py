@@ -1,8 +1,7 @@
 """The front's side of one worker process: starts it, has it play rollouts, and ends it.
 
-Owned by a place of the fleet, which starts another process when this one is lost. A worker is called over `link`, once
-for each rollout. What its event loop cannot report comes as one JSON object a line over another socket pair: that it is
-unusable, that its event loop is blocked and by whom, and whose code ends it.
+A worker is called over `link`, once for each rollout. What its event loop cannot report comes as one JSON object a line
+over another socket pair: that it is unusable, that its event loop is blocked and by whom, and whose code ends it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class WorkerSettings:
 
     @property
     def entries(self) -> list[EnvConfig]:
-        """Of the configuration: those of its environments."""
         return [entry for entry in self.config.env if entry.resolved_name in self.names]
 
     def encode(self) -> str:
@@ -77,8 +75,6 @@ class WorkerSettings:
 
 
 class WorkerLostError(Exception):
-    """The worker is gone, or left to another environment; `fault` is whose doing it was."""
-
     def __init__(self, message: str, fault: Fault) -> None:
         super().__init__(message)
         self.fault = fault
@@ -128,7 +124,6 @@ def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSetti
 
 
 def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
-    """The exit code of a process that ends within the deadline, else None; blocking."""
     wait([process.sentinel], deadline_s)
     with _ONE_AT_A_TIME:
         return process.exitcode
@@ -142,13 +137,10 @@ def run_worker(link: socket.socket, reports: socket.socket, order: str) -> None:
 
 
 class WorkerProcess:
-    """One worker process. Use from one event loop."""
-
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = replace(settings, mark=secrets.token_hex(16))
         self.infos: tuple[EnvironmentInfo, ...] = ()
         self.in_flight: Mapping[str, int] = {}
-        """Its model calls, by engine."""
         self.calls: dict[int, WorkerCall] = {}
         """The rollouts that it plays, by the number of the call."""
         self.load = 0
@@ -156,7 +148,6 @@ class WorkerProcess:
         self.heard_s = time.monotonic()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
-        """The process has ended, or is about to."""
         self.exiter = NOBODY
         """Whose code ends the process, as far as it has reported that."""
         self.ended_by = ""
@@ -200,7 +191,6 @@ class WorkerProcess:
 
     @property
     def usable(self) -> bool:
-        """True while it takes rollouts."""
         return self.ready.done() and not self.gone.is_set() and not self.ended_by and not self._asked_to_stop
 
     def hold(self) -> Hold | None:
@@ -230,7 +220,6 @@ class WorkerProcess:
             del self.calls[number]
 
     def lose(self, causes: Mapping[str, str], culprit: Culprit) -> None:
-        """Fails what it plays, since it is lost; `causes` are the words for each environment."""
         for number, call in self.calls.items():
             fault = culprit.fault_of(call.environment, str(number), causes)
             call.fail(WorkerLostError(causes[call.environment], fault))
@@ -243,12 +232,10 @@ class WorkerProcess:
                 call.fail(WorkerLostError(words, Fault.OTHERS))
 
     def kill(self, why: str) -> None:
-        """Ends the process and the programs that it started, at once."""
         self.ended_by = self.ended_by or why
         self._signal_group(alive=True)
 
     def stop(self) -> None:
-        """Leaves it: it closes its environments and exits."""
         self._asked_to_stop = True
         self._link.close()
 
@@ -266,7 +253,6 @@ class WorkerProcess:
         return how_it_ended(code)
 
     def close(self) -> None:
-        """Closes what is open to a process that has been ended, after `lose`."""
         for call in self.calls.values():
             call.fail(WorkerLostError(f"worker {self.settings.number} was closed", Fault.UNKNOWN))
         if self._reading is not None:
@@ -301,7 +287,6 @@ class WorkerProcess:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _take(self, kind: FrameKind, number: int, message: bytes) -> None:
-        """Takes in a frame that its event loop has sent."""
         self.heard_s = time.monotonic()
         call = self.calls.get(number)
         match kind:
@@ -322,7 +307,6 @@ class WorkerProcess:
                 self.ready.set_result(None)
 
     async def _read(self, reports: asyncio.StreamReader) -> None:
-        """Takes in its reports, until it ends."""
         try:
             async for line in reports:
                 self.heard_s = time.monotonic()

@@ -1,9 +1,8 @@
 """Finds out, inside a worker, which environment's code holds the event loop up or ends the process.
 
 A thread looks at what the loop runs. The code of an environment runs in a context that names it (`playing`), and the
-loop's own frame at the bottom of the stack holds that context. What the thread finds goes to the front over a socket
-pair, as one JSON object a line, since the rollout service cannot answer meanwhile. It is silent while code in C holds
-the interpreter's lock; the front then receives nothing at all.
+loop's own frame at the bottom of the stack holds that context. It is silent while code in C holds the interpreter's
+lock; the front then receives nothing at all.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ _PLAYING: ContextVar[tuple[str, str]] = ContextVar("meshrl_playing", default=_NO
 
 
 def report(to: socket.socket, kind: str, **fields: object) -> None:
-    """Sends the front one report, from any thread."""
     with suppress(OSError):  # the front is gone, or has not read the last ones yet
         to.send(json.dumps({"kind": kind, **fields}).encode() + b"\n", socket.MSG_DONTWAIT)
 
@@ -49,7 +47,6 @@ def playing(environment: str, rollout: str) -> Iterator[None]:
 
 
 def environment_now() -> str:
-    """The environment whose code runs here; "" where it is none's."""
     return _PLAYING.get()[0]
 
 
@@ -95,7 +92,6 @@ class Watchdog:
             report(self._reports, "blocked", **held)
 
     def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
-        """What the loop runs now, and the innermost frame of it."""
         top = frame = sys._current_frames().get(self._thread_id)
         while frame is not None:
             if frame.f_code is asyncio.Handle._run.__code__:

@@ -1,8 +1,7 @@
 """One worker process: plays rollouts of the environments that its front has it host, when the front calls it.
 
-It plays as a program without workers does, by `local` and `group_runner`, and calls engines itself. The front calls it
-over `link` for each rollout, and passes its answers on as they are. It has no limits of its own, and ends when the
-front ends.
+It plays as a program without workers does, by `local` and `group_runner`, and calls engines itself. It has no limits of
+its own, and ends when the front ends.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ UNLIMITED = 2**31
 
 
 def main(link: socket.socket, reports: socket.socket, settings_text: str) -> None:
-    """Runs a whole worker; the target of a process that a fork server starts."""
     settings = WorkerSettings.decode(settings_text)
     os.setsid()  # programs that environments start are ended together with it,
     os.environ[WORKER_MARK] = settings.mark  # and those in sessions of their own are found by this
@@ -111,7 +109,6 @@ class FrontCalls:
         self.link.send(FrameKind.READY, 0, pb.ListEnvironmentsResponse(environments=infos).SerializeToString())
 
     async def report(self) -> None:
-        """Sends the status again and again, until it is cancelled."""
         assert self._runner is not None  # it has begun
         while True:
             await self.link.room.wait()
@@ -147,7 +144,6 @@ class FrontCalls:
 
 
 async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.socket, tracer: Tracer) -> None:
-    """Serves until the front leaves."""
     calls = FrontCalls()
     await asyncio.get_running_loop().create_connection(lambda: calls.link, sock=link)
     left = calls.link.left

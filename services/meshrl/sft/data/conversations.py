@@ -94,7 +94,6 @@ def _mark(message: Message, name: str, place: int) -> bool | None:
 
 
 def _messages(value: object, name: str, column: str, *, role: str) -> tuple[Message, ...]:
-    """A plain string is one message of `role`."""
     if isinstance(value, str):
         return ({"role": role, "content": value},)
     if not isinstance(value, Sequence) or not value:

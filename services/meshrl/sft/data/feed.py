@@ -146,7 +146,6 @@ class Feed:
 
 
 def _encode(rows: Sequence[MicroBatch]) -> bytes:
-    """Protobuf messages, each after its length (uint64, little-endian)."""
     messages = [micro_batch_to_proto(row).SerializeToString() for row in rows]
     return b"".join(_LENGTH.pack(len(message)) + message for message in messages)
 

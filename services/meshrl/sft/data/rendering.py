@@ -27,7 +27,6 @@ def load_sft_tokenizer(text: TextSettings) -> PreTrainedTokenizerBase:
 
 
 def _chat_template(given: str) -> str:
-    """The text of a template that comes with `sft`, of a file, or as given."""
     shipped = TEMPLATES / f"{given}.jinja"
     if given.isidentifier() and shipped.is_file():
         return shipped.read_text(encoding="utf-8")

@@ -217,7 +217,6 @@ class TemplateMasks:
         return _last(whole, stop, start, end) if stop in whole[start:end] else end
 
     def _behind_special(self, whole: list[int], start: int, end: int) -> int | None:
-        """Behind the special token that ends a span but for white space; None for another end."""
         while end > start + 1 and whole[end - 1] not in self._special and self._is_blank(whole[end - 1]):
             end -= 1
         return end if end > start and whole[end - 1] in self._special else None

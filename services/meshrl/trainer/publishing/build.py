@@ -239,7 +239,6 @@ def _transport(
     snapshotter: Snapshotter,
     store: Store | None,
 ) -> VersionTransport:
-    """Rank 0's side of the transport; `store` is where it meets the other ranks and, with nccl, the engines."""
     adapter = None
     if settings.adapter_only:
         adapter = Adapter(

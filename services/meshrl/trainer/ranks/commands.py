@@ -170,7 +170,6 @@ def decode(data: bytes) -> Command:
 
 
 def _frames(batch: Batch) -> Iterator[bytes]:
-    """The messages of a batch, header first, each preceded by its length."""
     header = BatchHeader(
         run_id=batch.run_id,
         step=batch.step,
@@ -190,7 +189,6 @@ def _framed(data: bytes) -> bytes:
 
 
 def _unframed(data: memoryview) -> tuple[bytes, memoryview]:
-    """The first frame of some bytes, and the rest of them."""
     (length,) = _LENGTH.unpack_from(data)
     end = _LENGTH.size + length
     return bytes(data[_LENGTH.size : end]), data[end:]

@@ -250,7 +250,6 @@ class RunHost:
     # --- inner --------------------------------------------------------------------------------------
 
     async def _make(self, row: _Row) -> None:
-        """Makes a run that is not here. Raises MeshError as `create`."""
         run_id = row.run_id
         if run_id in self._making or any(queue.book.run_id == run_id for queue in self._table):
             raise MeshError(Reason.RUN_EXISTS, f"this trainer holds run {run_id!r} already; choose another run_id")
@@ -270,8 +269,6 @@ class RunHost:
             self._making.discard(run_id)
 
     async def _make_anew(self, run_id: str) -> None:
-        """Makes a run whose weights are lost at its newest checkpoint, or step 0, in an epoch of its own, as a restart
-        of the trainer would. Raises MeshError, with the run suspended as before, if it cannot be made."""
         self._check_not_made(run_id)
         self._making.add(run_id)
         before = self._added[run_id]
@@ -290,7 +287,6 @@ class RunHost:
             raise MeshError(Reason.UNREACHABLE, text, retry_after_s=1.0)
 
     async def _open(self, row: _Row) -> None:
-        """Makes a run on every rank and adds it, in the place of the one of its name."""
         run_id, settings = row.run_id, row.settings
         epoch = await asyncio.to_thread(next_epoch, self._maker.folder(run_id, settings) / EPOCH)
         try:
@@ -332,7 +328,6 @@ class RunHost:
             self._begin(added)
 
     def _make_on_ranks(self, run_id: str, settings: RunSettings) -> tuple[RankRun, int]:
-        """The run, and the bytes that it takes on each rank; on the training thread."""
         needed = self._maker.bytes_for(settings)
         used = sum(added.queue.book.adapter_bytes for name, added in self._added.items() if name != run_id)
         if self.room_bytes is not None and used + needed > self.room_bytes:
@@ -346,17 +341,14 @@ class RunHost:
         return self._maker.make(run_id, settings), needed
 
     def _remove(self, added: _Added) -> None:
-        """Takes a run from the loop and frees it; on the training thread, and only once."""
         if self._loop.remove(added.row.run_id):
             self._forget(added.rank_run)
 
     def _forget(self, run: RankRun) -> None:
-        """Frees a run on every rank; on the training thread."""
         self._commands.send(DeleteCommand(run_id=run.state.run_id))
         self._maker.forget(run, self._own)
 
     def _begin(self, added: _Added) -> None:
-        """Publishes the version that a run starts with, then lets it train."""
         book = added.queue.book
 
         async def begin() -> None:

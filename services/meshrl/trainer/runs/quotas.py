@@ -61,7 +61,6 @@ class Quotas:
                 await asyncio.to_thread(write_file, self._file, content)
 
     def _begin_day(self) -> float:
-        """Seconds that the day still has."""
         day, second = divmod(self._now_s(), DAY_S)
         if day != self._day:
             self._day, self._tokens = int(day), {}

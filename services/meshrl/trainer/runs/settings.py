@@ -192,6 +192,5 @@ class RunSettings(BaseConfig):
 
 
 def _given(spec: OptimizerSpec | ScheduleSpec | CheckpointPolicy, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that are set, under the names that they have in the configuration."""
     found = {key: getattr(spec, name) for name, key in keys.items()}
     return {key: value for key, value in found.items() if value is not None and value != ""}

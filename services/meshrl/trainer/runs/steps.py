@@ -281,7 +281,6 @@ class StepBook:
         self._record(step, state, **filled)
 
     def _record(self, step: int, state: StepState, **filled: Unpack[_Filled]) -> StepEvent:
-        """Appends an event; `filled` are the fields of StepEvent that belong to the state."""
         self._revision += 1
         event = StepEvent(
             revision=self._revision,

@@ -283,7 +283,6 @@ def cut_shape(model: TrainerModelConfig, layers: int | None) -> Iterator[Trainer
 
 
 def _kernel_seconds(learner: Learner, run: RunState, batch: Sequence[MicroBatch]) -> dict[str, float]:
-    """Device time of one more step by class of kernel, the largest first, and what the device was idle."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         started = time.perf_counter()
         learner.step(run, batch)

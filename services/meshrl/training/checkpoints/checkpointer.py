@@ -278,8 +278,6 @@ class Checkpointer:
         return self._group.broadcast(found) == b"\1"
 
     def _found(self, step: int) -> tuple[int, CheckpointContents]:
-        """The checkpoint that rank 0 finds; every rank takes that one."""
-
         def find() -> bytes | None:
             if not self._group.plan.leads:
                 return None
@@ -384,7 +382,6 @@ class Checkpointer:
         flush_tree(partial)
 
     def _first(self, action: Callable[[Path], object], folders: Sequence[Path]) -> None:
-        """Does it to each of the folders, on rank 0 alone."""
         for folder in folders if self._group.plan.leads else ():
             action(folder)
 

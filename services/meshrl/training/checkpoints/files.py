@@ -96,7 +96,6 @@ class CheckpointContents:
 
 
 def _checksum(values: Mapping[str, object]) -> int:
-    """Over what a manifest says, however it is laid out."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 

@@ -50,7 +50,6 @@ def optimizer_kind(run: RunState) -> str:
 
 
 def _owners(run: RunState) -> dict[torch.Tensor, torch.optim.Optimizer]:
-    """The optimizer of each trainable parameter."""
     return {
         parameter: part for part in run.optimizer.parts for group in part.param_groups for parameter in group["params"]
     }

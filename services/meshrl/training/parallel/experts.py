@@ -95,7 +95,6 @@ def _through_experts(
     chosen_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted outputs (T, H) of a layer's `count` experts, where ranks have different tokens."""
     experts_S, each = chosen_TK.flatten(), chosen_TK.shape[1]
     order_S = experts_S.argsort()
     back_S = _inverse(order_S)
@@ -117,7 +116,6 @@ def _through_experts(
 
 
 def _products(experts: Any, tokens_MH: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
-    """The outputs of this rank's experts for tokens in their order, so many for each."""
     if not len(tokens_MH):  # gradients, which other ranks wait for, come of at least one
         first_E = torch.arange(len(tokens_E), device=tokens_E.device) == 0
         return _products(experts, tokens_MH.sum(0, keepdim=True), first_E.long())[:0]

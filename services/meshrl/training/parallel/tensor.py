@@ -152,7 +152,6 @@ def settle_gradients(parameters: Iterable[nn.Parameter], partial: Collection[nn.
 
 
 def _styles(model: PreTrainedModel) -> Mapping[str, str]:
-    """Each module's or parameter's style by name, but for experts, embedding and head."""
     within = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_modules()}
     experts = {id(each) for layer in expert_layers(model, model.config) for each in layer.module.modules()}
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if id(module) in experts)

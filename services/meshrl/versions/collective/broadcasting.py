@@ -152,7 +152,6 @@ class Receiver:
         self, entries: Sequence[TensorEntry], order: Sequence[Bucket], sink: Sink, stall_s: float,
         times: dict[str, float],
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Takes bucket after bucket, the next one under way meanwhile; returns the tensors' digests, (2,) each."""
         digests: list[torch.Tensor] = []
         under_way = self._start(order[0], 0)
         for turn, bucket in enumerate(order):
@@ -173,7 +172,6 @@ class Receiver:
         return digests
 
     def _start(self, bucket: Bucket, turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Broadcast]]]:
-        """Starts a bucket's broadcasts into one of the two buffers, senders' pieces one after the other."""
         sizes = [bucket.num_bytes(sender) for sender in range(len(self._communicators))]
         buffer = self._buffers[turn % 2]
         if buffer is None or buffer.numel() < sum(sizes):

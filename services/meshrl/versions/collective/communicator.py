@@ -70,7 +70,6 @@ def reach_store(address: str, *, deadline_s: float) -> TCPStore:
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket that listens at a free port of the first address of `host`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=1024)

@@ -76,7 +76,6 @@ def steps_to(chain: Sequence[VersionBytes], held_root: bytes, *, whole: bool) ->
 
 
 def _cheapest(chain: Sequence[VersionBytes], held: int, *, whole: bool) -> list[VersionBytes]:
-    """The deltas after chain[held], or the one they merge into where that has fewer bytes."""
     rest = [] if whole else [chain[-1]]
     deltas = list(chain[held + 1 : len(chain) - len(rest)])
     if len(deltas) > 1:

@@ -307,7 +307,6 @@ def merge(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
 
 
 def _merge_block(width: int, block: int, pieces: Sequence[Packed]) -> Packed | None:
-    """Adds up the steps of each element of a block; None where they cancel out."""
     begin = block * BLOCK_VALUES
     steps = np.zeros(BLOCK_VALUES, dtype=UNSIGNED[width])
     for piece in pieces:

@@ -135,7 +135,6 @@ class WeightImage:
         self._at_rest = self._hashes()
 
     def _hashes(self) -> list[bytes]:
-        """BLAKE3 of the tensors, each on all cores: those are at the speed of the memory."""
         return [blake3(self.held.of(entry).data, max_threads=blake3.AUTO).digest() for entry in self.manifest.tensors]
 
 

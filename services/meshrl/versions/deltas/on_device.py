@@ -53,7 +53,6 @@ def encode_on_device(rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: 
 
 
 def _areas(runs: Sequence[Placed]) -> Iterator[list[Placed]]:
-    """Runs of one width that lie one after the other in the buffer."""
     area: list[Placed] = []
     values = 0
     for run, at in runs:
@@ -69,10 +68,7 @@ def _areas(runs: Sequence[Placed]) -> Iterator[list[Placed]]:
 def _streams(
     old: torch.Tensor, new: torch.Tensor, places_C: torch.Tensor, borders: Sequence[int]
 ) -> Iterator[tuple[int, NDArray, NDArray, NDArray]]:  # type: ignore[type-arg]  # bytes of three streams
-    """Of each run of an area: how many elements change, then its gaps, its steps and those that no byte holds.
-
-    `places_C` are the elements that change, `borders` the first one of each run.
-    """
+    """Of each run of an area: how many elements change, then its gaps, its steps and those that no byte holds."""
     if not len(places_C):
         return iter([(0, *(torch.empty(0, dtype=torch.uint8).numpy(),) * 3)] * len(borders))
     borders_R = torch.tensor([*borders, len(old)], device=old.device)
@@ -108,10 +104,8 @@ def _streams(
 
 
 def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
-    """(C,) int64: the steps between signed integers of the elements' bits, in zigzag, without the 0; `words` says how.
-
-    Signed integers are the places of `words.ordered` but for the negative ones, which go the other way.
-    """
+    """(C,) int64: the steps between signed integers of the elements' bits, in zigzag, without the 0; `words` says
+    how."""
     bits = 8 * old_C.itemsize
     lowest = -(1 << (bits - 1))
     old, new = (torch.where(side < 0, -1 - side + lowest, side) for side in (old_C.long(), new_C.long()))

@@ -225,7 +225,6 @@ class BroadcastTransport:
     # --- groups -----------------------------------------------------------------------------------
 
     async def _capable(self) -> dict[str, EngineInfo]:
-        """The engines that can take part, by id; not one with another layout, which would break every group."""
         engines = {
             engine.engine_id: engine
             for engine in await self._client.list_engines()
@@ -240,7 +239,6 @@ class BroadcastTransport:
         return {name: engine for name, engine in engines.items() if name not in misfits}
 
     async def _open_group_of_all(self) -> None:
-        """Opens a group of all engines, unless there is one. Without one the version is staged, and sent later."""
         try:
             for _ in range(ATTEMPTS):
                 now_s = time.monotonic()
@@ -266,12 +264,8 @@ class BroadcastTransport:
     async def _open(
         self, *, engine_ids: Collection[str] = (), without: Collection[str] = (), unless: Collection[str] = ()
     ) -> set[str]:
-        """Opens a group and meets its engines; returns those that did not come, and there is no group then.
-
-        Neither is there one when its engines are just those in `unless`.
-
-        Raises MeshError GROUP_BROKEN when no engine can take part or it failed otherwise, and as the hub.
-        """
+        """Opens a group and meets its engines; returns those that did not come, and there is no group then. Raises
+        MeshError GROUP_BROKEN when no engine can take part or it failed otherwise, and as the hub."""
         self._group = None
         opened = await self._client.open_group(
             run_id=self._line.run_id,
@@ -319,7 +313,6 @@ class BroadcastTransport:
     # --- sending ----------------------------------------------------------------------------------
 
     async def _send_to_all(self, version: int) -> None:
-        """Sends a sealed version to the group; after a break to those that still lack it."""
         broken: Collection[str] = ()
         if self._group is not None:
             broken = [member.engine_id for member in self._group.members]
@@ -335,10 +328,8 @@ class BroadcastTransport:
                     logger.error("engine {} did not take version {}; it gets it again later", name, version)
 
     async def _try_to_send(self, version: int, engine_ids: Collection[str] = (), unless: Collection[str] = ()) -> bool:
-        """Sends a version to the group, or to one of `engine_ids`, but not to just the engines in `unless`.
-
-        Returns whether there was nothing left to do for them.
-        """
+        """Sends a version to the group, or to one of `engine_ids`, but not to just the engines in `unless`. Returns
+        whether there was nothing left to do for them."""
         try:
             if engine_ids:
                 await self._open(engine_ids=engine_ids, unless=unless)
@@ -362,7 +353,6 @@ class BroadcastTransport:
         return True
 
     async def _lacking(self, version: int) -> set[str]:
-        """The engines that do not have the newest version; the same number may also be that of an earlier epoch."""
         lacking: set[str] = set()
         for name, engine in (await self._capable()).items():
             if engine.state in (AgentState.PREPARED, AgentState.APPLYING):
@@ -374,7 +364,6 @@ class BroadcastTransport:
     # --- engines that come late -------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Looks for engines that lack the newest version while nothing is published, and sends it to them."""
         suspects: set[str] = set()
         while True:
             await asyncio.sleep(self._watch_s)
@@ -387,7 +376,6 @@ class BroadcastTransport:
                 logger.warning("the newest version was not sent again: {}", error)
 
     async def _send_to_late(self, suspects: set[str]) -> set[str]:
-        """Sends the newest version to an engine that lacked it the last time as well; returns those that lack it."""
         version = self._newest
         if version is None:
             return set()

@@ -231,7 +231,6 @@ def _parts(folder: Path, epoch: int, plans: Sequence[TensorEntry], most: int) ->
 
 @contextmanager
 def _mapped(part: _Part) -> Iterator[memoryview]:
-    """The payload of a file that is being written, as memory."""
     with (
         part.temporary.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
@@ -242,7 +241,6 @@ def _mapped(part: _Part) -> Iterator[memoryview]:
 
 
 def _share(sizes: Sequence[int], share: int, shares: int) -> list[int]:
-    """Indices of one of `shares` parts of about equal size; the same division on every rank."""
     loads, found = [0] * shares, []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         lightest = loads.index(min(loads))

@@ -70,7 +70,6 @@ class RankCalls:
         return answers
 
     def _receive(self, rank: int, stall_s: float) -> Answer | MeshError:
-        """A rank's answer to the last call, or what it failed with there. Raises MeshError where none comes."""
         assert self._store is not None
         key, moved, seen = f"answer/{self._sent}/{rank}", f"moved/{self._sent}/{rank}", b""
         end_s, pause = time.monotonic() + stall_s, Backoff(*POLL_S, jitter=0.0)
@@ -118,7 +117,6 @@ class RankCallThread:
             number += 1
 
     def _carry_out(self, number: int, call: PublishCall) -> Answer:
-        """Carries a call out and tells rank 0 meanwhile whenever it has come further."""
         working, told_s = self._working.submit(self._share.carry_out, call), self._share.progress.moved_s
         while not futures.wait([working], TELL_S).done:
             moved_s = self._share.progress.moved_s
@@ -129,7 +127,6 @@ class RankCallThread:
         return working.result()
 
     def _receive(self, number: int) -> PublishCall | None:
-        """Rank 0's next call, whenever it comes; None once the store is gone."""
         while True:
             try:
                 self._store.wait([f"call/{number}"], timedelta(seconds=IDLE_S))

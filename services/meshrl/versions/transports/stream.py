@@ -122,10 +122,7 @@ class StreamShare(RowShare):
         return self._host_copies.bytes_of(self.held.get(version, deadline_s=self.deadline_s))
 
     def _encode(self, snapshot: Snapshot, base_version: int | None) -> Answer:
-        """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows.
-
-        Answers the digests, and the bytes of the delta: those of the full version where this rank has no base.
-        """
+        """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows."""
         rows = self._rows = self._rows or Rows(snapshot.tensors, snapshot.spans)
         self.pieces = []
         has_base = self._base is not None and base_version == self._base_version
@@ -288,7 +285,6 @@ class StreamTransport:
         return self._made
 
     def _encode(self, rule: DeltaRule, version: int, base: Manifest | None) -> bool:
-        """Has the ranks digest their rows and encode what changed; returns whether that is what leaves."""
         call = EncodeRows(version=version, base=None if base is None else base.version)
         answers = self._ranks.call(call, stall_s=self._stall_s)
         lanes = np.zeros((len(self._tensors), 2), dtype=np.uint64)

@@ -179,7 +179,6 @@ def first_version(request: GroupRequest, sealed: Collection[Key], decided: Key |
 
 
 def _why_left_out(engine: EngineRecord, request: GroupRequest) -> str | None:
-    """Why an engine cannot be in the group that a publisher asks for; None when it can."""
     if request.engine_ids and engine.engine_id not in request.engine_ids:
         return "was not asked for"
     if engine.engine_id in request.without:

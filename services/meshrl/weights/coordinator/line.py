@@ -459,17 +459,13 @@ class RunLine:
         return []
 
     def _blocks_newer(self, record: VersionRecord, reachable: set[str], wanted: int) -> bool:
-        """Whether too few engines can get a version, while some engine can get a newer one.
-
-        A restarted engine is sent the newest version again: to wait for an older one would keep it from serving.
-        """
+        """Whether too few engines can get a version, while some engine can get a newer one."""
         newer = (r for r in self.records.values() if r.state is VersionState.SEALED and r.key > record.key)
         return len(reachable) < wanted and any(
             can_serve(engine, version, self._groups) for version in newer for engine in self.engines
         )
 
     def _release(self, record: VersionRecord, now_s: float) -> None:
-        """Ejects engines past the deadline of the commit; releases a gang once all that are left have applied."""
         if not record.commit_set and (record.released or not record.gang):
             return
         live = self._pool.engines
@@ -510,7 +506,6 @@ class RunLine:
     def _describe(
         self, ready: Collection[str], faults: Mapping[str, AgentFault], unreachable: Mapping[str, str]
     ) -> str:
-        """Explains to a person why engines are not ready; `unreachable` is why some cannot get the version."""
         engines = self.engines
         if not engines:
             return "no engine is registered; start one that points at this hub"
@@ -534,7 +529,6 @@ class RunLine:
         return [Answer(key=record.key, result=MeshError(reason, text, metadata=metadata))]
 
     def _drop(self, record: VersionRecord, why: str) -> list[Action]:
-        """Aborts an undecided version: answers its waiters, deletes its bytes, has engines drop what they fetched."""
         if record.state not in UNDECIDED:
             return []
         actions: list[Action] = []
@@ -569,12 +563,10 @@ class RunLine:
         return DeleteBytes(artifact_id=record.artifact_id, paths=tuple(p for p in record.paths if p not in needed))
 
     def _changed(self, record: VersionRecord) -> list[Action]:
-        """A version is in another state: writes its row and wakes the watchers."""
         notify = self._log.bump(record)
         return [self._log.save(record, forgotten=self._forget() if record.state not in LIVE else ()), notify]
 
     def _forget(self) -> list[Key]:
-        """Forgets versions that ended long ago; returns their keys."""
         engines = self.engines
         served = {(engine.serving, engine.root) for engine in engines}  # they are vouched for as long as they serve it
         gone = self.records.forget(

@@ -197,7 +197,6 @@ class Page:
         return _json(differences([await run.read(run.folder.settings) for run in chosen]))
 
     async def _doctor(self, request: web.Request) -> web.Response:
-        """The causes of trouble, the one that explains most first."""
         run = self._run(request)
         found = await run.read(lambda: diagnose(run.folder.observed(run.history)))
         return _json([asdict(one) for one in found])
@@ -224,7 +223,6 @@ class Page:
         return _json(await run.read(read))
 
     async def _rollouts(self, request: web.Request) -> web.Response:
-        """The kept rollouts of `step`, by default the newest, those with `words`, and which steps there are."""
         run = self._run(request)
         steps = await run.read(run.folder.sampled_steps)
         step = _number(request, "step", steps[-1] if steps else 0)
@@ -262,7 +260,6 @@ class Page:
         return _json(await run.read(run.traces.versions))
 
     async def _timeline(self, request: web.Request) -> web.Response:
-        """The spans of `step`, by default the last that has ended."""
         run = self._run(request)
         await run.read(run.traces.read_on)
         await run.read(run.history.read_on)
@@ -321,7 +318,6 @@ async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
 
 
 def _number(request: web.Request, name: str, usual: int, *, least: int = 0, most: int = _MOST) -> int:
-    """A number that the query names, within its bounds; `usual` where it does not."""
     text = request.query.get(name)
     if text is None:
         return usual

@@ -222,7 +222,6 @@ class Traces:
                     self._steps[int(span.attributes["rl.step"])] = span
 
     def _during(self, step: int) -> tuple[RunSpan | None, list[RunSpan]]:
-        """The span of a step, and those that overlap it."""
         root, spans = self._steps.get(step), iter(self._spans)
         if root is None or root.start_s < self._from_s:
             every = (to_run_span(program, raw) for program, raw in self._folder.spans(STEPS_OF))
@@ -243,7 +242,6 @@ class Traces:
         return {"versions": found, "engines": sorted({engine for one in found for engine in one["engines"]})}
 
     def _take_version(self, span: RunSpan) -> None:
-        """Notes what a span has of a version: its upload at the hub, its commit, or that an engine took it."""
         about = span.attributes
         key = (about.get("meshrl.artifact_id", ""), int(about["meshrl.version"]))
         one = self._versions.setdefault(key, {"version": key[1], "sealed": span.start_s, "engines": {}})

@@ -153,7 +153,6 @@ def _numbers(field: FieldDescriptor) -> dict[Any, int]:
 
 @cache
 def _decoders(kind: type) -> tuple[tuple[str, ...], tuple[tuple[str, Read], ...]]:
-    """Names of the fields that are taken as they are, and how the others are read."""
     fields: Mapping[str, FieldDescriptor] = message_of(kind).DESCRIPTOR.fields_by_name
     plain, others = [], []
     for name, annotation in typing.get_type_hints(kind).items():

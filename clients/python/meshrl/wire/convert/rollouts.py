@@ -97,7 +97,6 @@ class RolloutReader:
 
 
 def _unreadable(rollout: pb.Rollout, sends_zeros: bool) -> list[FieldViolation]:
-    """Missing fields that the sender can set, and those that this program would have to ignore."""
     found = []
     if sends_zeros and not rollout.HasField("reward"):
         found.append(FieldViolation("reward", "must be set, also where it is 0"))
