@@ -1,8 +1,4 @@
-"""Brings the messages of a chat into the one shape that every chat template and renderer reads.
-
-Requests, training data and tasksets write the same message in several ways. Templates differ in which of these they
-read, and drop the others without an error, so messages pass here once, before any template.
-"""
+"""Brings the messages of a chat into the one shape that every chat template and renderer reads."""
 
 from __future__ import annotations
 
@@ -41,8 +37,8 @@ def normal_message(message: JsonObject) -> dict[str, Any]:
 
 
 def apply_chat_template(tokenizer: Any, messages: Sequence[JsonObject], **options: Any) -> Any:
-    """The result of the tokenizer's own method for messages of the normal shape. Templates that fail on arguments as
-    objects, as DeepSeek-V3's, get them as JSON text. Raises what the template raises."""
+    """Templates that fail on arguments as objects, as DeepSeek-V3's, get them as JSON text. Raises what the template
+    raises."""
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception:  # a template is a program, which may raise anything

@@ -1,7 +1,4 @@
-"""Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk.
-
-For everything that a later start must find: logs, ledgers, checkpoints, manifests. All calls block and raise OSError.
-"""
+"""Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def append(descriptor: int, content: bytes) -> None:
 
 
 def write_at(descriptor: int, content: memoryview, offset: int) -> None:
-    """Writes all of `content` at `offset`. Not flushed to the disk."""
+    """Writes all of `content` at `offset`."""
     while content:  # a disk that fills up takes a part first, and then refuses
         written = os.pwrite(descriptor, content, offset)
         offset, content = offset + written, content[written:]
@@ -76,7 +73,6 @@ def is_full(error: OSError) -> bool:
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """The sentence for an error of a full disk or of a file that may not be written; None for any other error."""
     if not isinstance(error, OSError):
         return None
     if is_full(error):

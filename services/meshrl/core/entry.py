@@ -1,8 +1,5 @@
-"""The console scripts: each prepares the process before the program's imports, which take seconds, and calls its main.
-
-Ctrl-C while a program is still coming up ends it at once and without a traceback; once it runs,
-`meshrl.core.program.run` drains it instead.
-"""
+"""The console scripts: each prepares the process before the program's imports, which take seconds, and calls its
+main."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ def rl() -> None:
 
 
 def rollout() -> None:
-    """Console scripts `rollout` and `env-server`."""
     _call("meshrl.rollout.main")
 
 

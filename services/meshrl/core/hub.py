@@ -1,7 +1,4 @@
-"""How programs ask the Hugging Face hub: what never answers is given up, and what goes wrong is known by its class.
-
-Called before a library loads a model, a tokenizer or a dataset by its name.
-"""
+"""How programs ask the Hugging Face hub: what never answers is given up, and what goes wrong is known by its class."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ HUB_ADVICE = "check the name, the network, HF_TOKEN and HF_ENDPOINT, or give a f
 
 
 def give_up_on_silence() -> None:
-    """Bounds every question of this process to the hub by HUB_ANSWER_S. transformers and huggingface_hub wait for ever
-    with some, and for six minutes with others."""
+    """Bounds every question of this process to the hub by HUB_ANSWER_S."""
     hooks: dict[str, list[Any]] = get_session().event_hooks
     if _limit_wait not in hooks["request"]:
         get_session().event_hooks = {**hooks, "request": [*hooks["request"], _limit_wait]}

@@ -87,7 +87,6 @@ class Layout:
 
     @property
     def rollouts(self) -> Path:
-        """Rollouts of each step that are kept to be read."""
         return self.output_dir / "rollouts"
 
     @property
@@ -105,10 +104,8 @@ class Layout:
 
     @property
     def broadcasts(self) -> Path:
-        """Weight versions on their way to engines, for the filesystem transport."""
         return self.output_dir / "broadcasts"
 
     @property
     def ledger(self) -> Path:
-        """The state of every rollout."""
         return self.output_dir / "ledger.sqlite"

@@ -1,8 +1,4 @@
-"""Who may read what a run writes: its own user alone, unless `readable_by` allows others.
-
-In output_dir the umask decides. A folder in /dev/shm or /tmp has a name that others cannot guess, mode 0700 and this
-process's owner; another's folder, or a link, is refused. All calls block and raise OSError.
-"""
+"""Who may read what a run writes: its own user alone, unless `readable_by` allows others."""
 
 from __future__ import annotations
 
@@ -58,7 +54,6 @@ def versions_folder(output_dir: Path) -> Path:
 
 
 def spool_name(output_dir: Path, engine_id: str) -> str:
-    """Name of the temporary folder for an engine's streamed versions."""
     return _private_name(output_dir, f"spool of {engine_id}")
 
 
@@ -96,11 +91,7 @@ def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def short_socket_paths() -> Iterator[None]:
-    """The sockets of `multiprocessing` and of vLLM are in a `socket_folder` of this process, however long TMPDIR is.
-
-    For the whole life of a program: a fork server keeps its socket. The folder goes with the process. Ends the process
-    with a sentence where there is no place for one.
-    """
+    """The sockets of `multiprocessing` and of vLLM are in a `socket_folder` of this process, however long TMPDIR is."""
     try:
         folder = socket_folder()
     except OSError as error:

@@ -95,7 +95,6 @@ def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
 
 
 def keep_private(name: str, config: ProgramConfig) -> None:
-    """Applies `readable_by`; ends the process where output_dir is another user's."""
     try:
         keep_to(config.readable_by, config.output_dir)
     except ConfigError as error:
@@ -118,7 +117,6 @@ def run_traced(
     *,
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> int:
-    """`run_program` in a process that logs already; returns the exit code."""
     from meshrl.core.telemetry.exposition import observed  # takes long to import, and not every process traces
     from meshrl.core.telemetry.tracing import setup_tracing  # the same
 
@@ -234,7 +232,6 @@ def say_ready() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process now: neither a group that is half gone nor a thread inside torch holds it up."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

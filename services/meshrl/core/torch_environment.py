@@ -11,14 +11,12 @@ step takes half the processor seconds of OpenMP's 300,000 (torch 2.13)."""
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Lets threads spin for microseconds until the next kernel, then sleep, unless `environment` sets it. GNU's OpenMP
-    has them spin for milliseconds, which takes the time of other programs on the same cores."""
+    """Lets threads spin for microseconds until the next kernel, then sleep, unless `environment` sets it."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def grow_segments(environment: MutableMapping[str, str]) -> None:
-    """Lets torch's allocator grow its GPU memory, unless `environment` sets how it allocates. Rows differ in length,
-    and blocks of one length leave gaps: 4.9 of 84 GiB when a 4B model ran out of memory beside an engine on an H200."""
+    """Lets torch's allocator grow its GPU memory, unless `environment` sets how it allocates."""
     if "PYTORCH_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

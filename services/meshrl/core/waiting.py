@@ -85,11 +85,7 @@ async def next_within(queue: asyncio.Queue[T], wait_s: float) -> T | None:
 
 
 class Pulse:
-    """Wakes all who wait for a change, each time that there is one.
-
-    A waiter looks at what may have changed, and waits for the next beat if it did not find what it wants. One that
-    awaits anything between the two takes `upcoming` before it looks, or it could miss a beat.
-    """
+    """Wakes all who wait for a change, each time that there is one."""
 
     def __init__(self) -> None:
         self._upcoming = asyncio.Event()
@@ -107,8 +103,6 @@ class Pulse:
 
 
 class InFlight:
-    """Counts requests or jobs under way, so that a drain can wait for the last one."""
-
     def __init__(self) -> None:
         self._count = 0
         self._idle = asyncio.Event()
@@ -133,16 +127,11 @@ class InFlight:
         await self._idle.wait()
 
     async def idle_within(self, deadline_s: float) -> bool:
-        """False when something still is under way after `deadline_s`."""
         return await set_within(self._idle, deadline_s)
 
 
 class Pace:
-    """A queue for the event loop: in each of its rounds one of those that wait goes on.
-
-    Without it a thousand rollouts that start at the same time are served in one round, and meanwhile no deadline fires,
-    no connection is read and no health check is answered for seconds.
-    """
+    """A queue for the event loop: in each of its rounds one of those that wait goes on."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

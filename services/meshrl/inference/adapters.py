@@ -1,8 +1,7 @@
 """The adapters that an engine serves: which version each run's requests get, and when an older one is unloaded.
 
-One class for every kind of engine, which loads and unloads them. A version is added beside those that are served, and
-new requests get it from the moment that it is `serve`d; requests in flight stay on the version that they began with,
-which is unloaded when the last of them ends. No I/O: loading and unloading are the engine's.
+A version is added beside those that are served, and new requests get it from the moment that it is `serve`d; requests
+in flight stay on the version that they began with, which is unloaded when the last of them ends.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(kw_only=True, eq=False)
 class ServedAdapter(Generic[Loaded]):
-    """A version of a run's adapter in an engine. `number` is its own: versions of another epoch share their names."""
-
     run_id: str
     version: int
     number: int
@@ -77,7 +74,6 @@ class AdapterTable(Generic[Loaded]):
         return self._numbers
 
     def add(self, run_id: str, version: int, number: int, loaded: Loaded) -> None:
-        """Adds a version that is loaded; no request gets it yet."""
         self._adapters.append(ServedAdapter(run_id=run_id, version=version, number=number, loaded=loaded))
 
     def serve(self, run_id: str, version: int, *, artifact_id: str = "", root: bytes = b"") -> int:
@@ -97,7 +93,6 @@ class AdapterTable(Generic[Loaded]):
         return sum(each.in_flight for each in older)
 
     def retire(self, run_id: str) -> None:
-        """Ends a run: its versions get no new requests."""
         for adapter in [a for a in self._adapters if a.run_id == run_id]:
             self._end(adapter)
 
@@ -115,12 +110,10 @@ class AdapterTable(Generic[Loaded]):
 
     @property
     def newest(self) -> dict[str, ServedAdapter[Loaded]]:
-        """What new requests of each run get."""
         return {adapter.run_id: adapter for adapter in self._adapters if adapter.newest}
 
     @property
     def served(self) -> tuple[ServedVersion, ...]:
-        """Every version that is loaded."""
         return tuple(
             ServedVersion(
                 run_id=adapter.run_id,

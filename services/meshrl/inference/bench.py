@@ -35,8 +35,6 @@ LOWEST_ID = 5  # ids below are special tokens in many vocabularies; random promp
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBenchReport:
-    """What was measured."""
-
     model: str
     requests: int
     concurrency: int

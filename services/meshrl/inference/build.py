@@ -26,8 +26,6 @@ CACHE_SHARE = 0.5  # of the memory that model and versions leave free
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """An engine and the reason for it, for the log."""
-
     engine: Literal["embedded", "vllm"]
     reason: str
 
@@ -65,7 +63,6 @@ def cost_of(choice: EngineChoice, device: str, *, has_gpu: bool) -> str:
 
 
 def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
-    """The choice for an interpreter with or without vLLM, a machine with or without a GPU, and a model's device."""
     if engine != "auto":
         return EngineChoice(engine=engine, reason="as configured")
     if not has_vllm:
@@ -99,10 +96,8 @@ async def open_engine(config: InferenceConfig) -> Engine:
 
 
 def build_engine(config: InferenceConfig) -> EmbeddedEngine:
-    """Loads the model and allocates the cache; takes seconds, so keep it off the event loop.
-
-    Raises: ModelError when the model cannot be loaded, ValueError when the cache bound holds not one sequence.
-    """
+    """Loads the model and allocates the cache; takes seconds, so keep it off the event loop. Raises: ModelError when
+    the model cannot be loaded, ValueError when the cache bound holds not one sequence."""
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     model = load_model(config.model)

@@ -1,7 +1,7 @@
 """Loads weights from a folder into the running engine by hand: /update_weights, /reload_weights, /load_lora_adapter.
 
-Weight versions of a run come through the agent instead. An engine that follows a hub is given back the hub's version as
-soon as its agent notices, so load by hand only into engines that follow none.
+An engine that follows a hub is given back the hub's version as soon as its agent notices, so load by hand only into
+engines that follow none.
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ _BEYOND_PLAIN_LORA = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern
 
 
 class WeightLoader:
-    """Reads safetensors, stages and applies them as a version. One at a time."""
-
     def __init__(self, engine: Engine, base_model: str) -> None:
         self._engine = engine
         self._base_model = base_model
         self._lock = asyncio.Lock()
 
     async def load(self, folder: Path | None, version: int) -> float:
-        """Serves the weights in `folder` (None: the base model's) as `version`; returns the pause in seconds.
-
-        Raises: MeshError INVALID_REQUEST when there is no readable checkpoint, LAYOUT_MISMATCH when it does not fit.
-        """
+        """Serves the weights in `folder` (None: the base model's) as `version`; returns the pause in seconds. Raises:
+        MeshError INVALID_REQUEST when there is no readable checkpoint, LAYOUT_MISMATCH when it does not fit."""
         async with self._lock:
             source = self._folder(folder)
             tensors = await asyncio.to_thread(read_checkpoint, source, self._engine.layout())
@@ -48,11 +44,8 @@ class WeightLoader:
 
     async def load_adapter(self, folder: Path, name: str, version: int | None) -> int:
         """Serves the LoRA adapter in `folder`, in PEFT's format, to requests for the model `name`; returns its version.
-
-        Without a version it is the next one of that name. Raises: MeshError INVALID_REQUEST when there is none,
-        NOT_SUPPORTED for other kinds of LoRA than base + lora_alpha / r * B A and for an engine that takes no adapters,
-        LAYOUT_MISMATCH when it does not fit.
-        """
+        Raises: MeshError INVALID_REQUEST when there is none, NOT_SUPPORTED for other kinds of LoRA than base +
+        lora_alpha / r * B A and for an engine that takes no adapters, LAYOUT_MISMATCH when it does not fit."""
         adapters = self._engine.adapters
         if adapters is None:
             raise MeshError(Reason.NOT_SUPPORTED, "this engine takes no adapters; set inference.enable_lora")
@@ -98,10 +91,7 @@ class WeightLoader:
 
 
 def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """The tensors of a Hugging Face checkpoint that the layout names, in the layout's dtypes.
-
-    Tied duplicates and other tensors that the model does not own are left out; `stage` names what is missing.
-    """
+    """The tensors of a Hugging Face checkpoint that the layout names, in the layout's dtypes."""
     try:
         files = sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError) as error:  # too long, or with characters that no path has
@@ -123,7 +113,6 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def read_adapter(folder: Path, version: int) -> HostVersion:
-    """A LoRA adapter in PEFT's format, as a version. Raises MeshError INVALID_REQUEST, NOT_SUPPORTED."""
     try:
         table, tensors = peft.read_folder(folder)
         adapter = peft.config_of(table)

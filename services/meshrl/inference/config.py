@@ -256,7 +256,6 @@ class InferenceConfig(BaseConfig):
         return self
 
     def hosts(self) -> tuple[str, ...]:
-        """The names at which others call this engine, as far as they are set."""
         published = "" if self.url is None else urlsplit(self.url).hostname or ""
         return tuple(host for host in (self.server.host, published) if host and host not in EVERYWHERE)
 
@@ -273,7 +272,6 @@ class InferenceConfig(BaseConfig):
 
     @property
     def vllm_only(self) -> tuple[str, ...]:
-        """The keys that are set and that only vLLM knows."""
         own = [key for key in VLLM_KEYS if self._own(key) is not None]
         own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
         own += ["head_dtype"] if self.head_dtype == "model" else []
@@ -339,7 +337,6 @@ class InferenceConfig(BaseConfig):
 
 
 def only_vllm(keys: Sequence[str]) -> str:
-    """Rejects keys that the embedded engine does not have, with the remedy."""
     named = ", ".join(f"inference.{key}" for key in keys)
     out = "it" if len(keys) == 1 else "them"
     return f"the embedded engine has no {named}; leave {out} out, or set inference.engine = 'vllm'"

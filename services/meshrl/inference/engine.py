@@ -1,9 +1,5 @@
-"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, its data types and base.
-
-A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
-two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on
-with the same requests and their KV cache.
-"""
+"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, its data types and
+base."""
 
 from __future__ import annotations
 
@@ -104,8 +100,6 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTimes:
-    """How long a request waited for a slot, until its first token was there, and for the others."""
-
     queue_s: float
     prefill_s: float
     decode_s: float
@@ -136,7 +130,6 @@ class TokenChunk:
 
     @property
     def alternatives(self) -> list[list[tuple[int, float]]]:
-        """(token, logprob) of the alternatives of each token; none where none were asked for."""
         if self.top_ids is None or self.top_logprobs is None:
             return [[] for _ in self.token_ids]
         ranked = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
@@ -144,7 +137,6 @@ class TokenChunk:
 
     @property
     def version(self) -> int | None:
-        """Version that sampled the last token."""
         return self.version_spans[-1].version if self.version_spans else None
 
     @property
@@ -392,7 +384,6 @@ class EngineBase:
         self._draining = True
 
     async def idle(self) -> None:
-        """Returns once no request is in flight."""
         await self._in_flight.idle()
 
     async def _drain(self, deadline_s: float) -> None:
@@ -408,7 +399,6 @@ class EngineBase:
                     yield chunk
 
     def check_fit(self) -> None:
-        """Raises MeshError ENGINE_FAILED for an engine that may hold torn weights."""
         if self.unfit is not None:
             raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
 

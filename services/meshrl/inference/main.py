@@ -30,7 +30,6 @@ def _elsewhere(config: InferenceProgramConfig, dry_run: bool) -> str | None:
 
 
 def main() -> None:
-    """Console script `inference`."""
     config = load_config(
         InferenceProgramConfig,
         prog="inference",

@@ -16,7 +16,6 @@ _ON_THE_HOST = "can't allocate memory"  # torch's allocator of a CPU raises a pl
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed, on a device or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or _ON_THE_HOST in str(error)
 
 

@@ -1,8 +1,4 @@
-"""Chooses vLLM's slots and share of memory from the GPU, the model and the context; used at the start of an engine.
-
-Pure arithmetic. Training wants as many sequences at once as the KV cache has room for: a wave of rollouts is decoded
-together, and a step of a small model costs nearly the same for 1,000 sequences as for 100.
-"""
+"""Chooses vLLM's slots and share of memory from the GPU, the model and the context; used at the start of an engine."""
 
 from __future__ import annotations
 
@@ -42,7 +38,6 @@ class ModelShape:
     bytes_per_value: int = 2
 
     def weight_bytes(self, gpus: int = 1) -> int:
-        """Of its weights on each of `gpus` that it is split over."""
         return -(-self.parameters * self.bytes_per_value // gpus)
 
     def kv_bytes_per_token(self, gpus: int = 1) -> int | None:
@@ -56,7 +51,6 @@ class ModelShape:
 
 
 def shape_of(config: PreTrainedConfig, *, parameters: int, bytes_per_value: int) -> ModelShape:
-    """Reads a transformers configuration of a language model."""
     heads: int = config.num_attention_heads
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     plain = kinds == {"full_attention"} and getattr(config, "kv_lora_rank", None) is None

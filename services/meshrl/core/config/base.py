@@ -18,7 +18,6 @@ class ConfigError(Exception):
 
 @contextmanager
 def collected(problems: list[str]) -> Iterator[None]:
-    """Adds a ConfigError raised within to `problems`."""
     try:
         yield
     except ConfigError as error:
@@ -56,7 +55,6 @@ class BaseConfig(BaseModel):
         return self._notes
 
     def __eq__(self, other: object) -> bool:
-        """The same keys and values; how they were written makes no difference."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @classmethod
@@ -66,7 +64,6 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:
-        """Returns the merged layers with what follows from them."""
         return dict(values)
 
     @model_validator(mode="before")

@@ -32,7 +32,6 @@ The command line wins over files, files over PRIME_ variables (PRIME_SECTION__KE
 
 
 def help_text(section: type[BaseConfig], prog: str, *, every_key: bool) -> str:
-    """Every key, or the everyday keys where the class names them."""
     meaning = " ".join((inspect.getdoc(section) or "").split("\n\n")[0].split())
     lines = [_INTRO.format(prog=prog, meaning=meaning)]
     entries = list(_entries(section, (), None))

@@ -48,7 +48,6 @@ class Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """`Annotated` and `None` members are taken off."""
     origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if origin is Annotated:
         return kind_of(arguments[0])
@@ -103,7 +102,6 @@ def nearest(section: Section, key: str, prefix: Path = ()) -> Path | None:
 
 
 def suggestion(section: Section, path: Path, part: str, write: Callable[[Path], str]) -> str:
-    """The nearest key, or the keys of a small section; `write` spells a key."""
     close = nearest(section, part, path)
     if close is not None:
         return f"; did you mean {write(close)}?"
@@ -126,7 +124,6 @@ def flag(key: str, *, off: bool = False, environ: Mapping[str, str] | None = Non
 
 
 def describe(kind: Kind) -> str:
-    """As a user writes it: `int`, `"a" | "b"`, `list of int`."""
     if kind.section is not None:
         words = [each for each in get_args(kind.annotation) if get_origin(each) is Literal]
         text = " | ".join(["section", *map(_describe_plain, words)])

@@ -10,14 +10,11 @@ from meshrl.core.config.schema import Kind, Path, describe, nearest, suggestion
 
 
 class UnknownKeyError(ConfigError):
-    """There is no key `part` at `path`, which accepts `kind`."""
-
     def __init__(self, kind: Kind, path: Path, part: str) -> None:
         super().__init__(f"{'.'.join(path)} has no key {part!r}")
         self.kind, self.path, self.part = kind, path, part
 
     def hint(self, write: Callable[[Path], str]) -> str:
-        """How to go on there; `write` spells a key as it was written."""
         key = ".".join(self.path)
         if self.kind.item is not None:
             return f": {key} is a list, so a place comes next: {write((*self.path, '0', self.part))}"

@@ -1,7 +1,4 @@
-"""The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`.
-
-A record is filled by one program (sft), or by two (the orchestrator adds the trainer's metrics of a step).
-"""
+"""The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """Its name at Prometheus, where placeholders are labels."""
         words = re.findall(r"[A-Za-z0-9]+", re.sub(r"\{\w+\}", "", self.name))
         return "_".join(["meshrl", *words])
 
@@ -73,7 +69,6 @@ class Catalogue:
                     self._exact[name] = metric
 
     def find(self, name: str) -> Metric | None:
-        """A name without placeholders comes before those with them; None without a declaration."""
         if (metric := self._exact.get(name)) is not None:
             return metric
         return next((metric for pattern, _, metric in self._patterns if pattern.fullmatch(name)), None)

@@ -39,8 +39,7 @@ def engine_session(
 async def ask(
     http: aiohttp.ClientSession, method: str, url: str, *, body: object = None, deadline_s: float | None = None
 ) -> tuple[int, object]:
-    """The status of an answer and its `parsed` body. Raises NO_ANSWER. Without `deadline_s` the session's timeout
-    holds."""
+    """Raises NO_ANSWER. Without `deadline_s` the session's timeout holds."""
     timeout = http.timeout if deadline_s is None else aiohttp.ClientTimeout(total=deadline_s)
     async with http.request(method, url, json=body, timeout=timeout) as answer:
         return answer.status, parsed(await answer.read())

@@ -55,8 +55,6 @@ class _Method:
         return self.parse(data, caller)
 
     def parse(self, data: bytes, caller: Caller | None) -> object:
-        """Raises INVALID_REQUEST for bytes that are none of this method or break its schema, PERMISSION_DENIED for
-        another run than the caller's."""
         try:
             message = self.deserialize(data)
             if caller is not None and caller.scope.runs:
@@ -91,16 +89,9 @@ async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.Servicer
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Wraps the handlers of all services, of all four kinds.
-
-    A servicer's MeshError becomes its gRPC status with details; any other exception is logged and becomes INTERNAL.
-    Requests are read and parsed here: for bytes that are no message gRPC itself logs a traceback and answers UNKNOWN,
-    and it never answers a call without its message. Services whose name starts with "meshrl." are also counted, refused
-    in a drain and guarded, with the caller's trace context current inside the servicer.
-    """
+    """Wraps the handlers of all services, of all four kinds."""
 
     def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
-        """guard: None lets everybody in."""
         self._tracer = tracer
         self._guard = guard
         self._callers: dict[asyncio.Task[object], Caller] = {}
@@ -116,7 +107,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return self._in_flight.count
 
     async def wait_idle(self, deadline_s: float) -> bool:
-        """False if calls are still served after `deadline_s`."""
         return await self._in_flight.idle_within(deadline_s)
 
     async def cut_off(self, why: str, deadline_s: float) -> None:

@@ -54,12 +54,9 @@ class ListenConfig(Protocol):
 
 
 class GrpcServer:
-    """One server with health per service, reflection and the mesh's call interceptor.
-
-    Order of use: `add` each service, `start`, `set_serving` when warm, `drain`; created on the event loop that runs it.
-    Raises ConfigError for a bind that is not loopback, unless `credentials` encrypt connections or `config.insecure`
-    allows it. Default credentials are those of the MESHRL_TLS_ variables.
-    """
+    """Order of use: `add` each service, `start`, `set_serving` when warm, `drain`; created on the event loop that runs
+    it. Raises ConfigError for a bind that is not loopback, unless `credentials` encrypt connections or
+    `config.insecure` allows it."""
 
     def __init__(
         self,

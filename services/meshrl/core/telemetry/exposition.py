@@ -1,8 +1,6 @@
 """Serves a program's metrics to Prometheus at GET /metrics, where `log.metrics_port` is set, and starts its watch.
 
-Served from a thread, so that a program whose event loop is stuck can still report it. Every process of a run writes its
-address into `metrics_targets/PROGRAM.json`, the form of Prometheus' file_sd_configs. Served are the process, its waits
-and its event loop; at the orchestrator also every metric of the last record.
+Every process of a run writes its address into `metrics_targets/PROGRAM.json`, the form of Prometheus' file_sd_configs.
 """
 
 from __future__ import annotations
@@ -75,7 +73,6 @@ class RecordMetrics(Collector, Sink):
 
 
 def registry_of(tracer: Tracer) -> CollectorRegistry:
-    """The registry of the tracer's program; a new one for any other tracer."""
     found = getattr(tracer, "registry", None)
     return found if isinstance(found, CollectorRegistry) else CollectorRegistry()
 

@@ -1,7 +1,5 @@
 """Writes a run's metrics to its sinks: console, a JSONL file and those of `sinks`; used by orchestrator, sft and eval.
-
-A sink that fails loses metrics but never ends the run: it is logged once, with the remedy, and again when it works.
-"""
+A sink that fails loses metrics but never ends the run: it is logged once, with the remedy, and again when it works."""
 
 from __future__ import annotations
 

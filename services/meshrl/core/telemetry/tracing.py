@@ -1,7 +1,4 @@
-"""Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given.
-
-Span names are the constants here. `meshrl.wire.trace` turns trace contexts into text for other processes.
-"""
+"""Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given."""
 
 from __future__ import annotations
 
@@ -82,8 +79,6 @@ class SpanIds(RandomIdGenerator):
 
 
 class SpanProvider(TracerProvider):
-    """OpenTelemetry's provider, which lists its processors, so that they can be ended one by one."""
-
     def __init__(self, resource: Resource) -> None:
         limits = SpanLimits(max_links=MAX_LINKS)
         super().__init__(resource=resource, span_limits=limits, id_generator=SpanIds(), shutdown_on_exit=False)

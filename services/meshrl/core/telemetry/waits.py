@@ -1,7 +1,4 @@
-"""A program's current waits: each has a name, a start, and the programs that it waits for.
-
-Entered by the code that waits, on any thread; read by the program's `watchdog`, which logs what lasts unusually long.
-"""
+"""A program's current waits: each has a name, a start, and the programs that it waits for."""
 
 from __future__ import annotations
 
@@ -124,6 +121,5 @@ class _OpenWait:
 
 
 def waits_of(tracer: Tracer) -> Waits:
-    """The waits of the tracer's program; new ones for any other tracer."""
     found = getattr(tracer, "waits", None)
     return found if isinstance(found, Waits) else Waits()

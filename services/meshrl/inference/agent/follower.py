@@ -1,8 +1,7 @@
 """Runs the agent for the hub that an engine follows: the hub of its configuration, or one that called it.
 
-An engine may outlive runs. The hub of each run calls the engines that the run lists (POST /follow_hub), and the engine
-then takes its versions from that hub until it is gone. It follows one hub at a time, and does not leave a hub that is
-still there for another.
+The hub of each run calls the engines that the run lists (POST /follow_hub), and the engine then takes its versions from
+that hub until it is gone. It follows one hub at a time, and does not leave a hub that is still there for another.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ AWAY_S = 120.0  # a hub that is started again by then is followed on
 
 @dataclass(frozen=True, kw_only=True)
 class _Following:
-    """One hub and the agent that follows it."""
-
     hub: str
     token: str
     agent: WeightAgent
@@ -62,19 +59,15 @@ class HubFollower:
 
     @property
     def hub(self) -> str | None:
-        """host:port of the hub that is followed; None while there is none."""
         return None if self._following is None else self._following.hub
 
     @property
     def connected(self) -> bool:
-        """Whether that hub is there."""
         return self._following is not None and self._following.agent.connected
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
-        """Follows until `stop` is set; `address` is the host:port at which the engine serves.
-
-        Raises what ends the engine: a defect of an agent, or a hub of the configuration that speaks another contract.
-        """
+        """Follows until `stop` is set; `address` is the host:port at which the engine serves. Raises what ends the
+        engine: a defect of an agent, or a hub of the configuration that speaks another contract."""
         self._address = address
         if self._membership.broadcast is not None:
             self._begin(self._membership.broadcast.address, url=self._url, away_s=None)
@@ -95,12 +88,9 @@ class HubFollower:
             await self._leave(CLOSE_S)
 
     async def follow(self, hub: str, url: str, token: str = "") -> None:
-        """Follows the hub at `hub` from now on, and registers this engine there at `url`; returns once the hub
-        has answered. The hub that is followed already is followed on. `token` is what the hub wants to be shown; empty
-        shows it what this program has. With another token it is another hub at the same address, that of the next run.
-
-        Raises MeshError: RUN_LIMIT_REACHED while another hub is there, UNREACHABLE for one that does not answer.
-        """
+        """Follows the hub at `hub` from now on, and registers this engine there at `url`; returns once the hub has
+        answered. `token` is what the hub wants to be shown; empty shows it what this program has. With another token it
+        is another hub at the same address, that of the next run."""
         async with self._changing:
             now = self._following
             if now is not None and (now.hub, now.token) == (hub, token) and not now.task.done():

@@ -47,8 +47,6 @@ TRANSITIONS: Mapping[AgentState, frozenset[AgentState]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The version that is being fetched, is in the shadow, or is being applied."""
-
     version: int
     artifact_id: str
     committed: bool = False  # the hub decided it
@@ -69,8 +67,6 @@ class StartFetch:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelFetch:
-    """Cancel the fetch under way, or drop what is staged."""
-
     run_id: str = ""
 
 
@@ -89,8 +85,6 @@ class StartApply:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeEngine:
-    """End a held pause; then `resumed`."""
-
     run_id: str = ""
 
 
@@ -119,12 +113,7 @@ class StartSleep:
 
 @dataclass(frozen=True, kw_only=True)
 class SendReport:
-    """Report to the hub now: the state, and what is given here.
-
-    The target here is the version that a fault is about, where that is no longer the machine's target. A fault
-    `of_group`, or of sleep, is about no version: a target that is still being fetched is left out of the report, so
-    that the fault is not taken for one of the target.
-    """
+    """Report to the hub now: the state, and what is given here."""
 
     run_id: str = ""
     fault: AgentFault | None = None
@@ -136,7 +125,7 @@ class SendReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """The hub asked this agent to end."""
+    """Ask for nothing more: the agent is to end."""
 
 
 Action = StartFetch | CancelFetch | StartApply | ResumeEngine | LetGo | StartJoin | StartSleep | SendReport | Leave
@@ -146,7 +135,6 @@ class LineMachine:
     """The state of one engine on the line of a run. `version` and `artifact_id` are those that the engine serves."""
 
     def __init__(self, run_id: str = "", *, version: int | None = None) -> None:
-        """`version` is what the engine serves when the agent starts, if it vouches for one."""
         self.run_id = run_id
         self.leaving = False  # the hub asked the agent to end
         self.state = AgentState.JOINING if version is None else AgentState.READY
@@ -162,7 +150,6 @@ class LineMachine:
     # --- from the hub -------------------------------------------------------------------------
 
     def connected(self) -> list[Action]:
-        """A new session began: a gang that waited for the old one will not be resumed by it."""
         actions: list[Action] = [self._report(applied=self.last_applied)]
         return actions + ([self._resume()] if self.held else [])
 
@@ -232,7 +219,6 @@ class LineMachine:
     # --- from the engine ------------------------------------------------------------------------
 
     def fetched(self, artifact_id: str) -> list[Action]:
-        """The artifact was fetched, every digest was right, and it is staged."""
         if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
             return []
         self._move(AgentState.PREPARED)
@@ -258,7 +244,6 @@ class LineMachine:
         return self._finish(report)
 
     def resumed(self, report: ApplyReport) -> list[Action]:
-        """The held pause ended."""
         return self._finish(report) if self.held else []
 
     def displaced(self, version: int | None) -> bool:
@@ -351,7 +336,6 @@ class AgentMachine:
     """
 
     def __init__(self, *, version: int | None = None) -> None:
-        """`version` is what the engine serves when the agent starts, if it vouches for one."""
         self.lines = {"": LineMachine(version=version)}
         self.group: int | None = None  # generation of the group that the engine is in
         self.sleep_answered: int | None = None  # last Sleep of this session that is over, whatever came of it
@@ -361,7 +345,6 @@ class AgentMachine:
     # --- from the hub -------------------------------------------------------------------------
 
     def connected(self) -> list[Action]:
-        """A new session began."""
         self.sleep_answered = None  # another hub may count from the beginning
         return [action for line in self.lines.values() for action in line.connected()]
 
@@ -401,14 +384,12 @@ class AgentMachine:
     # --- from the engine ------------------------------------------------------------------------
 
     def let_go(self, run_id: str) -> list[Action]:
-        """The engine holds nothing of a run any more."""
         self.lines.pop(run_id, None)
         if not self.lines:
             self.lines[""] = LineMachine()
         return [self._report()]
 
     def joined(self, group: JoinGroup) -> list[Action]:
-        """The engine is in the group."""
         if group != self._last_join:
             return []
         self.group = group.generation
@@ -427,7 +408,6 @@ class AgentMachine:
         return [self._report(fault)]
 
     def group_lost(self, generation: int | None) -> list[Action]:
-        """The group broke while the engine was in it; nothing is lost but the group."""
         if generation is None or generation != self.group:
             return []
         self._last_join, self.group = None, None

@@ -1,8 +1,7 @@
 """Loads one version into an engine's shadow copy of the weights, while the engine generates.
 
-Used by the agent for each version that it is to prepare. The manifest comes from the hub. The bytes come from the
-publisher's files where this host can read them, else in chunks from relays or the hub, or by broadcast. All are checked
-against the manifest's digests. A version that is refused leaves the live weights as they are.
+The manifest comes from the hub. The bytes come from the publisher's files where this host can read them, else in chunks
+from relays or the hub, or by broadcast.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ MAX_THREADS = 8  # with more, what needs the interpreter's lock takes longer tha
 
 
 class PartTimes:
-    """Seconds by part, in the order in which the parts began; a part that is met again goes on."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Forgets the version before."""
         self.seconds = {}
 
     @contextmanager
@@ -76,12 +72,9 @@ class PreparedVersion:
 
 
 class VersionLoader:
-    """Prepares versions of one run for one engine."""
-
     def __init__(
         self, client: WeightSyncClient, engine: Engine, fetcher: VersionFetcher, signature: bytes, run_id: str
     ) -> None:
-        """`signature` is that of the engine's layout."""
         self._client = client
         self._engine = engine
         self._fetcher = fetcher
@@ -178,12 +171,10 @@ class VersionFetcher:
         self._arrived, self._awaited = 0, 0  # bytes of what is fetched now
 
     def arriving(self, version: int) -> str:
-        """A description of the fetch under way, for the program's waits."""
         mb = f", of which {self._arrived / 1e6:.2f} of {self._awaited / 1e6:.2f} MB are here" if self._awaited else ""
         return f"version {version} from the hub{mb}"
 
     def begin(self) -> None:
-        """A new version will be fetched: counts its bytes from zero."""
         self._arrived, self._awaited = 0, 0
 
     def _arrive(self, count: int) -> None:
@@ -320,7 +311,6 @@ class ImageKeeper:
             self._image.confirm()
 
     def drop(self) -> None:
-        """Lets go of the image; the next version comes in full."""
         image, self._image = self._image, None
         if image is not None:
             image.close()

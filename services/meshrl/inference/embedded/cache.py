@@ -1,9 +1,4 @@
-"""The KV cache of the embedded engine, of fixed size, and the attention that reads it; each step writes into it.
-
-One step is a flat row of T tokens: first one token for each decoding slot (slots 0..R-1, in order), then the prompt
-pieces being prefilled. Shapes: S slots, M tokens a slot, R decoding rows, T tokens of the step, H key-value heads,
-Q query heads, G = Q/H, D head width, L tokens attended to.
-"""
+"""The KV cache of the embedded engine, of fixed size, and the attention that reads it; each step writes into it."""
 
 from __future__ import annotations
 
@@ -42,18 +37,13 @@ class SlotLayer:
         self.values = value_like.new_zeros((num_slots, self.num_heads, max_len, value_like.shape[-1]))
 
     def write(self, key_1HTD: torch.Tensor, value_1HTD: torch.Tensor, plan: StepPlan) -> None:
-        """Puts the step's keys and values at the places of its plan."""
         index = plan.flat_index(self.num_heads)
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, index, _flat(key_1HTD))
         self.values.view(-1, self.values.shape[-1]).index_copy_(0, index, _flat(value_1HTD))
 
 
 class SlotCache:
-    """What each call of attention in a forward pass has seen, in the order of the calls.
-
-    Not a cache of transformers: that one holds what a layer chose to keep, which need not be what its attention
-    attends to (latents, shared or split heads). A slot is moved or copied by its first `length` tokens only.
-    """
+    """What each call of attention in a forward pass has seen, in the order of the calls."""
 
     def __init__(self, layers: Sequence[SlotLayer]) -> None:
         self.layers = tuple(layers)
@@ -109,7 +99,6 @@ class StepPlan:
         return next(self._layers)
 
     def flat_index(self, num_heads: int) -> torch.Tensor:
-        """(T*H,) rows of the (S*H*M, D) view of a layer's store, token by token."""
         index = self._index.get(num_heads)
         if index is None:
             heads_H = torch.arange(num_heads, device=self.slots_T.device)
@@ -159,11 +148,8 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one step over the slots; returns (1, T, Q, D). Called by the stock modeling code.
-
-    `options` are those of transformers' attention functions, and the step's plan. A forward pass without a plan is a
-    plain one over whole sequences.
-    """
+    """Attention of one step over the slots; returns (1, T, Q, D). A forward pass without a plan is a plain one over
+    whole sequences."""
     refuse_strange_scores(options)
     rule = ScoreRule(
         scale=options.get("scaling"),
@@ -231,5 +217,4 @@ def bytes_per_slot(states: Sequence[tuple[torch.Tensor, torch.Tensor]], max_len:
 
 
 def register_attention(model: PreTrainedModel) -> None:
-    """Makes the model's layers attend through the slots."""
     use_attention(model, ATTENTION_NAME, slot_attention)

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching of a Hugging Face model inside the `inference` program.
 
-Asked by the HTTP server for completions and by the weight agent for new versions. It lives on the event loop; the model
-is stepped by a thread of its own (`step_thread`), which also runs what must not meet a step, such as a swap of weights.
+It lives on the event loop; the model is stepped by a thread of its own (`step_thread`), which also runs what must not
+meet a step, such as a swap of weights.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class EmbeddedEngine(EngineBase):
         return self._weights.layout
 
     def stats(self) -> EngineStats:
-        """Counters read without stopping the engine; they may be a step apart from each other."""
         table, counts = self._steps.table, self._steps.counts
         return EngineStats(
             running=table.occupied,
@@ -124,11 +123,9 @@ class EmbeddedEngine(EngineBase):
     # --- life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread; tokens go to the running loop."""
         self._steps.start()
 
     async def close(self, deadline_s: float = 0.0) -> None:
-        """Drains for at most `deadline_s`, aborts what is left and stops the thread."""
         await self._drain(deadline_s)
         await self._staging.receiver.leave()
         await self._steps.stop()

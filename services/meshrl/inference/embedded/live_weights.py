@@ -15,8 +15,6 @@ from meshrl.wire.manifest import digest, root_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shadow:
-    """A version's tensors on the engine's device, not live yet."""
-
     version: int
     tensors: Mapping[str, torch.Tensor]
 
@@ -30,10 +28,8 @@ class LiveWeights:
         self.layout: Layout = layout_of(self._owners)
 
     def stage(self, version: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> Shadow:
-        """Takes a whole version, copied to the device of the live one, or as it is where `copy` is off.
-
-        Raises MeshError LAYOUT_MISMATCH naming what differs.
-        """
+        """Takes a whole version, copied to the device of the live one, or as it is where `copy` is off. Raises
+        MeshError LAYOUT_MISMATCH naming what differs."""
         refused = mismatch(version, self.layout, layout_of(tensors))
         if refused is not None:
             raise refused
@@ -50,7 +46,6 @@ class LiveWeights:
                 self._owners[name].data = tensor
 
     def root(self) -> bytes:
-        """Root hash over the bytes of the live weights, as `wire.manifest` defines it."""
         return root_of(
             (name, dtype, shape, digest(tensor_bytes(self._owners[name]))) for name, dtype, shape in self.layout
         )

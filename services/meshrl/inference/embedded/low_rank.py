@@ -95,17 +95,13 @@ class AdapterLayers:
         self._hooked |= adapter.low.keys() | {name.rpartition(".")[0] for name in adapter.experts}
 
     def drop(self, number: int) -> None:
-        """Forgets an adapter; between two steps."""
         self._loaded.pop(number, None)
 
     # --- passes -----------------------------------------------------------------------------
 
     @contextmanager
     def passing(self, *numbers: NDArray[np.int64]) -> Iterator[None]:
-        """For a pass whose tokens have the adapters of these numbers.
-
-        There may be several sets of tokens: all of them, and those of which alone the head computes logits.
-        """
+        """For a pass whose tokens have the adapters of these numbers."""
         kinds = {int(number) for each in numbers for number in np.unique(each)}
         if kinds == {BASE}:
             yield

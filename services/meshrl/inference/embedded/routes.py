@@ -1,7 +1,4 @@
-"""Keeps the experts that each token of a slot went through, beside the slots' cache, which it stands before.
-
-Shapes: S slots, M tokens a slot, L routers, K experts of each, N tokens whose routes are kept or read.
-"""
+"""Keeps the experts that each token of a slot went through, beside the slots' cache, which it stands before."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row.
-
-The forward pass is that of transformers, for every model.
-Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V vocabulary, K alternatives.
-"""
+"""Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row."""
 
 from __future__ import annotations
 
@@ -54,8 +50,6 @@ class PromptScores:
 
 
 class ModelRunner(ABC):
-    """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
-
     cache: SlotStore
     routes: RouteStore | None  # where the experts that tokens go through are kept; it then stands before the cache
 
@@ -73,11 +67,7 @@ class ModelRunner(ABC):
         """(R, V) logits of the decoding rows."""
 
     def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptScores:
-        """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
-
-        One plain forward pass of the live weights, between two steps, which wait for it. Where the logits of all tokens
-        would take more than a gigabyte there are several, of some tokens each.
-        """
+        """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1."""
         ids_P = torch.tensor(token_ids, dtype=torch.long, device=self.device)
         vocab_size = self.model.config.get_text_config().vocab_size
         found = torch.full((len(ids_P),), torch.nan, device=self.device)
@@ -174,10 +164,8 @@ class SlotRunner(ModelRunner):
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool
     ) -> None:
-        """Allocates the cache; with a bound on its bytes there may be fewer slots than asked for.
-
-        Raises: ValueError when not even one slot fits.
-        """
+        """Allocates the cache; with a bound on its bytes there may be fewer slots than asked for. Raises: ValueError
+        when not even one slot fits."""
         register_attention(model)
         states = probe_layers(model)
         slot_bytes = bytes_per_slot(states, max_len)
@@ -248,10 +236,7 @@ class NoCache:
 
 
 class RecomputingRunner(ModelRunner):
-    """The model's own forward pass over every whole sequence for each token: slow, right for any causal LM.
-
-    Rows of equal length share a pass, so that no row is ever padded.
-    """
+    """The model's own forward pass over every whole sequence for each token: slow, right for any causal LM."""
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool) -> None:
         super().__init__(model, num_slots=num_slots, max_len=max_len)
@@ -290,10 +275,8 @@ class RecomputingRunner(ModelRunner):
 def make_runner(
     model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool = False
 ) -> ModelRunner:
-    """The runner that samples this model right, with the routes of a mixture of experts where they are kept.
-
-    Raises ValueError when the cache bound holds not one sequence, and for routes of a model without experts.
-    """
+    """The runner that samples this model right, with the routes of a mixture of experts where they are kept. Raises
+    ValueError when the cache bound holds not one sequence, and for routes of a model without experts."""
     reason = unpacked_reason(model, max_len)
     if reason is None:
         return SlotRunner(

@@ -1,8 +1,7 @@
 """Draws one token for each row of logits; the last part of an engine's step, after logits that a request reweights.
 
 Each request owns a counter-based stream of uniforms: the n-th uniform is a hash of (seed, n), so what a request draws
-depends on its seed and its own distribution, not on who else is in the batch. A uniform becomes a token by inverting
-the cumulative distribution. Shapes: B rows, V tokens of the vocabulary, K alternatives, C rows with some cut.
+depends on its seed and its own distribution, not on who else is in the batch.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ class BatchSampling:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledTokens:
-    """What one step drew."""
-
     token_ids: torch.Tensor  # (B,) int64
     logprobs: torch.Tensor  # (B,) float32, of the processed distribution
     raw_logprobs: torch.Tensor | None = None  # (B,)
@@ -69,10 +66,7 @@ class SampledTokens:
 
 def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) -> torch.Tensor:
     """A copy of the logits in float32, with logit_bias and penalties of the decoding rows in `slots` applied.
-
-    In vLLM's order and by its formulas, so that both engines sample alike. Repetition counts prompt and completion
-    (arXiv 1909.05858), presence and frequency the completion alone. Shapes: R rows, U different tokens of one row.
-    """
+    Repetition counts prompt and completion (arXiv 1909.05858), presence and frequency the completion alone."""
     reweighted_RV = logits_RV.to(torch.float32, copy=True)
     for slot in slots:
         params = table.rows[slot].request.sampling
@@ -99,10 +93,7 @@ def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) ->
 def sample(
     logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling, plain_BV: torch.Tensor | None = None
 ) -> SampledTokens:
-    """Draws a token for each row; `uniforms_B` are float64 in [0, 1) on the device of the logits.
-
-    `plain_BV` are the model's logits, for raw logprobs, where `logits_BV` were reweighted.
-    """
+    """Draws a token for each row; `uniforms_B` are float64 in [0, 1) on the device of the logits."""
     logits_BV = logits_BV.float()
     raw_BV = (logits_BV if plain_BV is None else plain_BV.float()).log_softmax(-1) if how.raw else None
     scaled_BV = logits_BV if how.temperature is None else logits_BV / how.temperature

@@ -1,9 +1,7 @@
 """Decides which request has which slot and what each step computes; called by the step thread.
 
-Pure logic over arrays: no model or thread, and a clock only to note times. Slots [0, decoding) decode, [decoding,
-occupied) are being prefilled, the rest is free; rows move so that this stays true, which keeps a step's cache reads one
-contiguous block. All prompt tokens but the last are prefilled; the last one is the first token to be decoded. Shapes: S
-slots, M tokens a slot, R decoding rows.
+Slots [0, decoding) decode, [decoding, occupied) are being prefilled, the rest is free; rows move so that this stays
+true, which keeps a step's cache reads one contiguous block.
 """
 
 from __future__ import annotations
@@ -44,8 +42,6 @@ _SLOT_DTYPE = np.dtype(
 
 
 class SlotStore(Protocol):
-    """The cache behind the slots: what a runner keeps of them between two steps."""
-
     def copy_slot(self, source: int, target: int, length: int) -> None: ...
 
     def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None: ...
@@ -91,8 +87,6 @@ class PrefillPiece:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepOutput:
-    """What one step sampled for its decoding rows, on the host."""
-
     token_ids: NDArray[np.int64]  # (R,)
     logprobs: NDArray[np.float32]  # (R,)
     raw_logprobs: NDArray[np.float32] | None  # (R,)
@@ -206,13 +200,11 @@ class SlotTable:
     # --- decoding ---------------------------------------------------------------------------
 
     def decode_inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(R,) tokens to feed and their positions."""
         rows = self.decoding
         positions_R = self.slots["cached"][:rows].copy()
         return self.tokens_SM[np.arange(rows), positions_R].astype(np.int64), positions_R
 
     def sequence(self, slot: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The tokens of a row: its prompt, and what was sampled so far."""
         prompt, made = int(self.slots["prompt"][slot]), int(self.slots["generated"][slot])
         tokens_M = self.tokens_SM[slot]
         return tokens_M[:prompt], tokens_M[prompt : prompt + made]
@@ -258,7 +250,6 @@ class SlotTable:
         return left
 
     def chunk(self, row: RequestRow, reason: FinishReason | None) -> TokenChunk:
-        """The tokens of `row` that were not delivered yet."""
         if row.slot < 0:
             empty = np.zeros(0, np.float32)
             return TokenChunk(start=row.sent, token_ids=empty.astype(np.int32), logprobs=empty, finish_reason=reason)

@@ -1,7 +1,4 @@
-"""Builds the shadow of the embedded engine: the next version's tensors, beside the live ones.
-
-Called by the engine for its agent; the engine then swaps the shadow in. Adapters are no shadow: see `low_rank`.
-"""
+"""Builds the shadow of the embedded engine: the next version's tensors, beside the live ones."""
 
 from __future__ import annotations
 
@@ -35,8 +32,6 @@ _REMEDY = (
 
 
 class Staging:
-    """The shadow, and the engine's rank in a group of the nccl transport."""
-
     def __init__(self, weights: LiveWeights, device: torch.device) -> None:
         self._weights = weights
         self._device = device
@@ -73,16 +68,11 @@ class Staging:
         return HostVersion(run_id=manifest.run_id, version=manifest.version, tensors=arrived, adapter=manifest.adapter)
 
     def named_out_of_memory(self, version: int) -> AbstractContextManager[None]:
-        """Names the keys that make room, where the device has none for a version."""
         return named_out_of_memory(doing=f"staging version {version}", device=self._device, remedy=_REMEDY)
 
 
 class BroadcastReceiver:
-    """The embedded engine's rank, in at most one group of the nccl transport at a time.
-
-    Calls into a group block, so each runs on a daemon thread and is waited for until its deadline at most. The event
-    loop and the engine's thread never block.
-    """
+    """The embedded engine's rank, in at most one group of the nccl transport at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -126,7 +116,6 @@ class BroadcastReceiver:
         logger.debug("version {} came through the group: {}", manifest.version, times)
 
     async def leave(self) -> None:
-        """Ends the group; a broadcast under way raises GROUP_BROKEN."""
         receiver, self._receiver = self._receiver, None
         receiving, self._receiving = self._receiving, None
         if receiver is None:

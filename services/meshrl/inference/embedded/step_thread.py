@@ -1,8 +1,6 @@
 """The thread of the embedded engine: steps the model, and between two steps takes requests and commands.
 
-Fed by `engine` through an inbox that it empties before each step; what a step produced goes back to the event loop in
-one call. A command runs between two steps and never inside one. If a step fails the thread ends, and every request and
-command, whenever it comes, is answered with that error.
+If a step fails the thread ends, and every request and command, whenever it comes, is answered with that error.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ class _Cancel:
 
 @dataclass(frozen=True, eq=False)
 class _Call(Generic[Result]):
-    """Runs on the thread between two steps; the result goes into the future."""
-
     function: Callable[[], Result]
     done: Future[Result]
 
@@ -98,7 +94,6 @@ class StepThread:
     # --- from the event loop ----------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread; what it produces goes to the running loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 

@@ -1,9 +1,4 @@
-"""Decides who may call which HTTP route; asked by the server before every request.
-
-Admin routes change an engine, so a web page must not reach them through its reader's browser. Such a request carries
-the page's Origin, or, where the page's name was made to point here (DNS rebinding), a Host that is not this machine's.
-Browsers send JSON to another origin only after asking for leave, which this server never gives.
-"""
+"""Decides who may call which HTTP route; asked by the server before every request."""
 
 from __future__ import annotations
 
@@ -24,8 +19,6 @@ PAGE_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "mult
 
 @dataclass(frozen=True, kw_only=True)
 class HttpRefusal:
-    """An HTTP status and what to do instead."""
-
     status: int
     message: str
 
@@ -40,7 +33,6 @@ class Access:
         self._own_names = frozenset({"localhost", socket.gethostname().lower()})
 
     def refusal(self, request: web.Request) -> HttpRefusal | None:
-        """Why a request may not be served; None when it may."""
         if request.path in OPEN_PATHS:
             return None
         if request.path in ADMIN_PATHS:

@@ -1,8 +1,4 @@
-"""The HTTP server of an engine: routes for tokens, for text, for health and for administration.
-
-Called by the rollout service, which sends token ids, and by any OpenAI client. `access` decides who may call what, the
-modules of the routes read requests and write answers, and `runs` has the engine complete what is asked for.
-"""
+"""The HTTP server of an engine: routes for tokens, for text, for health and for administration."""
 
 from __future__ import annotations
 
@@ -34,8 +30,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class InferenceServer:
-    """Routes of one engine. Without a tokenizer the text routes answer that they need one."""
-
     def __init__(
         self, engine: Engine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
         request_deadline_s: float = 600.0, api_key: str | None = None, admin_key: str | None = None,

@@ -1,7 +1,6 @@
 """Turns what was sampled for a chat request into OpenAI's message: its text, its reasoning and its tool calls.
 
-The model family's renderer (package `renderers`) knows the markup; the chat route asks for the message once a
-completion is over. Without a renderer an answer is all text, and requests with tools are refused.
+Without a renderer an answer is all text, and requests with tools are refused.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ class ChatReply:
 
 
 class ChatReplies:
-    """Parses replies of one model family."""
-
     def __init__(self, renderer: Renderer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer

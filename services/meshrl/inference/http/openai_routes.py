@@ -1,9 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: OpenAI's request formats for the same engine, whole or as a stream.
-
-Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
-the request has `return_token_ids`. Where the model's renderer is known, a chat message has its `reasoning_content` and
-`tool_calls` apart; a stream has them so with tools alone, in its last piece, and else the text as it is sampled.
-"""
+"""POST /v1/chat/completions and /v1/completions: OpenAI's request formats for the same engine, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -37,8 +32,6 @@ from meshrl.wire.errors import MeshError, Reason
 
 @dataclass(eq=False)
 class _Choice:
-    """One completion on its way to becoming text."""
-
     index: int
     prompt: int  # which prompt of the request it completes
     prompt_ids: tuple[int, ...]
@@ -52,8 +45,6 @@ class _Choice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """What became known of a choice: text, the tokens behind it, and why it ended if it did."""
-
     choice: _Choice
     text: str
     tokens: TokenChunk
@@ -61,8 +52,6 @@ class _Piece:
 
 
 class OpenAIRoutes:
-    """Chat and plain completions."""
-
     def __init__(self, serving: Serving, codec: TextCodec) -> None:
         self._serving = serving
         self._codec = codec

@@ -1,8 +1,6 @@
 """What becomes of every request key of OpenAI's and vLLM's APIs: honoured, neutral, or refused with a 400.
 
-`schemas` reads the honoured keys and holds all others against this table. docs/requests.md is made of it, and the tests
-run it. A request that is answered with 200 was sampled as it asked: a key that would change that is never passed over.
-Both engines take the same requests, since both sample by the same `SamplingParams`.
+docs/requests.md is made of it, and the tests run it.
 """
 
 from __future__ import annotations
@@ -104,12 +102,10 @@ def refusals(keys: Mapping[str, JsonValue], *, n: int = 1, table: Mapping[str, O
 
 
 def unknown(keys: Iterable[str]) -> list[str]:
-    """Those of these keys that are in no API that is known here."""
     return [name for name in keys if name not in OTHER_KEYS]
 
 
 def no_such_key(name: str, read: Collection[str]) -> str:
-    """The refusal of an unknown key, with the most similar one that is read."""
     near = difflib.get_close_matches(name, sorted(read), n=1)
     return f"{name}: no such key" + (f"; did you mean {near[0]}?" if near else f"; {LEAVE_OUT}")
 

@@ -1,7 +1,4 @@
-"""Runs the completions of one HTTP request on the engine, within its deadline, and puts their chunks together.
-
-Shared by the routes, which write the result as JSON, as a frame or as a stream.
-"""
+"""Runs the completions of one HTTP request on the engine, within its deadline, and puts their chunks together."""
 
 from __future__ import annotations
 
@@ -95,7 +92,6 @@ class Serving:
         return model if "@" in model or model in adapters.newest else ""
 
     def room(self, prompt_tokens: int) -> int:
-        """Tokens that fit behind a prompt. Raises: MeshError INVALID_REQUEST when none does."""
         room = self.max_model_len - prompt_tokens
         if room < 1 or prompt_tokens < 1:
             raise MeshError(
@@ -163,10 +159,7 @@ async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
 async def interleave(
     spans: CompletionSpans, requests: list[GenerateRequest]
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Chunks of several completions as they come, each with the index of its request.
-
-    Raises: whatever one of the completions fails with, at once; the others end with it.
-    """
+    """Chunks of several completions as they come, each with the index of its request."""
     ready: asyncio.Queue[tuple[int, TokenChunk] | Exception] = asyncio.Queue()
 
     async def pump(index: int, request: GenerateRequest) -> None:
@@ -195,7 +188,6 @@ async def interleave(
 
 
 def said(logprob: float) -> float:
-    """A logprob as JSON can carry it."""
     return logprob if math.isfinite(logprob) else REMOVED_LOGPROB
 
 
@@ -251,7 +243,6 @@ async def _send(response: web.StreamResponse, event: str) -> None:
 
 
 def as_mesh_error(error: Exception, request: web.Request) -> MeshError:
-    """The client's answer for an error; one that is no MeshError is a defect here and is logged."""
     if isinstance(error, MeshError):
         return error
     logger.opt(exception=error).error("{} {} failed", request.method, request.path)
@@ -274,7 +265,6 @@ STATUS_OF: dict[Reason, int] = {
 
 
 def error_body(error: MeshError) -> dict[str, object]:
-    """OpenAI's error shape; `reason` is the catalogue's name."""
     status = STATUS_OF.get(error.reason, 500)
     kind = {400: "invalid_request_error", 429: "rate_limit_error"}.get(status, "server_error")
     return {

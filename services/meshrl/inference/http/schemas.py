@@ -1,8 +1,8 @@
 """Request bodies of the HTTP routes: checked, then turned into the engine's own request types.
 
-The routes read the keys that have a field here. `request_keys` decides about all others: a key that would change what
-is sampled is refused unless its value is neutral. A key that is in no known API is refused in `sampling_params`, and
-logged on the text routes, whose clients send more than an engine needs.
+`request_keys` decides about all others: a key that would change what is sampled is refused unless its value is neutral.
+A key that is in no known API is refused in `sampling_params`, and logged on the text routes, whose clients send more
+than an engine needs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class _Checked(BaseModel):
 
     @property
     def other_keys(self) -> dict[str, JsonValue]:
-        """Those that have no field here."""
         return self.model_extra or {}
 
 
@@ -154,8 +153,6 @@ class TokenSampling(SamplingFields):
 
 
 class GenerateBody(_Checked):
-    """POST /inference/v1/generate: token ids in, token ids out."""
-
     model: str | None = None
     request_id: str | None = None
     token_ids: list[int]
@@ -226,8 +223,6 @@ class FunctionDefinition(BaseModel):
 
 
 class ToolDefinition(BaseModel):
-    """A tool of a chat request, as OpenAI's API has it."""
-
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
@@ -235,8 +230,6 @@ class ToolDefinition(BaseModel):
 
 
 class ChatBody(_TextBody):
-    """POST /v1/chat/completions."""
-
     messages: list[dict[str, JsonValue]] = Field(min_length=1)
     tools: list[ToolDefinition] | None = None
     tool_choice: JsonValue = None
@@ -280,8 +273,6 @@ class ChatBody(_TextBody):
 
 
 class CompletionBody(_TextBody):
-    """POST /v1/completions."""
-
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     max_tokens: int | None = Field(default=16, ge=1)  # OpenAI's default of this route

@@ -1,9 +1,4 @@
-"""The trace of each completion: a span with how long it waited, was prefilled and decoded, its tokens and versions.
-
-Used by the routes' `Serving`. The attributes follow OpenTelemetry's conventions for generative AI as far as those go;
-others begin with `meshrl.`. The ids of the hub's span of a version are computed from the version and its root hash, so
-that completions can link to it: see `meshrl.wire.trace.sync_context`.
-"""
+"""The trace of each completion: a span with how long it waited, was prefilled and decoded, its tokens and versions."""
 
 from __future__ import annotations
 
@@ -21,8 +16,6 @@ REMEMBERED_VERSIONS = 64
 
 
 class CompletionSpans:
-    """Runs completions on an engine, each in a span under the caller's."""
-
     def __init__(self, engine: Engine, model_name: str, tracer: trace.Tracer | None = None) -> None:
         self._engine = engine
         self._model_name = model_name

@@ -1,15 +1,4 @@
-"""POST /inference/v1/generate: token ids in, sampled token ids with logprobs and version spans out.
-
-The wire is vLLM's, as `renderers` reads it, with four fields more in each choice: `version_spans`
-[[start, end, version], ...] over the completion, `prompt_version` (the oldest version that computed a part of the
-prompt's KV cache, since weights may change before the first token), `completion_logprobs` (the logprobs packed as
-base64 float32) and, on request (`extra_args.raw_logprobs`), `raw_logprobs`. Logprobs are those of the distribution
-sampled from.
-
-A client that sends `Accept: application/x-meshrl-completion` gets a completion frame instead (see
-`meshrl.wire.completion_frame`), which costs no work per token. Streams, alternatives and prompt logprobs have none:
-they are answered in JSON, so a client reads the Content-Type.
-"""
+"""POST /inference/v1/generate: token ids in, sampled token ids with logprobs and version spans out."""
 
 from __future__ import annotations
 
@@ -44,8 +33,6 @@ from meshrl.wire.errors import MeshError, Reason
 
 
 class TokenRoute:
-    """The token-in, token-out route."""
-
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._unknown = UnknownKeys()

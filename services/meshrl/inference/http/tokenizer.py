@@ -1,7 +1,4 @@
-"""Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece.
-
-Prompts are bounded before they are tokenized, in bytes and in time (see `tokenizer_pool`); decoding only reads.
-"""
+"""Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece."""
 
 from __future__ import annotations
 
@@ -118,7 +115,6 @@ class TextCodec:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token; a part of a character is U+FFFD."""
         return self.bytes.of(token_id).decode(errors="replace")
 
 
@@ -153,7 +149,6 @@ class TextStream:
         return self.stopped_by is not None
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """The text that these tokens add for good; with `last` also what was held back."""
         if self.stopped:
             return ""
         self._held += self._pieces.push(token_ids, last)

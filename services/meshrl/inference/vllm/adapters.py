@@ -18,14 +18,9 @@ from meshrl.wire.errors import MeshError, Reason
 
 
 class AdapterStore:
-    """The adapter folders of one engine; blocking, so use `write` off the event loop.
-
-    vLLM may read a folder again for as long as requests name it. All are gone when the engine ends, also when it is
-    killed.
-    """
+    """The adapter folders of one engine; blocking, so use `write` off the event loop."""
 
     def __init__(self, max_rank: int, *, folder: Path = SHM) -> None:
-        """`folder`: where to put them; the temporary folder where it is none."""
         self._max_rank = max_rank
         self._root = Path(tempfile.mkdtemp(prefix="meshrl-lora-", dir=folder if folder.is_dir() else None))
         self._guardian = FolderGuardian(self._root)
@@ -60,7 +55,6 @@ class AdapterStore:
         return folder
 
     def remove(self, number: int) -> None:
-        """Deletes the folder of an adapter that no request names any more."""
         shutil.rmtree(self._root / str(number), ignore_errors=True)
 
     def close(self) -> None:

@@ -25,14 +25,11 @@ RPC_DEADLINE_S = 60.0
 
 
 class EngineCalls:
-    """What `VllmEngine` asks of the processes behind one AsyncLLM, beside its requests."""
-
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self.ends = JobEnds()
 
     async def rpc(self, method: str, *args: object, deadline_s: float = RPC_DEADLINE_S) -> Any:
-        """Calls every worker and returns the first failure, else the first answer; None while any has none."""
         call = self._llm.collective_rpc(method, timeout=deadline_s, args=args)
         answers = await self.core(call, deadline_s)
         for answer in answers:

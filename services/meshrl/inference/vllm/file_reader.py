@@ -1,7 +1,6 @@
 """Reads safetensors files onto a vLLM worker's device, a few hundred MiB at a time, through pinned memory for a GPU.
 
-A memory-mapped tensor is copied to a GPU at the speed of pageable memory, a fifth of what the link can do. Here several
-threads read the file into one pinned buffer while the other one is on its way to the device.
+Here several threads read the file into one pinned buffer while the other one is on its way to the device.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file: bytes [start, end) from the file's beginning."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]

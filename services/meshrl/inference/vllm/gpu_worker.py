@@ -1,8 +1,4 @@
-"""vLLM's GPU worker for engines that take weight versions: the room of a second copy is taken before the KV cache's.
-
-vLLM gives its KV cache all of the configured share that weights and activations leave. Here the shadow exists when it
-measures, and what counts is the memory that this process holds on the device, whichever library took it.
-"""
+"""vLLM's GPU worker for engines that take weight versions: the room of a second copy is taken before the KV cache's."""
 
 from __future__ import annotations
 

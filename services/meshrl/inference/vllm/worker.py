@@ -1,7 +1,6 @@
-"""What vLLM's workers do for weight versions: stage, receive, apply. `worker_extension_cls` mixes it into the worker.
+"""What vLLM's workers do for weight versions: stage, receive, apply.
 
-Every method is called between two steps of the engine and returns soon; long work runs on a thread, whose outcome the
-engine asks for. All names begin with `meshrl_`, since the class shares its namespace with the worker's own.
+`worker_extension_cls` mixes it into the worker.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ APPLY_WAIT_S = 30.0
 
 
 class WeightsExtension:
-    """The weight side of one vLLM worker. Paths, JSON and plain values in; plain values out."""
-
     _meshrl_shadow: WorkerShadow | None = None  # `gpu_worker` builds it before vLLM measures its room
 
     def meshrl_open(self, ends: str) -> dict[str, str]:
@@ -72,7 +69,6 @@ class WeightsExtension:
         return {"shadow": type(self._meshrl_shadow).__name__, "device": device}
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
-        """Starts to fill the shadow from safetensors files under Hugging Face names."""
         shadow = self._meshrl_ready_shadow()
 
         def work() -> None:
@@ -87,7 +83,6 @@ class WeightsExtension:
         self._meshrl_start(work, f"staging version {version}")
 
     def meshrl_receive(self, version: int, manifest_json: bytes, stall_s: float) -> None:
-        """Starts to fill the shadow from what the senders of the group broadcast."""
         manifest, receiver = from_json(manifest_json), self._meshrl_receiver
         shadow = self._meshrl_ready_shadow()
 
@@ -107,7 +102,6 @@ class WeightsExtension:
         return {"seconds": 0.0} if job is None else job.outcome
 
     def meshrl_apply(self, version: int) -> float:
-        """Makes the staged version live; only while the engine is paused. Returns seconds."""
         if self._meshrl_job is not None:
             # The engine asks only one of its data-parallel parts whether it is done.
             self._meshrl_job.join(APPLY_WAIT_S)
@@ -135,7 +129,6 @@ class WeightsExtension:
         return free_bytes
 
     def meshrl_free_bytes(self) -> int:
-        """Free bytes of the device; 0 for a CPU."""
         device = self._meshrl_device()
         return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
@@ -152,7 +145,6 @@ class WeightsExtension:
         self._meshrl_start(work, f"joining group {joined.generation}")
 
     def meshrl_leave(self) -> None:
-        """Ends the group, a broadcast under way included."""
         receiver, self._meshrl_receiver = self._meshrl_receiver, None
         if receiver is not None:
             receiver.abort()
