@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--warm-up-s", type=float, default=5.0)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the engine ends as well
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/dev/shm")) as folder:
         bench(arguments, Path(folder))
 
 

@@ -146,9 +146,11 @@ async def measure(arguments: argparse.Namespace) -> list[tuple[str, ...]]:
         first, second = list(norms.values())[-2:]
         ratio("  most that a norm differs, %", 100 * max(abs(first[n][0] / second[n][0] - 1) for n in first))
     if "long" in arguments.only:
-        one = await case(f"one run, 8 rows of {long}", 1, long, rows=8, steps=1, joining=None)
-        eight = await case(f"eight runs, a row of {long} each", 8, long, steps=1, joining=None)
-        ratio("  eight to one", eight / one)
+        ones = [await case(f"one run, 8 rows of {long}", 1, long, rows=8, steps=2, joining=None)]
+        eight = await case(f"eight runs, a row of {long} each", 8, long, steps=2, joining=None)
+        ratio("  eight to one", eight / ones[0])
+        ones.append(await case(f"one run, 8 rows of {long}", 1, long, rows=8, steps=2, joining=None))
+        ratio("  eight to one before and after", eight / statistics.mean(ones))
     if "small" in arguments.only:
         many = await case(f"32 runs, rows of {small}, joined", 32, small, steps=steps, joining=room)
         row = await case(f"32 runs, rows of {small}, one after the other", 32, small, steps=1, joining=None, alone=True)

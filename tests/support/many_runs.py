@@ -125,7 +125,6 @@ class Publishing:
     """Takes a run's versions. `refuse` gives an error for a version; those in `held` wait for `release`."""
 
     def __init__(self) -> None:
-        self.versions: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         self.held: set[str] = set()
         self.waiting: dict[str, Future[Any]] = {}
         self.refuse: Callable[[str, int], MeshError | None] = lambda run_id, version: None
@@ -134,7 +133,6 @@ class Publishing:
         self.closed = False
 
     def publish(self, run_id: str, version: int, captured: Any) -> Future[Any]:
-        self.versions[run_id, version] = captured
         done: Future[Any] = Future()
         if run_id in self.held:
             self.waiting[run_id] = done

@@ -12,9 +12,10 @@ Shapes: P scalars of a set, each matrix padded to 64 bytes; T tokens of a row, G
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch import nn
 from meshrl.core.config.shared import EXPERT_RANK_STEP
 
 A, B = "lora_A", "lora_B"
+Matrix = TypeVar("Matrix", bound=torch.Tensor)
 ALIGNED = 16  # float32 scalars: matrices begin where tensors of their own would, so products have the same bits
 
 
@@ -91,25 +93,20 @@ class AdapterSet:
         self.scale = scale
         self.layers, self._chosen = dict(layers), set(chosen)
         shapes = {name: layer.shapes(scale.rank) for name, layer in chosen.items()}
-        self.flat = torch.zeros(
-            sum(_padded(shape) for pair in shapes.values() for shape in pair), dtype=torch.float32, device=device
-        )
+        self._shapes = [shape for pair in shapes.values() for shape in pair]
+        self.flat = torch.zeros(sum(map(_padded, self._shapes)), dtype=torch.float32, device=device)
         self.gradient: torch.Tensor | None = None
-        self._places: list[tuple[nn.Parameter, int]] = []
-        self.matrices: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-        at = 0
-        for name, pair in shapes.items():
-            made = []
-            for shape in pair:
-                made.append(nn.Parameter(self.flat[at : at + math.prod(shape)].view(shape)))
-                self._places.append((made[-1], at))
-                at += _padded(shape)
-            self.matrices[name] = (made[0], made[1])
+        self._parameters = [nn.Parameter(view) for view in _views(self.flat, self._shapes)]
+        self.matrices = dict(zip(shapes, _in_twos(self._parameters), strict=True))
+
+    def by_layer(self, flat: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The two matrices of each layer in a tensor that is laid out as `flat`, as views."""
+        return dict(zip(self.matrices, _in_twos(_views(flat, self._shapes)), strict=True))
 
     @property
     def numel(self) -> int:
         """Scalars of all matrices, without padding."""
-        return sum(parameter.numel() for parameter, _ in self._places)
+        return sum(map(math.prod, self._shapes))
 
     @property
     def mounted(self) -> bool:
@@ -128,8 +125,8 @@ class AdapterSet:
         """Makes room for the gradient, where backward passes add to; it stays until `drop_gradient`."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.flat)
-            for parameter, at in self._places:
-                parameter.grad = self.gradient[at : at + parameter.numel()].view(parameter.shape)
+            for parameter, view in zip(self._parameters, _views(self.gradient, self._shapes), strict=True):
+                parameter.grad = view
 
     def sum_gradient(self) -> None:
         """Sums the gradient over all ranks of the process group; without one it is the sum already."""
@@ -141,7 +138,7 @@ class AdapterSet:
     def drop_gradient(self) -> None:
         """Frees the gradient."""
         self.gradient = None
-        for parameter, _ in self._places:
+        for parameter in self._parameters:
             parameter.grad = None
 
 
@@ -234,9 +231,8 @@ class JoinedSets:
             for name, (low, high) in shapes.items()
         }
         with torch.no_grad():
-            for place in range(len(here)):
-                own, copies = zip(*((own, stack[at]) for own, stack, at in self._parts(place)), strict=True)
-                torch._foreach_copy_(copies, own)
+            own, copies = zip(*self._pairs(lambda stack: stack), strict=True)
+            torch._foreach_copy_(copies, own)
 
     def __enter__(self) -> JoinedSets:
         for name, layer in self._layers.items():
@@ -250,23 +246,36 @@ class JoinedSets:
 
     def add_gradients(self) -> None:
         """Adds what backward passes have left to the gradients of the sets."""
-        for place, adapter_set in enumerate(self._sets):
+        for adapter_set in self._sets:
             adapter_set.open_gradient()
-            made = [(own.grad, stack.grad[at]) for own, stack, at in self._parts(place) if stack.grad is not None]
-            if made:
-                torch._foreach_add_(*zip(*made, strict=True))
+        if made := [(own.grad, part) for own, part in self._pairs(lambda stack: stack.grad)]:
+            torch._foreach_add_(*zip(*made, strict=True))
 
-    def _parts(self, place: int) -> Iterator[tuple[nn.Parameter, torch.Tensor, tuple[int | slice, ...]]]:
-        own = slice(self._sets[place].scale.rank)
-        for name, (low, high) in self._sets[place].matrices.items():
-            layer = self._joined[name]
-            yield low, layer.low, (place, own)
-            yield high, layer.high, (place, slice(None), own)
+    def _pairs(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each matrix of the sets, and its part of what `of` returns for its stack."""
+        for name, joined in self._joined.items():
+            low_G, high_G = of(joined.low), of(joined.high)
+            if low_G is None or high_G is None:
+                continue
+            for each, low, high in zip(self._sets, low_G.unbind(), high_G.unbind(), strict=True):
+                if name in each.matrices:
+                    rank, (own_low, own_high) = each.scale.rank, each.matrices[name]
+                    yield own_low, low if len(low) == rank else low[:rank]
+                    yield own_high, high if len(low) == rank else high[:, :rank]
 
 
 def mounted_set(model: nn.Module) -> AdapterSet | None:
     """The set whose adapters the model's layers have."""
     return next((each.adapter_set for each in model.modules() if isinstance(each, AdapterHolder) and each.rank), None)
+
+
+def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    parts = zip(flat.split(list(map(_padded, shapes))), shapes, strict=True)
+    return [part[: math.prod(shape)].view(shape) for part, shape in parts]
+
+
+def _in_twos(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, Matrix]]:
+    return zip(matrices[::2], matrices[1::2], strict=True)
 
 
 def _padded(shape: tuple[int, ...]) -> int:

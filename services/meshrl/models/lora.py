@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from meshrl.models.adapters import A, AdapterHolder, AdapterScale, AdapterSet, B
+from meshrl.models.adapters import A, AdapterHolder, AdapterScale, AdapterSet, B, mounted_set
 from meshrl.models.expert_lora import ExpertAdapter, expert_adapters, expert_parameters
 from meshrl.models.sharded import by_parts, gather_whole
 from meshrl.versions import peft
@@ -283,10 +283,14 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     Only a rank that asks to `keep` the state gets it, the others get an empty one. Every rank calls it.
     """
     saved = {name: gather_whole(parameter.detach()) for name, parameter in saved_parameters(model).items()}
-    return {name: tensor.to("cpu", copy=True) for name, tensor in (saved if keep else {}).items()} | {
-        f"{name}.{part}": getattr(layer, part).detach().to("cpu", copy=True)
-        for name, layer in (adapted_layers(model) if keep else {}).items()
-        for part in (A, B)
+    if not keep:
+        return {}
+    adapters, copies = mounted_set(model), dict[str, tuple[torch.Tensor, torch.Tensor]]()
+    if adapters is not None:
+        flat = torch.empty_like(adapters.flat, device="cpu", pin_memory=adapters.flat.is_cuda)
+        copies = adapters.by_layer(flat.copy_(adapters.flat))
+    return {name: tensor.to("cpu", copy=True) for name, tensor in saved.items()} | {
+        f"{name}.{part}": matrix for name, pair in copies.items() for part, matrix in zip((A, B), pair, strict=True)
     }
 
 
