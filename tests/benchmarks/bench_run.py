@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from meshrl.launch.gpus import VARIABLE, visible
+from meshrl.core.torch_environment import VISIBLE_GPUS
+from meshrl.launch.gpus import visible
 from meshrl.models.load import fill_at_random
 from rollout_paths import save_tokenizer
 
@@ -106,7 +107,7 @@ def environments(characters: Sequence[int]) -> list[str]:
 def start(module: str, flags: Sequence[str], *, gpus: Sequence[int], log: Path) -> subprocess.Popen[bytes]:
     """Starts one of our programs where it sees `gpus` only."""
     path = os.pathsep.join(filter(None, (str(HERE / "tasksets"), os.environ.get("PYTHONPATH"))))
-    seen = {VARIABLE: ",".join(visible(os.environ)[gpu] for gpu in gpus)} if gpus else {}
+    seen = {VISIBLE_GPUS: ",".join(visible(os.environ)[gpu] for gpu in gpus)} if gpus else {}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         return subprocess.Popen(

@@ -1,13 +1,23 @@
-"""Variables that torch reads while it loads: how its threads wait on a shared CPU, and how a trainer's GPU memory
-grows."""
+"""Before torch is loaded: whether it may find a GPU, and the variables that it reads then, of how its threads wait on a
+shared CPU and how a trainer's GPU memory grows."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 SPINS = "1000"
 """Some microseconds: as fast as any number on idle cores, and beside a program that wants one of two cores a training
 step takes half the processor seconds of OpenMP's 300,000 (torch 2.13)."""
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""CUDA's driver, on Linux and under Windows."""
+
+
+def may_have_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether there is a driver, and no variable that hides all GPUs."""
+    return environ.get(VISIBLE_GPUS) not in ("", "-1") and any(driver.exists() for driver in GPU_DRIVERS)
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:

@@ -278,6 +278,12 @@ class InferenceConfig(BaseConfig):
         return (*own, *(f"vllm.{key}" for key in self.vllm))
 
     @property
+    def imports_vllm_ahead(self) -> bool:
+        """Whether the engine may be vLLM on a GPU, whose processes come out of a fork server."""
+        on_gpu = self.engine != "embedded" and not self.model.device.startswith("cpu")
+        return on_gpu and not self.vllm_argument("numa_bind")  # which takes a new interpreter for each
+
+    @property
     def takes_whole_versions(self) -> bool:
         """Whether vLLM has a second copy of the weights beside the live ones: adapters need none."""
         adapters = self._takes_adapters or bool(self.vllm_argument("enable_lora"))

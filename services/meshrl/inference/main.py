@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from importlib.util import find_spec
 
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, load_config
@@ -14,9 +15,10 @@ from meshrl.core.heap import loading
 from meshrl.core.interpreter import start_anew_in
 from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import log_as, run, run_traced
-from meshrl.core.torch_environment import wait_briefly
+from meshrl.core.torch_environment import may_have_gpu, wait_briefly
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
+from meshrl.inference.vllm.processes import import_ahead
 from meshrl.prime_rl import PrimeRLKeys
 
 
@@ -41,6 +43,8 @@ def main() -> None:
             stack.enter_context(short_socket_paths())
         else:  # vLLM's processes have the cores of a CPU for themselves
             wait_briefly(os.environ)
+        if config.imports_vllm_ahead and may_have_gpu(os.environ) and find_spec("vllm") is not None:
+            import_ahead(config.torch_threads)
         _run(config)
 
 

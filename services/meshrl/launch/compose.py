@@ -13,9 +13,10 @@ from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.credentials.secret import checked
 from meshrl.core.paths import Layout
+from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.launch.config import RLConfig
 from meshrl.launch.config.sections import RunSection
-from meshrl.launch.gpus import VARIABLE, Placement, place
+from meshrl.launch.gpus import Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
@@ -349,7 +350,7 @@ def key_environ(key: SecretStr | None, variable: str) -> dict[str, str]:
 
 
 def gpu_variables(gpus: Sequence[str] | None) -> dict[str, str]:
-    return {} if gpus is None else {VARIABLE: ",".join(gpus)}
+    return {} if gpus is None else {VISIBLE_GPUS: ",".join(gpus)}
 
 
 def _with_port(config: Server, free_port: Callable[[str], int]) -> Server:

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshrl.core.config import ConfigError
-
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""CUDA's driver, on Linux and under Windows."""
+from meshrl.core.torch_environment import VISIBLE_GPUS, may_have_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +37,10 @@ class GpuDemand:
 
 def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The GPUs of this machine that a program started here may use, under the names that CUDA takes."""
-    listed = environ.get(VARIABLE)
+    listed = environ.get(VISIBLE_GPUS)
     if listed is not None:
         return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
-    if not any(driver.exists() for driver in DRIVERS):
+    if not may_have_gpu(environ):
         return ()
     import torch  # takes seconds, which a run without GPUs need not wait for
 
@@ -59,7 +55,7 @@ def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
         if demand.num_infer_gpus is not None:
             raise ConfigError(
                 f"deployment.num_infer_gpus is {demand.num_infer_gpus} but no GPU is visible here; leave it out, or"
-                f" look at nvidia-smi and {VARIABLE}"
+                f" look at nvidia-smi and {VISIBLE_GPUS}"
             )
         listed, trainer = demand.inference_gpu_ids, demand.trainer_gpu_ids
         return Placement(
@@ -78,7 +74,7 @@ def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequenc
         if beyond:
             raise ConfigError(
                 f"{key} lists {beyond[0]}, but the GPUs visible here are 0 to {num_visible - 1}; ids count those in"
-                f" {VARIABLE} where it is set"
+                f" {VISIBLE_GPUS} where it is set"
             )
     for_engines, for_trainer = demand.for_engines, demand.for_trainer
     engines, trainer = demand.inference_gpu_ids, demand.trainer_gpu_ids

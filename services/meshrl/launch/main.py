@@ -23,11 +23,12 @@ from meshrl.core.program import run
 from meshrl.core.run_folder import empty_folder, holds_a_run
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
 from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
 from meshrl.launch.credentials import credentials_for, with_engine_key
-from meshrl.launch.gpus import VARIABLE, visible
+from meshrl.launch.gpus import visible
 from meshrl.launch.join import has_sections, joined
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.certificates import certify_engines
@@ -269,10 +270,10 @@ def temporary_folders(parts: Sequence[Part]) -> list[Path]:
 def placed(parts: Sequence[Part]) -> list[str]:
     lines = []
     for part in parts:
-        if part.environ.get(VARIABLE):
+        if part.environ.get(VISIBLE_GPUS):
             share = isinstance(part.config, InferenceConfig) and part.config.share_gpu
             lines.append(
-                f"{part.name} works on GPU {part.environ[VARIABLE]}{', which the trainer shares' if share else ''}"
+                f"{part.name} works on GPU {part.environ[VISIBLE_GPUS]}{', which the trainer shares' if share else ''}"
             )
     return lines
 

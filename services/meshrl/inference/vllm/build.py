@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import secrets
 import signal
@@ -15,7 +16,8 @@ from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
-from meshrl.inference.vllm.installed import VllmError
+from meshrl.inference.vllm.installed import VllmError, inspect_models_here, start_processes_by
+from meshrl.inference.vllm.processes import ForkServer, imports_ahead, prepare_environment
 from meshrl.models.folder import ModelFolder, WeightReader
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.routers import Routers
@@ -29,8 +31,6 @@ if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
 
     from meshrl.inference.vllm.engine import VllmEngine
     from meshrl.inference.vllm.requests import RoutedLayers
-
-_QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
@@ -113,38 +113,32 @@ def _vllm_config(
     torch_threads: int | None,
     headless: bool = False,
 ) -> VllmConfig:
-    _prepare_environment(torch_threads, eager=bool(arguments.get("enforce_eager")))
+    prepare_environment(torch_threads)
+    if arguments.get("enforce_eager") and not torch.accelerator.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a few functions on a CPU even then
     # vLLM's own default is one seed for all: engines would answer the same prompt with the same replies.
     given = {"seed": secrets.randbelow(2**31), **arguments}
     if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
         given["dtype"] = str(resolve_dtype(model)).removeprefix("torch.")
     chosen = {**automatic(model, given, versions=versions), **given}
+    inspect_models_here()
+    if imports_ahead():
+        start_processes_by(ForkServer())
     return engine_config(engine_arguments(chosen, versions=versions, torch_threads=torch_threads), headless=headless)
-
-
-def _prepare_environment(torch_threads: int | None, *, eager: bool) -> None:
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    if torch_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(torch_threads)
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM counts and binds threads by itself
-    if eager and not torch.accelerator.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a few functions on a CPU even then
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
     """Starts vLLM's processes; with `forks` out of this one, so that none of them imports vLLM again, for seconds each.
 
     Only processes with one thread of torch and no GPU may be forked: in the new one OpenMP would wait for ever for
-    threads that only the old one has. vLLM's configuration of a CPU asks for new interpreters, whatever was set before.
+    threads that only the old one has.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if forks:
         torch.set_num_threads(1)  # of this thread, which is the main one of the new process
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_forget_signals)
+        start_processes_by(multiprocessing.get_context("fork"))
     try:
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
     except (RuntimeError, ValueError) as error:  # of its engine process, which has written its own to the log

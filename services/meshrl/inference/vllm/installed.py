@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Iterable
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,23 @@ def check_supported() -> None:
             f"vLLM {found[0]}.{found[1]} is installed, but {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} are"
             " supported; install one of these"
         )
+
+
+def start_processes_by(context: BaseContext) -> None:
+    """Has vLLM start its processes by a context of `multiprocessing`; its own setting knows only `spawn` and `fork`."""
+    from vllm.v1.engine import coordinator, utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (coordinator, utils, multiproc_executor):
+        module.get_mp_context = lambda: context
+
+
+def inspect_models_here() -> None:
+    """Has vLLM import the class of a model in this process to look at it. It would start a new interpreter, which
+    imports vLLM first, so that CUDA is not initialised before a fork; no process is forked from one that uses a GPU."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def client_errors() -> tuple[type[Exception], ...]:

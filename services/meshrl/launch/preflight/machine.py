@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from meshrl.client.machine.fitness import open_files
-from meshrl.launch.gpus import VARIABLE
+from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 
 WANDB_URL = "https://api.wandb.ai"
@@ -49,7 +49,7 @@ def check_gpus(plan: Plan) -> Iterator[Finding]:
         if listed:
             yield error(
                 f"{key} lists {', '.join(map(str, listed))} but no GPU is visible here; leave it out to run on the CPU,"
-                f" or look at nvidia-smi and {VARIABLE}"
+                f" or look at nvidia-smi and {VISIBLE_GPUS}"
             )
 
 
