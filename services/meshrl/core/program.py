@@ -31,6 +31,8 @@ from meshrl.core.telemetry.logs import setup_logging, stdout_goes_beside
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:  # takes long to import, and not every process traces
+    from opentelemetry.trace import Tracer
+
     from meshrl.core.telemetry.tracing import Tracing
 
 BAD_CONFIGURATION = 2
@@ -223,8 +225,11 @@ def how_it_ended(code: int | None) -> str:
     return f"was killed by {name} ({-code})"
 
 
-def say_ready() -> None:
-    """Creates the file READY_FILE, where the starter of this process named one."""
+def say_ready(tracer: Tracer) -> None:
+    """Ends the program's start; creates the file READY_FILE, where the starter of this process named one."""
+    from meshrl.core.telemetry.start import start_of  # takes long to import, and not every process traces
+
+    start_of(tracer).end(tracer)
     path = os.environ.get(READY_FILE)
     if path:
         with suppress(OSError):  # the starter has gone, or its disk is full: no reason to end

@@ -13,6 +13,7 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from meshrl.client.machine.memory import machine_memory
+from meshrl.core.telemetry.start import Start
 from meshrl.inference.config import InferenceConfig, only_vllm
 from meshrl.inference.embedded.engine import MAX_ADAPTERS, EmbeddedEngine
 from meshrl.inference.engine import Engine
@@ -76,11 +77,12 @@ def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm
     return EngineChoice(engine="vllm", reason="vLLM is installed and there is a GPU")
 
 
-async def open_engine(config: InferenceConfig) -> Engine:
-    """The engine that the configuration asks for, started on this loop.
+async def open_engine(config: InferenceConfig, start: Start | None = None) -> Engine:
+    """The engine that the configuration asks for, started on this loop. `start` gets its phases.
 
     Raises: ModelError when the model cannot be loaded, ValueError for what a changed configuration mends.
     """
+    start = start or Start()
     choice = choose_engine(
         config.engine, config.model.device, vllm_only=config.vllm_only, sleeps=config.sleep_while_training
     )
@@ -88,9 +90,10 @@ async def open_engine(config: InferenceConfig) -> Engine:
     if choice.engine == "vllm":
         from meshrl.inference.vllm.build import open_vllm_engine  # vLLM is an extra, and takes seconds to import
 
-        engine: Engine = await open_vllm_engine(config)
+        engine: Engine = await open_vllm_engine(config, start)
         return engine
-    embedded = await asyncio.to_thread(build_engine, config)
+    with start.phase("model"):
+        embedded = await asyncio.to_thread(build_engine, config)
     embedded.start()
     return embedded
 

@@ -16,6 +16,7 @@ from meshrl.core.heap import freeze_loaded
 from meshrl.core.program import say_ready
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.telemetry.exposition import registry_of
+from meshrl.core.telemetry.start import start_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
 from meshrl.inference.agent.agent import Membership
@@ -48,9 +49,10 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     )
     try:
         with waits_of(tracer).waiting("start", f"its engine of {config.model.name} to come up"):
-            engine = await unless_stopped(stop, open_engine(config))
+            engine = await unless_stopped(stop, open_engine(config, start_of(tracer)))
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
+            with start_of(tracer).phase("tokenizer"):
+                tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
         except ModelError as error:  # the token-in route works without one
             logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
             codec = None
@@ -102,7 +104,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
         config.model.name, scheme(), host, port, engine.stats().slots, engine.max_model_len,
     )  # fmt: skip
     registry_of(tracer).register(EngineMetrics(engine))
-    say_ready()
+    say_ready(tracer)
     async with kept_fresh(tls), server.idle.closed(runner):
         code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
     engine.begin_drain()

@@ -157,7 +157,7 @@ async def _train(
         raise
     try:
         loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
-        say_ready()
+        say_ready(tracer)
         cost = OwnCost()
         try:
             async with services.watching():

@@ -19,6 +19,7 @@ from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import run_program, say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.exposition import registry_of
+from meshrl.core.telemetry.start import start_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.environments.plugins import NAMESAKES
@@ -65,7 +66,7 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
         stack.push_async_callback(server.drain, STOP_GRACE_S)
         freeze_loaded()
         server.set_serving()
-        say_ready()
+        say_ready(tracer)
         reporting = asyncio.create_task(runner.report_waits())
         stack.callback(reporting.cancel)
         logger.info("serving {} on port {}", ", ".join(runner.environments), port)
@@ -93,7 +94,7 @@ async def serve_by_dialling(
         stack.callback(reporting.cancel)
         running = asyncio.create_task(worker.run())
         stack.callback(running.cancel)
-        say_ready()
+        say_ready(tracer)
         logger.info("worker {!r} plays {} for {}", name, ", ".join(runner.environments), exchange.address)
         await stop_or_first(stop, running)
         if running.done():
@@ -120,7 +121,8 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
         max_concurrent=limit.rollouts, max_queued=config.max_queued, max_per_run=config.max_concurrent_per_run
     )
     registry_of(tracer).register(RolloutMetrics(table))
-    fleet = await stack.enter_async_context(WorkerFleet(config))
+    with start_of(tracer).phase("environments"):
+        fleet = await stack.enter_async_context(WorkerFleet(config))
     players: dict[str, Player] = {name: PooledPlayer(fleet, name, config.client.failover_s) for name in fleet.names}
     for name in fleet.names:
         tasks = fleet.info(name).num_tasks or "infinitely many"

@@ -23,6 +23,7 @@ from meshrl.core.credentials.identity import as_member
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.program import exit_code_of, leave, run_traced, say_ready
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.start import start_of
 from meshrl.core.telemetry.waits import Waits, waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
 from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix, replayed_shape
@@ -92,7 +93,8 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
     """Rank 0: trains until `stop` is set, a client drains the trainer, or it cannot go on; returns the exit code."""
     with suppress(StoppedError):  # before there was anything to drain
         thread, waits = TrainingThread(), waits_of(tracer)
-        with waits.waiting("start", f"its model {config.model.name} to be loaded"):
+        loading = f"its model {config.model.name} to be loaded"
+        with waits.waiting("start", loading), start_of(tracer).phase("model"):  # and its kernels
             parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
         epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
         own = StepBook(
@@ -136,9 +138,10 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
             decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, epoch, waits), loop)
             spans = TrainSpans(tracer)
-            publication, initial = await unless_stopped(
-                stop, thread.call(lambda: open_publication(decided, options, parts, commands, hub, os.environ))
-            )
+            with start_of(tracer).phase("engines"):
+                publication, initial = await unless_stopped(
+                    stop, thread.call(lambda: open_publication(decided, options, parts, commands, hub, os.environ))
+                )
             training = RunTraining(
                 learner,
                 parts.run,
@@ -189,7 +192,8 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                     for_s=config.hub_deadline_s,
                 )
                 del initial  # the first version's weights must not live as long as this function
-                await unless_stopped(stop, first)
+                with start_of(tracer).phase("version"):
+                    await unless_stopped(stop, first)
                 del first
                 freeze_loaded()
                 table.own.open()
@@ -200,7 +204,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                         discovery = Discovery(servicer.host, maker.hooks, config.output_dir)
                         discovering = asyncio.create_task(discovery.follow())
                 server.set_serving()
-                say_ready()
+                say_ready(tracer)
                 logger.info(
                     "trainer: run {!r} at version {} (epoch {}) on {} rank(s) ({}), serving TrainerService at {}",
                     config.run_id, parts.run.step_done, epoch, plan.world_size, plan.layout, address,

@@ -89,7 +89,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
             logger.info("weights: hosts join this run at {}:{}", config.server.host, joins_at)
         waits_of(tracer).serves = (f"{config.server.host}:{port}",)
         server.set_serving()
-        say_ready()
+        say_ready(tracer)
         logger.info("weights: serving WeightSync at {}:{}", config.server.host, port)
         caller = EngineCaller(
             config.engines,
@@ -130,7 +130,7 @@ async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event,
             await relay.start()
             port = await server.start()
             server.set_serving()
-            say_ready()
+            say_ready(tracer)
             logger.info("weights: relaying the hub at {} at {}:{}", upstream, config.server.host, port)
             await stop.wait()
         finally:

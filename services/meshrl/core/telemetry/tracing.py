@@ -22,6 +22,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from prometheus_client import CollectorRegistry
 
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
+from meshrl.core.telemetry.start import Start
 from meshrl.core.telemetry.waits import Waits
 from meshrl.wire.trace import format_traceparent
 
@@ -125,13 +126,15 @@ class CollectorExporter(SpanExporter):
 
 
 class Tracing(trace.Tracer):
-    """The tracer of a program; `waits` is what the program waits for, `registry` has its metrics for Prometheus."""
+    """The tracer of a program; `waits` is what the program waits for, `start` how it came up, `registry` has its
+    metrics for Prometheus."""
 
     def __init__(
         self, tracer: trace.Tracer, provider: SpanProvider | None, collector: CollectorExporter | None = None
     ) -> None:
         """`collector` is the last exporter of the provider, where there is one."""
         self.waits = Waits()
+        self.start = Start()
         self.registry = CollectorRegistry()
         self._tracer = tracer
         self._provider = provider

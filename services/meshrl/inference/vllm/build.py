@@ -14,6 +14,7 @@ from loguru import logger
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
+from meshrl.core.telemetry.start import Phase, Start
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
 from meshrl.inference.vllm.installed import VllmError, inspect_models_here, start_processes_by
@@ -33,9 +34,9 @@ if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from meshrl.inference.vllm.requests import RoutedLayers
 
 
-async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
+async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
     """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses, and ModelError."""
-    with loading():
+    with start.phase("vllm.configuration"), loading():
         vllm_config = await asyncio.to_thread(
             _vllm_config,
             config.model,
@@ -58,7 +59,8 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
     routed = None
     if config.vllm_argument("enable_return_routed_experts"):
         routed = await asyncio.to_thread(_routed, config.model)
-    llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
+    with start.phase("vllm.processes"):
+        llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
     engine = VllmEngine(
         llm,
         layout=layout,
@@ -70,7 +72,9 @@ async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
         routed=routed,
     )
     try:
-        await engine.start()
+        with start.phase("vllm.second_copy"):
+            phases = await engine.start()
+        start.phases += [Phase(f"vllm.{name}", began_s, ended_s) for name, began_s, ended_s in phases]
     except BaseException:  # whatever it was, vLLM's processes must not outlive it
         await engine.close()
         raise

@@ -10,6 +10,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 from loguru import logger
 from vllm.inputs import tokens_input
@@ -37,6 +38,9 @@ from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import JoinGroup, Manifest, VersionSpan
+
+if TYPE_CHECKING:
+    from meshrl.inference.vllm.worker import WorkerPhase
 
 OPEN_DEADLINE_S = 1800.0  # a checkpoint may be read once more
 STAGE_DEADLINE_S = 600.0
@@ -148,14 +152,17 @@ class VllmEngine(EngineBase):
 
     # --- life -------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Builds the workers' shadows. Raises VllmError when this model cannot take versions."""
+    async def start(self) -> list[WorkerPhase]:
+        """Builds the workers' shadows; returns how a worker came up. Raises VllmError when this model cannot take
+        versions."""
         made = await self._calls.rpc("meshrl_open", self._calls.ends.address, deadline_s=OPEN_DEADLINE_S)
         if "reason" in made:
             raise VllmError(made["message"])
         logger.info(
             "weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks
         )
+        phases: list[WorkerPhase] = made["phases"]
+        return phases
 
     async def close(self, deadline_s: float = 0.0) -> None:
         await self._drain(deadline_s)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +23,14 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the weights and then builds the shadow, outside the pools that vLLM's sleep mode frees."""
-        super().load_model(*args, **kwargs)
+        with self._meshrl_phase("load"):
+            super().load_model(*args, **kwargs)
         self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the share that is configured, less all that this process holds and will hold."""
-        offered = int(super().determine_available_memory())
+        with self._meshrl_phase("compile"):  # its first pass compiles the model
+            offered = int(super().determine_available_memory())
         if self.cache_config.kv_cache_memory_bytes or self._meshrl_shadow is None:
             return offered
         gc.collect()
@@ -49,3 +54,14 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
             )
         self.available_kv_cache_memory_bytes = room
         return room
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compiles what is left and captures CUDA graphs."""
+        with self._meshrl_phase("graphs"):
+            return super().compile_or_warm_up_model()
+
+    @contextmanager
+    def _meshrl_phase(self, name: str) -> Iterator[None]:
+        began_s = time.time()
+        yield
+        self._meshrl_phases = (*self._meshrl_phases, (name, began_s, time.time()))

@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
@@ -34,12 +34,17 @@ if TYPE_CHECKING:
 
 APPLY_WAIT_S = 30.0
 
+WorkerPhase = tuple[str, float, float]
+"""Of a worker's start: its name, its begin and its end, of time.time()."""
+
 
 class WeightsExtension:
     _meshrl_shadow: WorkerShadow | None = None  # `gpu_worker` builds it before vLLM measures its room
+    _meshrl_phases: Sequence[WorkerPhase] = ()
 
-    def meshrl_open(self, ends: str) -> dict[str, str]:
-        """Builds the shadow; once, before requests come. Returns what was built, or {"reason", "message"}.
+    def meshrl_open(self, ends: str) -> dict[str, Any]:
+        """Builds the shadow; once, before requests come. Returns what was built and `WorkerPhase`s, or {"reason",
+        "message"}.
 
         An engine of adapters has none: its weights never change. `ends`: the `JobEnds.address` for the ends of jobs.
         """
@@ -55,7 +60,7 @@ class WeightsExtension:
         free = f", {self.meshrl_free_bytes() / GIB:.2f} GiB are free" if self._meshrl_device().type == "cuda" else ""
         device = f"{worker.device}{free}"
         if worker.vllm_config.lora_config is not None:
-            return {"shadow": "adapters", "device": device}
+            return {"shadow": "adapters", "device": device, "phases": self._meshrl_phases}
         try:
             self._meshrl_shadow, self._meshrl_in_place = tested_shadow(worker, self._meshrl_first_shadow())
             config = worker.vllm_config.model_config
@@ -66,7 +71,8 @@ class WeightsExtension:
             return {"reason": Reason.NOT_SUPPORTED.name, "message": text}
         self._meshrl_outline = outline if renamed_in_layers(outline) else None
         self._meshrl_reader = PortionReader(self._meshrl_device())
-        return {"shadow": type(self._meshrl_shadow).__name__, "device": device}
+        shadow = type(self._meshrl_shadow).__name__
+        return {"shadow": shadow, "device": device, "phases": self._meshrl_phases}
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
         shadow = self._meshrl_ready_shadow()
