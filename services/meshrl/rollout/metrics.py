@@ -1,3 +1,5 @@
+"""A rollout service's counters for Prometheus: the rollouts of each run, and the failures by their reason."""
+
 from __future__ import annotations
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric

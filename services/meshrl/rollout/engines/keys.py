@@ -1,3 +1,5 @@
+"""Asks servers whether they take this program's key, before a rollout needs it; used by the router and at the start."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
