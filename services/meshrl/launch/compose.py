@@ -17,7 +17,7 @@ from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.launch.config import RLConfig
 from meshrl.launch.config.sections import RunSection
 from meshrl.launch.gpus import Placement, place
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import DeadlinesConfig, OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
@@ -105,7 +105,7 @@ def compose(
     for section in config.orchestrators.values():
         values: dict[str, object] = {
             "services": addresses,
-            **run.deadlines(section, ENGINE_START_S if shared else 0.0),
+            **run.deadlines(section.deadlines, ENGINE_START_S if shared else 0.0),
             **({} if taught is None else {"teacher.rollout": [reach(taught.server)]}),
             **({"session": session} if session and not section.session else {}),
         }
@@ -256,11 +256,10 @@ class _Composition:
             {**config.rollout.model_dump(), "client": client, "weights": self.hub, "env": env}
         )
 
-    def deadlines(self, section: OrchestratorConfig, trainer_held_s: float) -> dict[str, object]:
+    def deadlines(self, given: DeadlinesConfig, trainer_held_s: float) -> dict[str, object]:
         """An orchestrator's waits, where it names none itself. The trainer may be held until an engine serves, and
         look for its hub before it answers; where programs are restarted, that may happen in the midst of the run."""
-        config = self.config
-        given, hub_deadline_s = section.deadlines, config.trainer.hub_deadline_s
+        config, hub_deadline_s = self.config, self.config.trainer.hub_deadline_s
         values: dict[str, object] = {}
         if "startup_s" not in given.model_fields_set:
             values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S) + trainer_held_s

@@ -15,8 +15,9 @@ from meshrl.launch.compose import orchestrator_of
 from meshrl.launch.config import RLConfig
 from meshrl.launch.config.shared_keys import COMPONENTS
 from meshrl.orchestrator.config import NewRunConfig, OrchestratorConfig
-from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.loss_config import NORMALISERS
+from meshrl.trainer.loss_config import NORMALISERS, LossConfig
+from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.model_config import LoraConfig
 
 _LORA = {"rank", "alpha", "dropout", "target_modules"}
 
@@ -39,17 +40,17 @@ def joined(config: RLConfig) -> OrchestratorConfig:
     origin = config.origin_of(("output_dir",)) or ""
     if not origin.startswith("--"):  # that of a file is for the run alone
         del values["output_dir"]
-    own = config.orchestrator.run
-    values["run"] = as_run(config.trainer).model_dump() | ({} if own is None else own.model_dump(exclude_unset=True))
+    own, trainer = config.orchestrator.run, config.trainer
+    of_trainer = as_run(trainer.model.lora, trainer.optim, trainer.scheduler, trainer.loss)
+    values["run"] = of_trainer.model_dump() | ({} if own is None else own.model_dump(exclude_unset=True))
     return OrchestratorConfig.model_validate(values | {"mesh": config.mesh})
 
 
-def as_run(trainer: TrainerConfig) -> NewRunConfig:
-    """The adapter, optimizer, schedule and loss of a trainer's configuration; the rest is as in the mesh.
+def as_run(lora: LoraConfig | None, optim: OptimConfig, scheduler: SchedulerConfig, loss: LossConfig) -> NewRunConfig:
+    """A run with these of a trainer's configuration; the rest is as in the mesh.
 
     Raises ConfigError for a loss that the contract cannot name.
     """
-    lora, optim, scheduler, loss = trainer.model.lora, trainer.optim, trainer.scheduler, trainer.loss
     if loss.type == "custom" or loss.normaliser not in (None, NORMALISERS[loss.type]):
         key = "type" if loss.type == "custom" else "normaliser"
         raise ConfigError(

@@ -24,7 +24,7 @@ from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.environments.plugins import NAMESAKES
 from meshrl.prime_rl import PrimeRLKeys
-from meshrl.rollout.config import ExchangeLinkConfig, RolloutConfig
+from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
 from meshrl.rollout.engines.sessions import SessionBook
@@ -52,63 +52,66 @@ def main() -> None:
 
 
 async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError."""
-    if config.exchange is not None:
-        return await serve_by_dialling(config, config.exchange, stop, tracer)
-    server = GrpcServer(config.server)
+    """Serves at a port, or dials the orchestrator, until `stop` is set; then drains. Returns the exit code. Raises
+    ConfigError."""
+    exchange = config.exchange
     async with AsyncExitStack() as stack:
-        runner = await build(config, stack, tracer)
-        server.add(SERVICE, add_to_server, RolloutServicer(runner, on_drained=stop.set))
-        port = await server.start()
-        waits = waits_of(tracer)
-        waits.serves = (f"{config.server.host}:{port}",)
-        waits.count(runner.waits)
-        stack.push_async_callback(server.drain, STOP_GRACE_S)
+        if exchange is not None:
+            name = exchange.name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+            spool = ResultSpool(exchange.spool or config.output_dir / "exchange" / f"{name}.sqlite")
+            stack.callback(spool.close)
+            runner = await build(config, stack, tracer)
+            worker = ExchangeWorker(exchange, runner, spool, name=name, max_queued=config.max_queued)
+            waits_of(tracer).count(worker.waits)
+            serving = _dial(worker, exchange.address, runner, stop, config.drain_deadline_s, tracer)
+        else:
+            server = GrpcServer(config.server)
+            runner = await build(config, stack, tracer)
+            server.add(SERVICE, add_to_server, RolloutServicer(runner, on_drained=stop.set))
+            port = await server.start()
+            waits_of(tracer).serves = (f"{config.server.host}:{port}",)
+            stack.push_async_callback(server.drain, STOP_GRACE_S)
+            serving = _listen(server, port, runner, stop, config.drain_deadline_s, tracer)
+        waits_of(tracer).count(runner.waits)
         freeze_loaded()
-        server.set_serving()
-        say_ready(tracer)
         reporting = asyncio.create_task(runner.report_waits())
         stack.callback(reporting.cancel)
-        logger.info("serving {} on port {}", ", ".join(runner.environments), port)
-        await stop.wait()
-        logger.info("draining for up to {:g} s", config.drain_deadline_s)
-        server.set_not_serving()
-        await runner.drain(config.drain_deadline_s)
+        await serving
     return 0
 
 
-async def serve_by_dialling(
-    config: RolloutConfig, exchange: ExchangeLinkConfig, stop: asyncio.Event, tracer: Tracer
-) -> int:
-    name = exchange.name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-    async with AsyncExitStack() as stack:
-        spool = ResultSpool(exchange.spool or config.output_dir / "exchange" / f"{name}.sqlite")
-        stack.callback(spool.close)
-        runner = await build(config, stack, tracer)
-        worker = ExchangeWorker(exchange, runner, spool, name=name, max_queued=config.max_queued)
-        waits = waits_of(tracer)
-        waits.count(runner.waits)
-        waits.count(worker.waits)
-        freeze_loaded()
-        reporting = asyncio.create_task(runner.report_waits())
-        stack.callback(reporting.cancel)
-        running = asyncio.create_task(worker.run())
-        stack.callback(running.cancel)
+async def _listen(
+    server: GrpcServer, port: int, runner: GroupRunner, stop: asyncio.Event, drain_s: float, tracer: Tracer
+) -> None:
+    server.set_serving()
+    say_ready(tracer)
+    logger.info("serving {} on port {}", ", ".join(runner.environments), port)
+    await stop.wait()
+    logger.info("draining for up to {:g} s", drain_s)
+    server.set_not_serving()
+    await runner.drain(drain_s)
+
+
+async def _dial(
+    worker: ExchangeWorker, address: str, runner: GroupRunner, stop: asyncio.Event, drain_s: float, tracer: Tracer
+) -> None:
+    running = asyncio.create_task(worker.run())
+    try:
         say_ready(tracer)
-        logger.info("worker {!r} plays {} for {}", name, ", ".join(runner.environments), exchange.address)
+        logger.info("worker {!r} plays {} for {}", worker.name, ", ".join(runner.environments), address)
         await stop_or_first(stop, running)
         if running.done():
             running.result()
-        logger.info("draining for up to {:g} s", config.drain_deadline_s)
-        draining = asyncio.create_task(runner.drain(config.drain_deadline_s))
+        logger.info("draining for up to {:g} s", drain_s)
+        draining = asyncio.create_task(runner.drain(drain_s))
         await asyncio.sleep(0)  # it says that it drains from here on
         worker.beat_now()
         await draining
         if worker.attached.is_set():
             await worker.delivered(DELIVER_S)
+    finally:
         running.cancel()
         await asyncio.wait({running})
-    return 0
 
 
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
