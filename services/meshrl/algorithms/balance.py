@@ -24,8 +24,6 @@ Rows = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCost:
-    """In any unit; only the ratio matters."""
-
     linear: float = 1.0
     attention: float = 1.0 / 16384.0
 

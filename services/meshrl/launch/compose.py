@@ -46,8 +46,6 @@ ENGINE_START_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One program of a run."""
-
     name: str
     module: str
     config: BaseConfig
@@ -178,7 +176,6 @@ class _Composition:
     """Address of the weight hub."""
 
     def engines_of_the_hub(self, started: int, client: ClientConfig) -> dict[str, object]:
-        """The hub's keys of engines that run already, of their key, and of how many are `started` here."""
         values: dict[str, object] = {
             "engines": [*self.config.weights.engines, *self.config.running_engines],
             "engine_api_key_var": client.api_key_var,
@@ -211,7 +208,6 @@ class _Composition:
         return with_values(_with_port(config.trainer, self.free_port), values)
 
     def orchestrator(self, section: OrchestratorConfig, values: dict[str, object]) -> OrchestratorConfig:
-        """An orchestrator, with `values` of this launch and what follows from the other programs' keys."""
         config, ckpt = self.config, self.config.trainer.ckpt
         if config.inference is not None and config.inference.sleep_while_training:
             values["sleep_engines"] = True
@@ -243,7 +239,6 @@ class _Composition:
         return with_values(rollout, values)
 
     def rollout(self) -> RolloutConfig:
-        """With the engines that the hub names: they come and go, and have the run's versions."""
         config = self.config
         client = {**config.rollout.client.model_dump(), "base_url": []}
         if (
@@ -257,8 +252,7 @@ class _Composition:
         )
 
     def deadlines(self, given: DeadlinesConfig, trainer_held_s: float) -> dict[str, object]:
-        """An orchestrator's waits, where it names none itself. The trainer may be held until an engine serves, and
-        look for its hub before it answers; where programs are restarted, that may happen in the midst of the run."""
+        """An orchestrator's waits, where it names none itself."""
         config, hub_deadline_s = self.config, self.config.trainer.hub_deadline_s
         values: dict[str, object] = {}
         if "startup_s" not in given.model_fields_set:
@@ -268,7 +262,6 @@ class _Composition:
         return values
 
     def engines(self, hosts: Sequence[str] | None) -> list[Part]:
-        """One engine on each of `hosts`, by default all on the configured one."""
         config, given = self.config, self.config.inference
         if given is None:
             return []
@@ -318,13 +311,11 @@ class _Composition:
 
 
 def orchestrator_of(section: OrchestratorConfig) -> OrchestratorConfig:
-    """The program's own configuration of one of the sections that rl has for orchestrators."""
     others = {} if isinstance(section, RunSection) else _KEYS_OF_THE_ROLLOUT_PROGRAM
     return _own_keys(OrchestratorConfig, section, others)
 
 
 def reach(server: ServerConfig) -> str:
-    """The address at which a program on this machine reaches a server."""
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     return ServerConfig(host=everywhere.get(server.host, server.host), port=server.port).address
 
@@ -344,7 +335,6 @@ def with_values(config: Config, values: Mapping[str, object]) -> Config:
 
 
 def key_environ(key: SecretStr | None, variable: str) -> dict[str, str]:
-    """The engines' key, where the configuration holds it, in a program's variable."""
     return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
 
 

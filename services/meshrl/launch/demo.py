@@ -76,7 +76,6 @@ class Stage:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Reads the command line; a mistake ends the process with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="demo", description="Trains a small model on the CPU, through the real programs."
     )
@@ -170,7 +169,6 @@ def _vllm(configs: Path) -> tuple[str, ...]:
 
 
 def empty(folder: Path) -> None:
-    """Raises DemoError for a folder with anything else than an earlier demo in it."""
     if not folder.exists():
         return
     strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in MADE_HERE)
@@ -264,7 +262,6 @@ def demo(options: Options) -> str:
 
 
 def looks(run: Path, mesh: Path, *, last_step: int) -> str:
-    """The commands that look into a demo's run and its mesh, as they can be pasted."""
     script = Path(_script("meshrl"))
     meshrl = str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
     worst = [meshrl, "rollouts", "worst", str(min(30, last_step)), "-o", str(run)]
@@ -302,7 +299,6 @@ def _write(text: str) -> None:
 
 
 def main() -> None:
-    """Command `python -m meshrl.launch.demo`."""
     options = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, _interrupt)
     try:

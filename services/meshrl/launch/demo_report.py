@@ -39,8 +39,6 @@ class TokenRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The figures of a demo; the keys of summary.json."""
-
     reward_before: float
     """Mean held-out reward of the warmed-up model; `reward_after` is that of the last version."""
 
@@ -177,7 +175,6 @@ def table(summary: Summary) -> str:
 
 
 def runs_table(summaries: Mapping[str, Summary]) -> str:
-    """The summaries of runs that one mesh trained, a run a line."""
     rows = [
         (
             run,
@@ -203,13 +200,11 @@ def runs_table(summaries: Mapping[str, Summary]) -> str:
 
 
 def write_summary(summaries: Mapping[str, Summary], path: Path) -> None:
-    """Writes summary.json: the figures of the run, or of each by its name."""
     figures = {run: asdict(summary) for run, summary in summaries.items()}
     path.write_text(json.dumps(figures.get("", figures), indent=2) + "\n", encoding="utf-8")
 
 
 def draw(points: Mapping[str, Curves], path: Path) -> None:
-    """Writes the reward curves of runs, by their names, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of import that only the picture needs
     from matplotlib.figure import Figure
 

@@ -28,11 +28,9 @@ class FolderInUseError(ConfigError):
 
 
 class FolderLock:
-    """Holds an output folder for a `with` block; makes one that is missing, and leaves none empty.
-
-    A file there names the holder. The lock is the kernel's (flock), so it ends with the last process that has the file
-    open: rl, or the guardian that ends its programs when rl is killed. Programs started by hand take no part in it.
-    """
+    """Holds an output folder for a `with` block; makes one that is missing, and leaves none empty. The lock is the
+    kernel's (flock), so it ends with the last process that has the file open: rl, or the guardian that ends its
+    programs when rl is killed."""
 
     def __init__(self, layout: Layout) -> None:
         self._folder, self._path = layout.output_dir, layout.lock

@@ -15,8 +15,6 @@ _LEAK_REPORT = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanob
 
 
 class LogTail:
-    """Hands whole lines that are appended to a file from now on to `show`."""
-
     def __init__(self, path: Path, show: Callable[[str], object]) -> None:
         self._file = GrowingFile(path, path.stat().st_size if path.exists() else 0)
         self._show = show

@@ -98,7 +98,6 @@ def programs(
 
 
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
-    """Step of the newest trainer checkpoint written since `since_s` (seconds of the epoch)."""
     folder = Layout(output_dir).checkpoints
     for step in reversed(steps_in(folder, "trainer")):
         with suppress(FileNotFoundError):  # it is cleaned away at this moment

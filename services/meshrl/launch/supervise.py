@@ -68,8 +68,6 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
-    """Seconds that programs may take to end before they are killed."""
-
     shutdown_s: float = 60.0
     failure_s: float = 4.0
     cause_s: float = 1.0
@@ -90,12 +88,7 @@ class _Child:
 
 
 class Supervisor:
-    """Runs programs until the leader is done, one dies, or a stop is requested. Nothing is left running after `run`.
-
-    Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
-    process is killed, holds `lock_fd` until then, ends what left its program's session and removes the `temporary`
-    folders.
-    """
+    """Nothing is left running after `run`. Each program has a session of its own, so that its children end with it."""
 
     def __init__(
         self,

@@ -26,8 +26,6 @@ DOWN_NAME = "down_proj"
 
 
 class ExpertAdapter(AdapterHolder):
-    """The adapter of one parameter of a layer's experts, whose weight stays the experts' own."""
-
     def __init__(self, experts: nn.Module, parameter: str) -> None:
         super().__init__()
         weight = getattr(experts, parameter)
@@ -68,7 +66,6 @@ class ExpertAdapter(AdapterHolder):
 def merge(
     weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, *, scale: float, transposed: bool
 ) -> torch.Tensor:
-    """W + scale B A of all experts in float32; `transposed`: W is (E, in, out), not (E, out, in)."""
     added = torch.bmm(high.float(), low.float())
     return torch.add(weight.float(), added.transpose(1, 2) if transposed else added, alpha=scale)
 

@@ -1,9 +1,4 @@
-"""Reads a published model: the files of a folder, or of a name on the Hugging Face hub, and the tensors in them.
-
-`WeightReader` is the one way from files to a model, whole or sharded. It holds the names and shapes of both against
-each other before it reads a value, converts by transformers' own rules (such as experts that are stored one by one and
-computed as one tensor), and gives the tensors one at a time.
-"""
+"""Reads a published model: the files of a folder, or of a name on the Hugging Face hub, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -48,8 +43,6 @@ class ModelError(Exception):
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The files of the model that `name`, the key `model.name`, stands for."""
-
     name: str
     path: Path
 
@@ -120,8 +113,6 @@ class ModelFolder:
 
 @dataclass(kw_only=True)
 class _Conversion:
-    """Tensors of the files that together become `target`, and with it other tensors of the model."""
-
     target: str
     keys: list[tuple[str, str]] = field(default_factory=list)  # the pattern of the converter that took it, its name
     converter: WeightConverter | None = None  # None: one tensor under another name, or the same

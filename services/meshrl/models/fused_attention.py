@@ -1,14 +1,5 @@
-"""Attention kernels for packed rows on a GPU in half precision, as one operator that torch.compile does not look into.
-
-Long samples go through cuDNN one by one: on a Hopper GPU it does about twice the work a second of the variable-length
-kernel (FlashAttention 2), which takes the short ones together. cuDNN builds a plan for each length that it meets (some
-60 ms), so long samples are padded to a multiple of LENGTH_STEP; padding comes after every real query's keys and
-changes nothing. Sliding windows, which cuDNN does not take here, go through the variable-length kernel.
-
-Registering an operator with torch is what importing this module does; it holds no other state.
-
-Shapes: T tokens of a row, H heads, K key-value heads, D head size, S samples, L tokens of a sample.
-"""
+"""Attention kernels for packed rows on a GPU in half precision, as one operator that torch.compile does not look
+into."""
 
 from __future__ import annotations
 
@@ -27,8 +18,6 @@ OPERATOR = "meshrl::packed_attention"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedPlan:
-    """Which kernel takes which samples of a row; the operator's arguments besides queries, keys and values."""
-
     offsets: torch.Tensor  # int32 (S + 1,) on the device
     short_index: torch.Tensor  # int64 on the device: tokens of the short samples, where there are long ones too
     short_offsets: torch.Tensor  # int32 on the device
@@ -161,7 +150,6 @@ def attention_backward(
     scale: float,
     window_left: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the backward operator does, for operators that build on it."""
     query_THD, key_TKD, value_TKD = inputs
     offsets, short_index, short_offsets, host = plan
     longest, longest_short, *spans = host.tolist()
@@ -210,8 +198,6 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class _Flash(NamedTuple):
-    """How FlashAttention runs over samples that lie one after another."""
-
     offsets: torch.Tensor  # int32 (S + 1,)
     longest: int  # tokens
     scale: float

@@ -1,8 +1,4 @@
-"""Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do.
-
-A model is always made without storage (`empty_model`), then filled by `fill_model`; between the two a trainer may put
-adapters on it and shard it, and each rank fills its own shards.
-"""
+"""Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do."""
 
 from __future__ import annotations
 
@@ -68,10 +64,8 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Loads a causal LM from a folder or the Hugging Face hub onto its device, in eval mode.
-
-    `dtype` overrides the configured one. Raises ModelError.
-    """
+    """Loads a causal LM from a folder or the Hugging Face hub onto its device, in eval mode. `dtype` overrides the
+    configured one. Raises ModelError."""
     device = resolve_device(config.device)
     model = empty_model(config, dtype=resolve_dtype(config) if dtype is None else dtype)
     model.to_empty(device=device)
@@ -133,10 +127,7 @@ def fill_at_random(model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that belongs to the model. Raises ModelError.
-
-    A folder must hold one: transformers would make up an empty tokenizer from the model's kind alone.
-    """
+    """Loads the tokenizer that belongs to the model. Raises ModelError."""
     folder = Path(config.name)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(

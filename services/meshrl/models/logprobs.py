@@ -50,8 +50,6 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRow:
-    """One packed row on the model's device, and which of its tokens are predicted."""
-
     token_ids: torch.Tensor  # int64 (T,)
     position_ids: torch.Tensor  # int64 (T,), restart with each sample at the length of its shared prefix
     layout: PackedLayout

@@ -31,8 +31,6 @@ GATES = (".gate", "_gate", ".router", ".wg")
 
 
 class LoraLinear(nn.Linear, AdapterHolder):
-    """A frozen linear layer that may have an adapter beside it; its base parameters are the layer's."""
-
     def __init__(self, base: nn.Linear) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
         self.in_features = base.in_features
@@ -172,7 +170,6 @@ def _whole_parameters(model: nn.Module, targets: Sequence[str], adapted: Collect
 
 
 def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained whole beside adapters, by name."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -212,7 +209,6 @@ def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
 
 
 def coverage(model: nn.Module) -> str:
-    """Which of the model's layers have adapters, in a line for the log."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     adapted = adapted_layers(model)
     without = sorted({".".join(name.split(".")[-2:]) for name in linear if name not in adapted})
@@ -237,12 +233,10 @@ def _joined_experts(model: nn.Module) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The layers with an adapter of the mounted set, by name, in the model's order; empty where none is mounted."""
     return {name: layer for name, layer in prepared_layers(model).items() if layer.rank}
 
 
 def prepared_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The layers that sets may adapt by name, in the model's order."""
     return {
         name.replace(".adapters.", "."): module
         for name, module in model.named_modules()
@@ -251,13 +245,11 @@ def prepared_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
 
 
 def adapted_weights(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
-    """The adapted layers by the name of the weight that each changes."""
     layers = adapted_layers(model).items()
     return {name if isinstance(layer, ExpertAdapter) else f"{name}.weight": layer for name, layer in layers}
 
 
 def is_adapter(parameter_name: str) -> bool:
-    """Whether a parameter belongs to an adapter, not to the base model."""
     return parameter_name.rpartition(".")[2] in (A, B)
 
 
@@ -312,7 +304,6 @@ def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
 
 
 def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An `adapter_state` in PEFT's names and shapes, see `versions.peft`."""
     named: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         layer, _, part = name.rpartition(".lora_")

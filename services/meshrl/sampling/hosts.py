@@ -54,8 +54,6 @@ class Quarantine:
 
 @dataclass
 class Achievement:
-    """What a service made of the rollouts of one environment lately; each part halves every HALF_LIFE_S."""
-
     busy_s: float = 0.0
     """Rollout-seconds in flight."""
     finished: float = 0.0

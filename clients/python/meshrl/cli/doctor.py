@@ -164,9 +164,7 @@ def causes(folder: RunFolder, run: Observed) -> list[Diagnosis]:
 
 async def observed_at(address: str, options: ChannelOptions) -> Observed:
     """The metrics of a trainer's own run, which it keeps of its last steps; the orchestrator's are in its folder.
-
-    Raises MeshError.
-    """
+    Raises MeshError."""
     from meshrl.client import TrainerClient  # gRPC, which a machine is examined without
     from meshrl.wire.types import StepState
 
@@ -196,8 +194,6 @@ def _remedy(folder: RunFolder, found: Ailment) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseFloor:
-    """The mismatch of one engine and one kernel over some steps: mean and largest |difference| of logprobs, and KL."""
-
     engine: str
     kernel: str
     changed: str
@@ -270,7 +266,6 @@ def _own(folder: RunFolder) -> float | None:
 
 
 def print_floors(floors: Sequence[NoiseFloor]) -> None:
-    """Prints a table for people."""
     print_table(
         ("engine", "attention", "changed", "steps", "mean |diff|", "most |diff|", "mean KL", "in the run"),
         [

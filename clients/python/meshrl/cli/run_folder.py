@@ -1,7 +1,4 @@
-"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints.
-
-Used by the commands that show a run; it writes nothing.
-"""
+"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints."""
 
 from __future__ import annotations
 
@@ -49,8 +46,6 @@ def _reach(server: JsonObject) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Why a run ended: the program that died first, when (the time of the log's line), and the end of its log."""
-
     program: str
     at: str
     why: str
@@ -59,8 +54,6 @@ class RunEnd:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's output folder, on the machine where it ran or copied from it."""
-
     path: Path
 
     def config(self, program: str) -> JsonObject:
@@ -103,23 +96,17 @@ class RunFolder:
 
     @property
     def weights(self) -> Path:
-        """Where the snapshots of saved steps are."""
         return self.path / "weights"
 
     def saved_steps(self, *, to_resume: bool = False) -> list[int]:
-        """The steps that have a snapshot of the weights, or those that a run can resume from, in order."""
         return steps_in(self.path / "checkpoints", "trainer") if to_resume else steps_in(self.path / "weights")
 
     def last_step(self) -> JsonObject | None:
-        """The record of the step that metrics.jsonl ends with, None where there is none yet.
-
-        The file's last line may be half written, and evaluations have records of their own without a reward.
-        """
+        """The record of the step that metrics.jsonl ends with, None where there is none yet."""
         newest_first = json_records(lines_from_the_end(self.path / "metrics.jsonl"))
         return next((record for record in newest_first if "time/step" in record), None)
 
     def metrics_age_s(self, now_s: float) -> float | None:
-        """Seconds since metrics.jsonl last grew, None when there is none."""
         try:
             return max(0.0, now_s - (self.path / "metrics.jsonl").stat().st_mtime)
         except OSError:
@@ -141,11 +128,9 @@ class RunFolder:
         return self.is_held() or any(time.time() - state.at_s < SILENT_AFTER_S for state in self.states().values())
 
     def states(self) -> dict[str, ProgramState]:
-        """The programs' reports, also of those that are gone."""
         return read_states(self.path)
 
     def disk_trouble(self) -> str:
-        """That nothing more can be written here, in words; "" where it can."""
         try:
             free = shutil.disk_usage(self.path).free
         except OSError:  # no such folder
@@ -168,7 +153,6 @@ class RunFolder:
         )
 
     def end(self) -> RunEnd | None:
-        """The error that the newest `rl` ended with; None where it ended well, or runs."""
         told: list[str] = []  # what follows the error, the last line first
         for raw in lines_from_the_end(self.path / "logs" / "rl.log"):  # none of programs that were started by hand
             line = raw.decode(errors="replace")
@@ -189,7 +173,6 @@ class RunFolder:
         return "" if end is None else end.why
 
     def settings(self) -> dict[str, str]:
-        """Each key of the programs' resolved configurations, with dots, and its value."""
         found: dict[str, str] = {}
 
         def add(name: str, value: object) -> None:
@@ -250,7 +233,6 @@ class RunFolder:
             return []
 
     def attempts(self) -> list[int]:
-        """The starts of the run that have logs, the newest last."""
         numbers = [path.name.removeprefix("attempt_") for path in (self.path / "logs").glob("attempt_*")]
         return sorted(int(number) for number in numbers if number.isdecimal())
 

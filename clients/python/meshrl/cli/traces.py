@@ -51,7 +51,6 @@ def read_spans(folder: RunFolder) -> list[RunSpan]:
 
 
 def to_run_span(program: str, raw: JsonObject) -> RunSpan:
-    """From OTLP's JSON form."""
     start, end = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
     return RunSpan(
         program=program,
@@ -145,8 +144,6 @@ def slowest(folder: RunFolder, number: int, as_json: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SpanKind:
-    """`longest` has the attributes of the longest span."""
-
     program: str
     name: str
     count: int

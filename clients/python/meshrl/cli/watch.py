@@ -40,7 +40,6 @@ BLOCKS, LETTERS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
 
 def sparkline(values: Sequence[float], ramp: str) -> str:
-    """A character a value: the lowest is the ramp's second, the highest its last."""
     low, high = min(values), max(values)
     top = len(ramp) - 2
     return "".join(ramp[1 + (round((value - low) / (high - low) * top) if high > low else 0)] for value in values)

@@ -35,8 +35,6 @@ class CredentialError(ValueError):
 
 
 class Credentials(Protocol):
-    """Makes both ends of a connection."""
-
     @property
     def encrypted(self) -> bool:
         """Whether nobody on the way can read or change what is sent."""

@@ -1,9 +1,4 @@
-"""A gRPC channel whose certificate, and whose server's name, may change while it is used.
-
-gRPC's own channels keep what they were made with. This one opens another once the certificate has changed; running
-calls go on over the old one, which is closed after the last. Once a server's certificate has been revoked, its role's
-servers get another name, and calls over the old channel end.
-"""
+"""A gRPC channel whose certificate, and whose server's name, may change while it is used."""
 
 from __future__ import annotations
 
@@ -37,7 +32,6 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
         self._closing: set[asyncio.Task[None]] = set()
 
     def was_cut(self, call: object) -> bool:
-        """Whether a call was cancelled because its server is no longer trusted."""
         return call in self._cut
 
     def _fresh(self) -> grpc.aio.Channel:

@@ -2,7 +2,7 @@
 revoked.
 
 The run's `rl`, the `meshrl` command and the enrollment server write it. Servers read it to check their callers, clients
-to check servers. A token is ID.SECRET; the secret has 256 random bits, so its plain SHA-256 discloses nothing.
+to check servers.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class Trust:
         return sum(each == role for each, _ in self.revoked)
 
     def why_not(self, id_: str, secret: str, now_s: float) -> str:
-        """Why a token does not count; empty when it does."""
         record = self.tokens.get(id_)
         if record is None or not hmac.compare_digest(_hash(secret), record.hash):
             return "is none of this run"

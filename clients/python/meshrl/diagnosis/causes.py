@@ -1,7 +1,7 @@
 """The causes of trouble that a run's metrics show, each with its evidence and the key to change.
 
 `CAUSES` is in the order of ranking: a cause stands before those that it brings about, such as a learning rate of 0
-before a reward that stands still. Each looks at the last steps alone, so that it is over when they are well again.
+before a reward that stands still.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Observed:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def values(self, name: str) -> Sequence[float]:
-        """A metric over the steps; empty where none has it."""
         column = self.columns.get(name)
         return () if column is None else column.values
 
@@ -72,7 +71,6 @@ class Observed:
         return list(column.values[-RECENT:])
 
     def mean(self, name: str) -> float | None:
-        """The mean of `now`."""
         found = self.now(name)
         return statistics.fmean(found) if found else None
 
@@ -82,15 +80,12 @@ class Observed:
         return found if found is not None and found > least else None
 
     def when(self, name: str) -> str:
-        """The steps of `now`, in words."""
         steps = self.columns[name].steps[-RECENT:]
         return f"in steps {steps[0]} to {steps[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ailment:
-    """A cause that a run has: the evidence in figures, the key to change, and how."""
-
     cause: str
     symptom: str
     evidence: str

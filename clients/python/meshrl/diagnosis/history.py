@@ -19,8 +19,6 @@ Points = tuple[list[float], list[float], list[int]]
 
 @dataclass
 class Column:
-    """One metric: its steps and values, in the order of the file."""
-
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
@@ -74,7 +72,6 @@ class MetricsHistory:
 
     @property
     def names(self) -> list[str]:
-        """Every metric that a record has had."""
         return sorted(self.series.columns)
 
     def read_on(self) -> bool:

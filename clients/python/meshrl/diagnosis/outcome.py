@@ -10,8 +10,6 @@ from meshrl.diagnosis.history import Column
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """Steps, rollouts, seconds of training, and the devices (GPUs, or CPUs in their place) that worked for it."""
-
     steps: int
     rollouts: int
     seconds: float
@@ -24,7 +22,6 @@ class RunOutcome:
         return self.devices * self.seconds / 3600.0
 
     def line(self) -> str:
-        """The cost in one sentence: in all, for 1,000 rollouts and for a step."""
         parts = [self._cost(self.device_hours)]
         if self.rollouts:
             parts.append(f"{self._cost(self.device_hours * 1000 / self.rollouts)} per 1,000 rollouts")

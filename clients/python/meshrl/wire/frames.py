@@ -36,12 +36,10 @@ _M = TypeVar("_M", bound=Message)
 
 
 def frame_upload_chunk(chunk: Chunk) -> bytes:
-    """The serialized CreateVersionRequest that holds `chunk`."""
     return _frame(_UPLOAD_CHUNK_TAG, chunk)
 
 
 def frame_fetch_chunk(chunk: Chunk) -> bytes:
-    """The serialized FetchResponse that holds `chunk`."""
     return _frame(_FETCH_CHUNK_TAG, chunk)
 
 
@@ -61,7 +59,6 @@ def parse_upload(message: bytes) -> pb.Manifest | pb.ManifestPart | Chunk:
 
 
 def parse_fetch(message: bytes) -> Chunk:
-    """The chunk of a serialized FetchResponse; its data is a view into `message`."""
     chunk = _parse(_FETCH_CHUNK_TAG, message)
     return chunk if chunk is not None else from_proto(Chunk, _decode(pb.FetchResponse(), message).chunk)
 
@@ -83,8 +80,6 @@ def add_weight_sync(servicer: weights_pb2_grpc.WeightSyncServicer, server: grpc.
 
 
 class _RawRegistrar:
-    """In place of the server for the generated code; replaces the serializers of the two bulk methods."""
-
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 

@@ -40,11 +40,8 @@ class WaitState:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramState:
-    """A program's report at `at_s` (time.time).
-
-    `loop_lag_s` is its event loop's largest lag since the state before, `stuck_s` for how long it has not answered at
-    all. `serves` lists addresses by which others may name it.
-    """
+    """`loop_lag_s` is its event loop's largest lag since the state before, `stuck_s` for how long it has not answered
+    at all. `serves` lists addresses by which others may name it."""
 
     program: str
     host: str
@@ -56,7 +53,6 @@ class ProgramState:
     waits: tuple[WaitState, ...] = ()
 
     def trouble(self, now_s: float) -> str:
-        """Why nothing can be expected of it, in words; "" for a program that works."""
         silent_s = now_s - self.at_s
         letter = _process_state(self.pid) if self.host == socket.gethostname() else "?"
         if letter in ("", "Z"):
@@ -70,7 +66,6 @@ class ProgramState:
         return ""
 
     def longest(self) -> WaitState | None:
-        """Its longest wait, an overdue one before the others; None when it waits for nothing."""
         return max(self.waits, key=lambda wait: (wait.overdue, wait.seconds), default=None)
 
     def to_json(self) -> str:

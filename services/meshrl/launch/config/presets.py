@@ -56,11 +56,8 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def apply_preset(layer: Layer) -> None:
-    """Puts the `algorithm` of one layer of configuration where it belongs; a component's own key wins.
-
-    Keys of the same loss in lower layers are unset, so that an algorithm on the command line replaces the whole loss of
-    a file. A loss whose type the same layer chooses itself is left alone, and so is its advantage.
-    """
+    """Puts the `algorithm` of one layer of configuration where it belongs; a component's own key wins. Keys of the same
+    loss in lower layers are unset, so that an algorithm on the command line replaces the whole loss of a file."""
     name, origin = layer.given.get(("algorithm",), (None, ""))
     preset = _preset(name)
     if preset is None:
@@ -78,8 +75,6 @@ def apply_preset(layer: Layer) -> None:
 
 
 def fit_preset(values: Table) -> None:
-    """Fits the preset to the layers above it: where those chose another loss, its keys go, and a loss that is divided
-    by a fixed length gets the longest reply's."""
     preset = _preset(values.get("algorithm"))
     loss = None if preset is None else section_of(section_of(values, "trainer"), "loss")
     if preset is None or loss is None:
@@ -107,6 +102,5 @@ def _longest_reply(values: ReadTable) -> object:
 
 
 def section_of(values: object, name: str) -> Table | None:
-    """A section, made where it is missing; None where something else stands, which validation reports."""
     section = values.setdefault(name, {}) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else None

@@ -37,7 +37,6 @@ class RunningServicesConfig(BaseConfig):
     """host:port of a weight hub that runs already; None starts the hub."""
 
     def given(self) -> dict[str, list[str]]:
-        """Addresses by the names of the programs that they replace."""
         rollout = [address for address in self.rollout or () if address != LOCAL]
         given = {"rollout": rollout, "trainer": self.trainer, "weights": self.weights}
         return {name: [one] if isinstance(one, str) else one for name, one in given.items() if one}
@@ -47,7 +46,6 @@ class RunningServicesConfig(BaseConfig):
         return (set(self.given()) | none) - ({"rollout"} if LOCAL in (self.rollout or ()) else set())
 
     def rollout_addresses(self, local: str) -> list[str]:
-        """All rollout services of the run; `local` is the address of the program that rl starts."""
         named = [LOCAL] if self.rollout is None else self.rollout
         return [local if address == LOCAL else address for address in named]
 
@@ -69,7 +67,6 @@ class OrchestratorSection(OrchestratorConfig):
 
     @property
     def environments_elsewhere(self) -> set[str]:
-        """Names of the environments that the rollout program of rl does not host."""
         evals = self.eval.env if self.eval is not None else []
         return {entry.resolved_name for entry in (*self.train.env, *evals) if not entry.local}
 

@@ -19,8 +19,6 @@ EVERY_RUN = "runs.*."
 
 @dataclass(frozen=True)
 class HandedTo:
-    """Marks a key of `rl` whose value components take, by the dotted paths of their keys."""
-
     targets: tuple[str, ...]
     key: str = ""
     """The dotted path below it, for a section of which only one key is shared."""
@@ -30,12 +28,10 @@ class HandedTo:
 
 
 def every_component(key: str) -> tuple[str, ...]:
-    """The paths of a key that all components have, and the orchestrators of `runs`."""
     return (*(f"{name}.{key}" for name in COMPONENTS), f"{EVERY_RUN}{key}")
 
 
 def handed_down(section: type[BaseModel]) -> Iterator[str]:
-    """The paths of the keys that take the value of a shared one."""
     for field in section.model_fields.values():
         for shared in field.metadata:
             if isinstance(shared, HandedTo):
@@ -56,8 +52,7 @@ def _runs(layers: Sequence[Layer]) -> tuple[list[str], int]:
 
 
 def hand_down(section: type[BaseModel], layers: Sequence[Layer]) -> None:
-    """Copies the shared keys of each layer to the components; a component's own key in the same layer wins. Layers are
-    merged afterwards. A shared key alone does not switch `inference` on."""
+    """Copies the shared keys of each layer to the components; a component's own key in the same layer wins."""
     own = next((part for layer in reversed(layers) if (part := layer.below(("inference",)))), {(): Given(None, "")})
     is_on = () not in own or own[()].value is not None
     runs, listed = _runs(layers)

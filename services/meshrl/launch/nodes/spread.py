@@ -43,7 +43,6 @@ class Spread:
 
     @property
     def head(self) -> JobNode:
-        """The node of this process, and of every program that is neither trainer nor engine."""
         return self.trainers[0]
 
 
@@ -101,7 +100,6 @@ def _at(node: JobNode, server: ServerConfig, given: RunDeploymentConfig) -> Serv
 def on_nodes(
     programs: Sequence[Program], spread: Spread, layout: Layout, free_port: Callable[[str], int]
 ) -> list[Program]:
-    """The programs as steps of the job, each on its node; a trainer on several nodes becomes one for each."""
     started: list[Program] = []
     engines = iter(spread.engines)
     numbers: dict[str, int] = {}

@@ -32,12 +32,10 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(plan: Plan) -> list[Finding]:
-    """What all checks find; takes some seconds, most of them for the imports of environments."""
     return [finding for check in CHECKS for finding in check(plan)]
 
 
 def refusal(findings: Sequence[Finding]) -> str | None:
-    """One message with all findings; None without an error among them."""
     errors = [finding.text for finding in findings if finding.severity == "error"]
     if not errors:
         return None

@@ -15,16 +15,12 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """`text` names the key, what came, and what to change."""
-
     severity: Severity
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run that is about to start."""
-
     config: RLConfig
     parts: Sequence[Part]
     """Its programs; none when they could not be made out, which is a finding of its own."""

@@ -72,7 +72,6 @@ def check_wandb(plan: Plan) -> Iterator[Finding]:
 
 
 def why_not_free(host: str, port: int) -> str | None:
-    """The system's error when it listens at this address; None without one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:

@@ -1,8 +1,7 @@
 """Can environments and functions of the user's own be imported, and do their options fit?
 
 To know that, their modules must be imported, and with them verifiers or torch, which takes seconds: a process of its
-own does it, in which a module may also print, fail or exit as it likes. A dry run also loads the tasks of every
-environment, as the rollout program would; before a run that program does it itself.
+own does it, in which a module may also print, fail or exit as it likes.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ def _questions(plan: Plan) -> dict[str, object]:
 
 
 def answer(questions: ReadTable) -> Iterator[Answer]:
-    """The findings, one by one. Imports what the questions are about."""
     if questions["loss"] is not None:
         from meshrl.algorithms.losses import load_custom_loss  # imports torch
 

@@ -94,7 +94,6 @@ def check_versions(plan: Plan) -> Iterator[Finding]:
 
 
 def checkpoint_count(ckpt: CheckpointConfig, max_steps: int | None) -> int | None:
-    """Most checkpoints on the disk at once; None when nothing bounds them."""
     if ckpt.interval is None:
         return 1
     count = None if max_steps is None else max(1, math.ceil(max_steps / ckpt.interval))

@@ -1,8 +1,6 @@
 """The web server of `meshrl ui`: a page, what it asks for as JSON, and an event stream with a run's progress.
 
-It reads the folders that it was given and asks the services that they name; it changes nothing. Anyone who opens the
-page sees what policies wrote, so it listens on loopback; elsewhere every request needs the token that its address
-carries.
+It reads the folders that it was given and asks the services that they name; it changes nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +100,6 @@ class ShownRun:
         return {**found, "pieces": self.pieces.of(found["token_ids"])}
 
     def summary(self) -> JsonObject:
-        """A line about the run. Blocks."""
         last, config = self.folder.last_step() or {}, self.folder.config("orchestrator")
         live, most = self.folder.is_running(), config.get("max_steps")
         return {
@@ -131,8 +128,6 @@ class ShownRun:
 
 
 class Page:
-    """The routes of the page, for the runs in `runs`."""
-
     def __init__(self, runs: Sequence[RunFolder]) -> None:
         self._runs = [ShownRun(folder) for folder in runs]
         self._ending = asyncio.Event()

@@ -66,7 +66,6 @@ class KeptRollouts:
         ]
 
     def whole(self, step: int, rollout_id: str) -> JsonObject | None:
-        """A rollout with all its tokens; None where the step has none of this id."""
         return next((line for line in self._read(step) if line["rollout_id"] == rollout_id), None)
 
     def _read(self, step: int) -> list[JsonObject]:
@@ -116,22 +115,16 @@ def differences(settings: Sequence[Mapping[str, str]]) -> list[JsonObject]:
 
 
 def without_tokens(sample: JsonObject) -> JsonObject:
-    """A sample without its lists of one entry a token, and whether the trainer's logprobs are among them."""
     kept = {key: value for key, value in sample.items() if key not in PER_TOKEN}
     return {**kept, "compared": "trainer_logprobs" in sample}
 
 
 def tokens_of(sample: JsonObject, window: int) -> JsonObject:
-    """The lists of one entry a token, of one window of WINDOW tokens."""
     return {key: sample[key][window * WINDOW : (window + 1) * WINDOW] for key in PER_TOKEN if key in sample}
 
 
 class LedgerFunnel:
-    """How many rollouts of each environment are in each state, and why. Not for several threads.
-
-    Counting a million rollouts takes a second, so an answer is given again while the ledger has not changed, and for
-    FUNNEL_S after.
-    """
+    """How many rollouts of each environment are in each state, and why. Not for several threads."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -190,7 +183,6 @@ class Traces:
 
     @property
     def steps(self) -> list[int]:
-        """Steps whose span has ended, of those that were read."""
         return sorted(self._steps)
 
     def read_on(self, programs: tuple[str, ...] = ("",)) -> None:
