@@ -23,7 +23,7 @@ from meshrl.wire.values import JsonObject
 
 
 class Evaluation:
-    """`loads` means that the engines load each of them; else what they serve is evaluated. A rollout passes from a
+    """`loads` means that the engines load each set; else what they serve is evaluated. A rollout passes from a
     reward of `pass_threshold` on; intervals are taken from so many `resamplings` of the tasks."""
 
     def __init__(

@@ -115,7 +115,7 @@ async def _dial(
 
 
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
-    """`stack` closes them. Raises ConfigError."""
+    """Connects the engines and brings up what plays; `stack` closes both. Raises ConfigError."""
     log_environments(config.env, config.output_dir)
     book = SessionBook()
     servers = await connect_servers(config.client, config.engine_urls, config.weights, book, stack, tracer)
