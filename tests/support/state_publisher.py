@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,16 +39,13 @@ class StatePublisher:
     ) -> None:
         line = VersionLine(run_id=run_id, epoch=epoch, adapter=adapter)
         way: StreamTransport | FilesystemTransport
+        rows: dict[str, Any] = {"chunk_bytes": chunk_bytes, "num_threads": num_threads, "anchor_every": anchor_every}
         if transport is Transport.STREAM:
-            rows = StreamShare(folder, epoch=epoch, num_threads=num_threads)
-            calls = RankCalls(rows, None, num_ranks=1)
-            way = StreamTransport(
-                line, calls, rows, chunk_bytes=chunk_bytes, num_threads=num_threads, anchor_every=anchor_every
-            )
+            streamed = StreamShare(folder, epoch=epoch, num_threads=num_threads)
+            way = StreamTransport(line, RankCalls(streamed, None, num_ranks=1), streamed, **rows)
         else:
             share = FileShare(folder, epoch=epoch, num_threads=num_threads)
-            calls = RankCalls(share, None, num_ranks=1)
-            way = FilesystemTransport(line, calls, share, chunk_bytes=chunk_bytes, stall_s=60.0)
+            way = FilesystemTransport(line, RankCalls(share, None, num_ranks=1), share, **rows)
         self.client, self._transport = client, way
         self.progress = way.progress
         self.publisher = Publisher(client, way, retry_for_s=retry_for_s)

@@ -221,6 +221,10 @@ class Engine(Protocol):
         """Whether `stage` reads `HostVersion.files`, since the model lives in other processes of this host."""
 
     @property
+    def patches(self) -> bool:
+        """Whether `patch` can make the next version of the one that is served, so that no copy of it is needed."""
+
+    @property
     def collective(self) -> CollectiveSupport | None:
         """How the engine takes part in broadcasts; None when it cannot."""
 
@@ -287,6 +291,13 @@ class Engine(Protocol):
 
         Raises: MeshError LAYOUT_MISMATCH naming what differs, NOT_SUPPORTED for an adapter that it cannot serve,
         OUT_OF_MEMORY when the device has no room for it; the live version stays.
+        """
+
+    async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
+        """Builds the shadow of a version by a delta in a file, of the version served or, `onto_staged`, the one staged.
+
+        Every digest of the result is checked. Raises MeshError NOT_SUPPORTED where the engine turns out not to patch,
+        DIGEST_MISMATCH; the live version stays.
         """
 
     async def join_group(self, group: JoinGroup) -> None:
@@ -357,6 +368,13 @@ class EngineBase:
     @property
     def logprobs_mode(self) -> Literal["processed_logprobs"]:
         return "processed_logprobs"
+
+    @property
+    def patches(self) -> bool:
+        return False
+
+    async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
+        raise MeshError(Reason.NOT_SUPPORTED, "this engine takes whole versions alone")
 
     @property
     def can_sleep(self) -> bool:

@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,10 @@ from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import DIGEST_BYTES_OF, SUM128
 from meshrl.wire.manifest_file import open_regular, safetensors_header
-from meshrl.wire.types import FileEntry, Manifest, TensorEntry
+from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry
 
+THREADS = 8  # that copy, or check chunks
+COPY_BYTES = 32 * 2**20
 SPARE_BYTES = 2**28  # left free in shared memory: vLLM and torch use it as well
 
 Bytes = NDArray[np.uint8]
@@ -44,10 +47,10 @@ class HostBytes:
     files: tuple[Path, ...] = ()
     own: Path | None = None
 
-    def of(self, entry: TensorEntry) -> Bytes:
-        """The bytes of a tensor; a view, unless it is spread over several files."""
+    def of(self, entry: TensorEntry | ChunkEntry) -> Bytes:
+        """The bytes of a tensor or a chunk; a view, unless it is spread over several files."""
         pieces = []
-        end = entry.offset + entry.num_bytes
+        end = entry.offset + (entry.num_bytes if isinstance(entry, TensorEntry) else entry.length)
         for offset, data in self.parts:
             at, stop = max(entry.offset, offset), min(end, offset + len(data))
             if at < stop:
@@ -66,25 +69,52 @@ class HostBytes:
             )
         return made
 
+    def copy_into(self, other: HostBytes) -> None:
+        """Copies all bytes into another version's, which are in one part. Blocking."""
+        target = other.parts[0][1]
+
+        def copy(piece: tuple[int, Bytes]) -> None:
+            at, data = piece
+            target[at : at + len(data)] = data
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(copy, self._pieces(COPY_BYTES)))
+
+    def _pieces(self, most: int) -> Iterator[tuple[int, Bytes]]:
+        for offset, data in self.parts:
+            for at in range(0, len(data), most):
+                yield offset + at, data[at : at + most]
+
     def wrong_tensor(self, manifest: Manifest, stop: threading.Event) -> str | None:
         """Name of the first tensor whose digest is not the manifest's; None: all are right. Blocking.
 
+        Additive digests are slow on a host: then the hashes of the chunks are checked, which cover the same bytes.
         Ends early, with None, once `stop` is set.
         """
-        for entry in manifest.tensors:
-            if stop.is_set():
-                return None
-            if not self.is_sound(entry):
-                return entry.name
-        return None
+        additive = manifest.digest_algorithm == SUM128 and len(manifest.chunks) > 0
 
-    def is_sound(self, entry: TensorEntry) -> bool:
-        """Whether a tensor's digest is the manifest's. Blocking."""
+        def sound(entry: TensorEntry | ChunkEntry) -> bool:
+            return stop.is_set() or self._is_sound(entry)
+
+        suspects = manifest.tensors
+        if additive:
+            with ThreadPoolExecutor(THREADS) as threads:
+                checked = zip(manifest.chunks, threads.map(sound, manifest.chunks), strict=True)
+                wrong = [(chunk.offset, chunk.offset + chunk.length) for chunk, is_sound in checked if not is_sound]
+            suspects = tuple(
+                entry
+                for entry in manifest.tensors
+                if any(entry.offset < end and start < entry.offset + entry.num_bytes for start, end in wrong)
+            )
+        return next((entry.name for entry in suspects if not sound(entry)), None)
+
+    def _is_sound(self, entry: TensorEntry | ChunkEntry) -> bool:
         data = self.of(entry)
         if len(entry.digest) == DIGEST_BYTES_OF[SUM128]:
-            words = torch.frombuffer(data, dtype=torch.uint8) if entry.num_bytes else torch.empty(0, dtype=torch.uint8)
+            words = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
             return digest_bytes(sum128(words)) == entry.digest
-        return blake3(data.data, max_threads=blake3.AUTO).digest() == entry.digest
+        threads = blake3.AUTO if isinstance(entry, TensorEntry) else 1
+        return blake3(data.data, max_threads=threads).digest() == entry.digest
 
     def release(self) -> None:
         """Deletes the file of its own; processes that have mapped it keep the bytes."""
@@ -156,6 +186,16 @@ class Spool:
             return HostBytes(parts=((0, payload),), files=(path,), own=path)
         except OSError as error:
             raise no_room(manifest.version, self._choices, error) from error
+
+    def write(self, version: int, data: Bytes) -> HostBytes:
+        """A file with the bytes of a delta. Raises MeshError OVERLOADED: no room."""
+        try:
+            fd, name = tempfile.mkstemp(dir=private_folder(self._folder(len(data))), prefix=f"delta_{version}-")
+            with open(fd, "wb") as file:
+                file.write(data.data)
+            return HostBytes(parts=((0, data),), files=(Path(name),), own=Path(name))
+        except OSError as error:
+            raise no_room(version, self._choices, error) from error
 
     def _folder(self, size: int) -> Path:
         for choice in self._choices:

@@ -51,11 +51,9 @@ class VersionStore:
     def prepare(self, live: Collection[str]) -> None:
         """Loads the manifests of `live` artifacts from the spool and deletes whatever else is in it."""
         self._spool_dir.mkdir(parents=True, exist_ok=True)
-        for folder in self._spool_dir.iterdir():
-            if not folder.is_dir():
-                continue
+        folders = [folder for folder in self._spool_dir.iterdir() if folder.is_dir()]
+        for folder in folders:
             if folder.name not in live:
-                shutil.rmtree(folder)
                 continue
             try:
                 manifest = from_json((folder / MANIFEST).read_bytes())
@@ -63,6 +61,9 @@ class VersionStore:
                 logger.error("manifest of artifact {} is lost: {}", folder.name, error)
                 continue
             self.artifacts[folder.name] = self._load(manifest, folder)
+        for folder in folders:
+            if folder.name not in live:
+                self.delete(folder.name, ())
 
     def _load(self, manifest: Manifest, folder: Path) -> VersionBytes:
         held = VersionBytes(manifest, file=folder / PAYLOAD)
@@ -102,8 +103,8 @@ class VersionStore:
             if base.manifest.result_root != manifest.base_root or base.manifest.version != manifest.base_version:
                 continue
             try:
-                sealed = base.manifest.transport is Transport.STREAM and not base.missing
-                chain = chains.chain_of(base.manifest, base.folder) if sealed else []
+                here = base.manifest.transport is not Transport.NCCL and not base.missing
+                chain = chains.chain_of(base.manifest, base.folder) if here else []
             except (OSError, ValueError) as error:  # retired meanwhile, or damaged
                 logger.warning("the chain of version {} is gone: {!r}", base.manifest.version, error)
                 continue
@@ -159,25 +160,37 @@ class VersionStore:
             raise
 
     def delete(self, artifact_id: str, paths: Sequence[str]) -> None:
-        """Deletes the spool of an artifact and those of its publisher's files that may go. Errors are logged."""
+        """Deletes the spool of an artifact and those of its publisher's files that may go. Errors are logged.
+
+        Files of a full version stay as long as a delta leads on from it, and go with the last one.
+        """
         self.artifacts.pop(artifact_id, None)
         folder = self._spool_dir / artifact_id
         self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
+        files = {artifact_id: list(map(Path, paths)), **chains.files_below(folder)}
         shutil.rmtree(folder, ignore_errors=True)
-        payloads: dict[Path, list[Path]] = {}
-        for path in map(Path, paths):
-            payloads.setdefault(manifest_path(path), []).append(path)
-        for manifest_file, of_one in payloads.items():
-            try:
-                with open(open_regular(manifest_file), "rb") as file:
-                    manifest = from_json(file.read())
-                if artifact_id_of(manifest) != artifact_id:
-                    logger.warning("{} are kept: the manifest beside them is of another artifact", of_one)
-                    continue
-                for path in (*of_one, manifest_file):
-                    path.unlink(missing_ok=True)
-                folder_of_step = manifest_file.parent
-                if folder_of_step.name.startswith("step_") and not any(folder_of_step.iterdir()):
-                    folder_of_step.rmdir()
-            except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
-                logger.warning("{} are kept: {}", of_one, error)
+        for other in self.artifacts:
+            for needed in (other, *chains.files_below(self._spool_dir / other)):
+                files.pop(needed, None)
+        for name, of_one in files.items():
+            _delete_files(name, of_one)
+
+
+def _delete_files(artifact_id: str, paths: Sequence[Path]) -> None:
+    payloads: dict[Path, list[Path]] = {}
+    for path in paths:
+        payloads.setdefault(manifest_path(path), []).append(path)
+    for manifest_file, of_one in payloads.items():
+        try:
+            with open(open_regular(manifest_file), "rb") as file:
+                manifest = from_json(file.read())
+            if artifact_id_of(manifest) != artifact_id:
+                logger.warning("{} are kept: the manifest beside them is of another artifact", of_one)
+                continue
+            for path in (*of_one, manifest_file):
+                path.unlink(missing_ok=True)
+            folder_of_step = manifest_file.parent
+            if folder_of_step.name.startswith("step_") and not any(folder_of_step.iterdir()):
+                folder_of_step.rmdir()
+        except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
+            logger.warning("{} are kept: {}", of_one, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshrl.inference.adapters import AdapterTable
 from meshrl.inference.agent.agent import Membership, WeightAgent
 from meshrl.inference.engine import CollectiveSupport, FinishReason, GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.sleep import Sleeper
+from meshrl.versions.placement import PlacementTracer, check_parts
 from meshrl.versions.transports import filesystem
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub
@@ -28,7 +30,7 @@ from meshrl.weights.service import WeightSyncService
 from meshrl.wire import frames
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
-from meshrl.wire.types import Transport, VersionSpan
+from meshrl.wire.types import Manifest, Transport, VersionSpan
 from state_publisher import StatePublisher
 
 
@@ -49,7 +51,7 @@ class MemoryEngine:
         self.paused = False
         self.unfit: str | None = None
         self.in_flight = 3
-        self.stages_from_files = False
+        self.stages_from_files = self.patches = False
         self.collective: CollectiveSupport | None = None
         self.adapters: AdapterTable[dict[str, torch.Tensor]] | None = None
         self.shadow: tuple[int, dict[str, torch.Tensor]] | None = None
@@ -109,6 +111,22 @@ class MemoryEngine:
             await self.before_stage()
         self.shadow = (host.version, {name: tensor.clone() for name, tensor in host.tensors.items()})
         self.history.append(f"stage {host.version}")
+
+    async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
+        assert not onto_staged or self.shadow is not None
+        held = self.shadow[1] if onto_staged and self.shadow is not None else self.live
+        made = {name: held[name].clone() for name in self.live}
+        tracer = PlacementTracer({name: torch.empty_like(tensor) for name, tensor in made.items()})
+        with tracer.sources(list(made.items())):
+            for name, tensor in made.items():
+                tracer.parameters[name].copy_(tensor)
+        placement = tracer.placement()
+        assert placement is not None
+        with ThreadPoolExecutor(1) as threads:
+            placement.patch(manifest, np.fromfile(delta, dtype=np.uint8), made, threads)
+        check_parts(manifest, [placement.digests(made)])
+        self.shadow = (manifest.version, made)
+        self.history.append(f"patch {manifest.version}")
 
     async def apply(self, version: int, root: bytes) -> None:
         assert self.paused

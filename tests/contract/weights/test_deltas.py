@@ -17,6 +17,7 @@ from meshrl.wire.types import Activation, Chunk, FoundVersion, Transport, Versio
 
 State = dict[str, torch.Tensor]
 VERSIONS, ANCHOR_EVERY = 40, 15
+WAYS = (Transport.STREAM, Transport.FILESYSTEM)  # of versions in full; deltas go through the hub
 FULL_BYTES = 2 * (97 * 33 + 61 * 127 + 33)
 
 
@@ -26,10 +27,16 @@ def first(state: Callable[..., State]) -> State:
     return state(0, dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def make_engine(new_engine: Callable[..., Any]) -> Callable[[], Any]:
-    """Engines that serve such weights."""
-    return lambda: new_engine(7, dtype=torch.bfloat16)
+@pytest.fixture(params=["image", "patched"])
+def make_engine(request: pytest.FixtureRequest, new_engine: Callable[..., Any]) -> Callable[[], Any]:
+    """Engines that serve such weights; deltas apply to a copy on their host, or to what they serve."""
+
+    def make() -> Any:
+        engine = new_engine(7, dtype=torch.bfloat16)
+        engine.patches = engine.stages_from_files = request.param == "patched"
+        return engine
+
+    return make
 
 
 def stepped(state: Mapping[str, torch.Tensor], seed: int) -> State:
@@ -47,7 +54,12 @@ async def serve(client: WeightSyncClient, version: int, *, min_ready: int = 1) -
     return await client.activate_version(run_id="run", version=version, min_ready=min_ready, prepare_deadline_s=60.0)
 
 
-def flip_image(agent: WeightAgent, at: int) -> None:
+def flip_base(agent: WeightAgent, engine: Any, at: int) -> None:
+    """Flips a bit in what the next delta leads from."""
+    if engine.patches:
+        embed = engine.live["model.embed.weight"].view(-1)
+        embed.view(torch.int16)[at % len(embed)] ^= 0x10
+        return
     image = agent._lines["run"].loader.images._image
     assert image is not None
     image.held.parts[0][1][at % FULL_BYTES] ^= 0x10
@@ -57,13 +69,14 @@ async def way(client: WeightSyncClient, version: int, held_root: bytes = b"") ->
     return await client.find_version(version=version, held_root=held_root)
 
 
+@pytest.mark.parametrize("transport", WAYS)
 async def test_chained_deltas_with_flips_on_the_wire_and_in_memory_are_served_to_the_bit(
-    mesh: Any, first: State, make_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    mesh: Any, first: State, make_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     state = first
     engine, late = make_engine(), make_engine()
     agent = mesh.start_agent("e", engine)
-    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=ANCHOR_EVERY), mesh.client()
+    publisher, client = mesh.publisher(transport, anchor_every=ANCHOR_EVERY), mesh.client()
     flips = {"wire": 0}
     real_fetch = WeightSyncClient.fetch
 
@@ -87,7 +100,7 @@ async def test_chained_deltas_with_flips_on_the_wire_and_in_memory_are_served_to
         assert {each.applied.root for each in activation.engines} == {report.root}
         sizes.append(report.num_bytes)
         if version % 11 == 5:  # bits flip where the next delta leads from, whether it changes them or not
-            flip_image(agent, version * 997)
+            flip_base(agent, engine, version * 997)
         if version == VERSIONS - 10:
             mesh.start_agent("late", late)
         state = stepped(state, version)
@@ -98,10 +111,11 @@ async def test_chained_deltas_with_flips_on_the_wire_and_in_memory_are_served_to
     assert max(size for size in sizes if size != FULL_BYTES) < FULL_BYTES / 15
 
 
+@pytest.mark.parametrize("transport", WAYS)
 async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions_one_delta(
-    mesh: Any, first: State, make_engine: Callable[[], Any]
+    mesh: Any, first: State, make_engine: Callable[[], Any], transport: Transport
 ) -> None:
-    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
+    publisher, client = mesh.publisher(transport, anchor_every=64), mesh.client()
     engine = make_engine()
     mesh.start_agent("e", engine)
     state, roots = first, []
@@ -133,12 +147,15 @@ async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions
     assert late.holds(state)
 
 
+@pytest.mark.parametrize("transport", WAYS)
 @pytest.mark.parametrize("from_files", [False, True])
 async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_comes(
-    mesh: Any, first: State, make_engine: Callable[[], Any], from_files: bool, tmp_path: Path
+    mesh: Any, first: State, make_engine: Callable[[], Any], from_files: bool, tmp_path: Path, transport: Transport
 ) -> None:
-    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
+    publisher, client = mesh.publisher(transport, anchor_every=64), mesh.client()
     engine = make_engine()
+    if engine.patches and not from_files:
+        pytest.skip("engines that patch are other processes")
     engine.stages_from_files = from_files
     agent = mesh.start_agent("e", engine, spool_dir=tmp_path / "spool" if from_files else None)
     states = [first]
@@ -146,20 +163,22 @@ async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_com
         states.append(stepped(states[-1], seed))
     await publisher.publish(0, states[0])
     await serve(client, 0)
-    served = agent._lines["run"].loader.images._image.root
+    served = await agent._lines["run"].loader.images.held_root()
     report = await publisher.publish(1, states[1])
     await mesh.until(lambda: (prepared := agent._lines["run"].prepared) is not None and prepared.manifest.version == 1)
-    assert agent._lines["run"].loader.images._image.root == report.root
+    if not engine.patches:
+        assert agent._lines["run"].loader.images._image.root == report.root
     report = await publisher.publish(2, states[2])  # 1 is skipped
     await serve(client, 2)
     assert engine.holds(states[2])
+    by_delta = "patch" if engine.patches else "stage"
     assert engine.history == [
         "stage 0",
         "pause",
         "apply 0",
         "resume",
-        "stage 1",
-        "stage 2",
+        f"{by_delta} 1",
+        f"{by_delta} 2",
         "pause",
         "apply 2",
         "resume",
@@ -168,11 +187,32 @@ async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_com
     await publisher.publish(3, states[3])
     await mesh.until(lambda: (prepared := agent._lines["run"].prepared) is not None and prepared.manifest.version == 3)
     await client.abort_version(run_id="run", epoch=1, version=3, message="no")
-    assert await agent._lines["run"].loader.images.held_root() == report.root != served
+    if not engine.patches:
+        assert await agent._lines["run"].loader.images.held_root() == report.root != served
     report = await publisher.publish(4, states[4])  # what it would lead from is gone
     assert report.num_bytes == FULL_BYTES
     await serve(client, 4)
     assert engine.holds(states[4])
+
+
+async def test_a_publishers_files_stay_as_long_as_a_delta_leads_on_from_them(
+    mesh: Any, first: State, make_engine: Callable[[], Any]
+) -> None:
+    publisher, client = mesh.publisher(Transport.FILESYSTEM, anchor_every=5), mesh.client()
+    mesh.start_agent("e", make_engine())
+    state, folders = first, []
+    for version in range(13):
+        await publisher.publish(version, state)
+        await serve(client, version)
+        state = stepped(state, version)
+        folders.append(sorted(path.name for path in (mesh.folder / "broadcasts").iterdir()))
+        if version == 8:  # what a hub that restarts knows of them is on its disk
+            await mesh.kill_hub()
+            await mesh.start_hub()
+    assert folders[5] == ["step_0"]
+    assert "step_0" not in folders[9]
+    assert folders[11] == ["step_6"]
+    assert folders[12] == ["step_12", "step_6"]
 
 
 async def test_bytes_that_changed_in_the_spool_are_not_served_and_the_next_version_comes_in_full(

@@ -70,8 +70,6 @@ def _byte_violations(manifest: Manifest, max_chunk_bytes: int) -> list[tuple[str
     found: list[tuple[str, str]] = []
     if manifest.collective is not None:
         found.append(("collective", "must be unset unless transport is nccl"))
-    if manifest.digest_algorithm not in ("", "blake3") and manifest.transport is not Transport.STREAM:
-        found.append(("digest_algorithm", f"{manifest.digest_algorithm} is not for transport filesystem; use blake3"))
     num_bytes = manifest.payload_bytes
     found += _span_violations("chunks", [(chunk.offset, chunk.length) for chunk in manifest.chunks], num_bytes)
     found += [

@@ -337,11 +337,12 @@ class WeightBroadcastConfig(BaseConfig):
     """
 
     deltas: Literal["auto", "off"] = "auto"
-    """stream: auto publishes the changes since the previous version if they have less than half of the full version's
-    bytes, as at the learning rates of post-training. off publishes every version in full."""
+    """stream, filesystem: auto publishes the changes since the previous version if they have less than half of the full
+    version's bytes, as at the learning rates of post-training. off publishes every version in full."""
 
     anchor_every: int = Field(default=32, ge=1)
-    """stream: after so many deltas a version goes in full, for engines that join: they fetch that and one delta."""
+    """stream, filesystem: after so many deltas a version goes in full, for engines that join: they fetch that and one
+    delta."""
 
     relays: list[str] = Field(default_factory=list)
     """stream: relays of this site (`weights --upstream`), host:port. An engine fetches from the fastest one that

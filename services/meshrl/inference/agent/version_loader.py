@@ -82,14 +82,19 @@ class VersionLoader:
         self.times = PartTimes()
         self.images = ImageKeeper(fetcher, signature, self.times)
 
-    async def find(self, version: int, artifact_id: str) -> FoundVersion:
+    async def find(self, version: int, artifact_id: str, *, anew: bool = False) -> FoundVersion:
         """Asks the hub for the manifest of a version, and of a delta for the steps from the weights that are here.
 
-        Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH.
+        `anew`: for the steps from none. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH.
         """
         self._fetcher.begin()
         self.times.begin()
-        held_root = await self.images.held_root()
+        if anew:
+            self.images.drop()
+        if self._engine.patches:
+            held_root = b"" if anew or self._engine.unfit else self._engine.root or b""
+        else:
+            held_root = await self.images.held_root()
         with self.times.part("found"):
             found = await self._client.find_version(
                 run_id=self._run_id, version=version, artifact_id=artifact_id, held_root=held_root
@@ -112,30 +117,49 @@ class VersionLoader:
             text = f"version {manifest.version} is for a model of another layout than the engine's"
             raise differs or MeshError(Reason.LAYOUT_MISMATCH, text)
         if is_for_images(manifest):
-            await self._stage(manifest, await self._load_image(found))
-            await self.images.wait_until_hashed()
+            try:
+                await self._load_steps(found)
+            except MeshError as error:
+                if error.reason not in (Reason.DIGEST_MISMATCH, Reason.NOT_SUPPORTED):
+                    raise
+                logger.warning("version {} is fetched anew, in full: {}", manifest.version, error)
+                await self._load_steps(await self.find(manifest.version, found.artifact_id, anew=True))
             return
         self.images.drop()
         if manifest.transport is Transport.NCCL:
             with self.times.part("received"):
                 await self._engine.receive(manifest)
             return
+        await self._fetch_and_stage(manifest, found.artifact_id)
+
+    async def _load_steps(self, found: FoundVersion) -> None:
+        """Loads a version by what leads to it: onto the engine's own weights where it patches, else onto the image."""
+        manifest = found.manifest
+        if not self._engine.patches:
+            await self._stage(manifest, await self.images.load(found))
+            await self.images.wait_until_hashed()
+            return
+        for number, step in enumerate(steps_to(found)):
+            if step.layout_signature != self._signature:
+                raise _unreachable(manifest, f"it leads over version {step.version} of another model")
+            if step.kind is VersionKind.FULL:
+                await self._fetch_and_stage(step, await asyncio.to_thread(manifests.artifact_id, step))
+                continue
+            with self.times.part("fetched"):
+                delta = await self._fetcher.fetch_delta_file(step)
+            try:
+                with self.times.part("applied"):
+                    await self._engine.patch(step, delta.files[0], onto_staged=number > 0)
+            finally:
+                delta.release()
+
+    async def _fetch_and_stage(self, manifest: Manifest, artifact_id: str) -> None:
         with self.times.part("fetched"):
-            held = await self._fetcher.fetch(manifest, found.artifact_id)
+            held = await self._fetcher.fetch(manifest, artifact_id)
         try:
             await self._stage(manifest, held)
         finally:
             held.release()
-
-    async def _load_image(self, found: FoundVersion) -> HostBytes:
-        try:
-            return await self.images.load(found)
-        except MeshError as error:
-            if error.reason is not Reason.DIGEST_MISMATCH:
-                raise
-            logger.warning("version {} is fetched anew, in full: {}", found.manifest.version, error)
-        self.images.drop()
-        return await self.images.load(await self.find(found.manifest.version, found.artifact_id))
 
     async def _stage(self, manifest: Manifest, held: HostBytes) -> None:
         with self.times.part("staged"):
@@ -180,15 +204,26 @@ class VersionFetcher:
     def _arrive(self, count: int) -> None:
         self._arrived += count
 
-    async def fetch(self, manifest: Manifest, artifact_id: str) -> HostBytes:
+    async def fetch(self, manifest: Manifest, artifact_id: str, *, to_change: bool = False) -> HostBytes:
         """Returns the verified bytes of a version, to be released once it is staged.
+
+        `to_change`: as a copy in one part, even where a publisher's files could be read as they lie.
 
         Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest, CHUNK_CORRUPT when a link damages
         every copy, UNKNOWN_VERSION when they are gone, UNREACHABLE when nothing came, OVERLOADED when there is no room
         for them.
         """
-        held = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
-        return held or await self._streamed(manifest, artifact_id)
+        mapped = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
+        if mapped is not None and to_change:
+            held = await self._room(manifest)
+            await asyncio.to_thread(mapped.copy_into, held)
+            return held
+        return mapped or await self._streamed(manifest, artifact_id)
+
+    async def _room(self, manifest: Manifest) -> HostBytes:
+        if self._spool is None:
+            return empty_bytes(manifest)
+        return await asyncio.to_thread(self._spool.room_for, manifest)
 
     async def fetch_delta(self, manifest: Manifest) -> Bytes:
         """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`."""
@@ -197,6 +232,11 @@ class VersionFetcher:
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
         await self._downloader.pull(VersionBytes(manifest, memory=payload), artifact_id, self._arrive)
         return payload
+
+    async def fetch_delta_file(self, manifest: Manifest) -> HostBytes:
+        """As `fetch_delta`, in a file of the spool that `release` deletes."""
+        assert self._spool is not None, "engines that patch are other processes"
+        return await asyncio.to_thread(self._spool.write, manifest.version, await self.fetch_delta(manifest))
 
     async def _mapped(self, manifest: Manifest) -> HostBytes | None:
         """The publisher's files as they lie; None when they cannot be read here."""
@@ -220,19 +260,15 @@ class VersionFetcher:
             cancelled.set()
 
     async def _streamed(self, manifest: Manifest, artifact_id: str) -> HostBytes:
-        if self._spool is None:
-            held = empty_bytes(manifest)
-        else:
-            held = await asyncio.to_thread(self._spool.room_for, manifest)
+        held = await self._room(manifest)
         self._awaited += manifest.payload_bytes
         try:
             held_bytes = VersionBytes(manifest, memory=held.parts[0][1])
             await self._downloader.pull(held_bytes, artifact_id, self._arrive)
-            # Additive digests are slow on a host. The hashes of the chunks cover all bytes as well.
-            additive = manifest.digest_algorithm == manifests.SUM128
-            wrong = None if additive else await self._wrong_tensor(held, manifest)
-            if wrong is not None:
-                raise _damaged(manifest, wrong)
+            if manifest.digest_algorithm != manifests.SUM128:  # else each chunk was checked, and that is all
+                wrong = await self._wrong_tensor(held, manifest)
+                if wrong is not None:
+                    raise _damaged(manifest, wrong)
         except BaseException:  # abandoned fetches leave no file either
             held.release()
             raise
@@ -248,6 +284,12 @@ def is_for_images(manifest: Manifest) -> bool:
     """Whether a version is a delta, or a full one that deltas may be made from."""
     full = manifest.kind is VersionKind.FULL and manifest.digest_algorithm == manifests.SUM128 and manifest.chunks
     return manifest.kind is VersionKind.DELTA or bool(full)
+
+
+def steps_to(found: FoundVersion) -> tuple[Manifest, ...]:
+    """The versions to load one after the other: those of a delta, or the full version itself."""
+    whole = (found.manifest,) if found.manifest.kind is VersionKind.FULL else ()
+    return found.steps or whole
 
 
 class ImageKeeper:
@@ -274,16 +316,15 @@ class ImageKeeper:
         Raises MeshError as `VersionFetcher.fetch`; DIGEST_MISMATCH also where what is held is not what it should be.
         """
         version = found.manifest
-        whole = (version,) if version.kind is VersionKind.FULL else ()
         is_held = self._image is not None and self._image.root == version.result_root
-        for step in () if is_held else found.steps or whole:
+        for step in () if is_held else steps_to(found):
             if step.layout_signature != self._layout:
                 raise _unreachable(version, f"it leads over version {step.version} of another model")
             if step.kind is VersionKind.FULL:
                 self.drop()
                 artifact_id = await asyncio.to_thread(manifests.artifact_id, step)
                 with self._times.part("fetched"):
-                    held = await self._fetcher.fetch(step, artifact_id)
+                    held = await self._fetcher.fetch(step, artifact_id, to_change=True)
                 threads = min(MAX_THREADS, os.cpu_count() or 1)
                 self._image = await asyncio.to_thread(WeightImage, step, held, num_threads=threads)
                 continue

@@ -30,12 +30,15 @@ class EngineCalls:
         self.ends = JobEnds()
 
     async def rpc(self, method: str, *args: object, deadline_s: float = RPC_DEADLINE_S) -> Any:
-        call = self._llm.collective_rpc(method, timeout=deadline_s, args=args)
-        answers = await self.core(call, deadline_s)
+        """Calls every worker and returns the first failure, else the first answer; None while any has none."""
+        answers = await self.answers(method, *args, deadline_s=deadline_s)
         for answer in answers:
             if answer is None or (isinstance(answer, dict) and "reason" in answer):
                 return answer
         return answers[0] if answers else None
+
+    async def answers(self, method: str, *args: object, deadline_s: float = RPC_DEADLINE_S) -> list[Any]:
+        return await self.core(self._llm.collective_rpc(method, timeout=deadline_s, args=args), deadline_s)
 
     async def wait_for_job(self, deadline_s: float) -> None:
         """Waits for the workers' job. Raises what it failed with, or MeshError DEADLINE_PASSED."""

@@ -10,6 +10,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -35,6 +36,7 @@ from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_
 from meshrl.inference.vllm.requests import RequestCodec, RoutedLayers
 from meshrl.inference.vllm.version_clock import VersionClock
 from meshrl.versions.layout import Layout, layout_of, mismatch
+from meshrl.versions.placement import check_parts
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import JoinGroup, Manifest, VersionSpan
@@ -85,6 +87,7 @@ class VllmEngine(EngineBase):
         self._staged: int | None = None
         self._paused = False
         self._unfit: str | None = None
+        self._patches = False
         self._versions_under_way = InFlight()  # staged, received or groups joined, at this moment
         self._sleeps = bool(config.model_config.enable_sleep_mode) and self._device == "cuda"
         self._sleeper = Sleeper(self._fall_asleep, self._wake_up, busy=self._has_work, deadline_s=SLEEP_DEADLINE_S)
@@ -123,6 +126,10 @@ class VllmEngine(EngineBase):
         return True  # the workers are other processes
 
     @property
+    def patches(self) -> bool:
+        return self._patches
+
+    @property
     def adapters(self) -> AdapterTable[LoRARequest] | None:
         return self._adapters
 
@@ -158,6 +165,7 @@ class VllmEngine(EngineBase):
         made = await self._calls.rpc("meshrl_open", self._calls.ends.address, deadline_s=OPEN_DEADLINE_S)
         if "reason" in made:
             raise VllmError(made["message"])
+        self._patches = made["shadow"] == "ParameterShadow"
         logger.info(
             "weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks
         )
@@ -268,6 +276,21 @@ class VllmEngine(EngineBase):
             await self._calls.rpc("meshrl_stage", host.version, [str(path) for path in host.files])
             await self._calls.wait_for_job(STAGE_DEADLINE_S)
             self._staged = host.version
+
+    async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
+        self._staged = None
+        with self._versions_under_way.one():
+            await self._sleeper.wake()
+            await self._calls.rpc("meshrl_patch", manifest.version, to_json(manifest), str(delta), onto_staged)
+            try:
+                await self._calls.wait_for_job(STAGE_DEADLINE_S)
+                check_parts(manifest, await self._calls.answers("meshrl_parts"))
+            except MeshError as error:
+                if error.reason is Reason.NOT_SUPPORTED or onto_staged:  # the base was right
+                    logger.warning("deltas are applied to a copy on the host from now on: {}", error)
+                    self._patches = False
+                raise
+            self._staged = manifest.version
 
     async def _load(self, host: HostVersion, adapters: AdapterTable[LoRARequest], store: AdapterStore) -> None:
         if host.adapter is None:

@@ -70,8 +70,17 @@ class ParameterShadow:
             raise ValueError("vLLM has changed the form of some weights after loading them")
         self._loaded: set[str] | None = set()
 
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+
     def begin(self) -> None:
         self._loaded = set()
+
+    def begin_as_live(self) -> None:
+        """Fills it with the live weights."""
+        names = self._live.keys()
+        torch._foreach_copy_([self.parameters[name] for name in names], [self._live[name].data for name in names])
 
     def add(self, tensors: Weights) -> None:
         loaded = self._model.load_weights(iter(tensors))

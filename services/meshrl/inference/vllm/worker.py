@@ -8,21 +8,25 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from loguru import logger
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.sizing import GIB
-from meshrl.inference.vllm.file_reader import PortionReader
+from meshrl.inference.vllm.file_reader import Named, PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
-from meshrl.inference.vllm.shadow import Weights, WorkerShadow, build_shadow, tested_shadow
+from meshrl.inference.vllm.shadow import ParameterShadow, Weights, WorkerShadow, build_shadow, tested_shadow
 from meshrl.models.folder import as_in_files, renamed_in_layers
 from meshrl.models.load import ModelError, empty_model
 from meshrl.versions.collective.broadcasting import Receiver
 from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.placement import PartDigests, PlacementTracer, WeightPlacement
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 APPLY_WAIT_S = 30.0
+PATCH_THREADS = 8  # that decompress a delta
 
 WorkerPhase = tuple[str, float, float]
 """Of a worker's start: its name, its begin and its end, of time.time()."""
@@ -52,6 +57,9 @@ class WeightsExtension:
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
         self._meshrl_staged: int | None = None
+        self._meshrl_placement: WeightPlacement | None = None
+        self._meshrl_tracer: PlacementTracer | None = None
+        self._meshrl_found: PartDigests = {}
         worker = self._meshrl_worker
         if self._meshrl_device().type == "cpu":
             # vLLM's attention in bfloat16 uses AMX where the processor has it. Without the kernel's leave for this
@@ -78,12 +86,11 @@ class WeightsExtension:
         shadow = self._meshrl_ready_shadow()
 
         def work() -> None:
-            shadow.begin()
+            add = self._meshrl_begin(shadow)
             for path in files:
                 for tensors in self._meshrl_reader.portions(Path(path)):
-                    shadow.add(self._meshrl_known(tensors))
-            shadow.finish()
-            self._meshrl_staged = version
+                    add(tensors)
+            self._meshrl_finish(shadow, version)
             logger.debug("version {} is staged; {:.2f} GiB are free", version, self.meshrl_free_bytes() / GIB)
 
         self._meshrl_start(work, f"staging version {version}")
@@ -95,12 +102,32 @@ class WeightsExtension:
         def work() -> None:
             if receiver is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this worker is in no group")
-            shadow.begin()
-            receiver.receive(manifest, lambda tensors: shadow.add(self._meshrl_known(tensors)), stall_s=stall_s)
-            shadow.finish()
-            self._meshrl_staged = version
+            receiver.receive(manifest, self._meshrl_begin(shadow), stall_s=stall_s)
+            self._meshrl_finish(shadow, version)
 
         self._meshrl_start(work, f"receiving version {manifest.version}")
+
+    def meshrl_patch(self, version: int, manifest_json: bytes, delta: str, onto_staged: bool) -> None:
+        """Starts to make the shadow of a delta's result: of the live weights or, `onto_staged`, of what it holds."""
+        manifest, placement = from_json(manifest_json), self._meshrl_placement
+        shadow = self._meshrl_ready_shadow()
+
+        def work() -> None:
+            if placement is None or not isinstance(shadow, ParameterShadow):
+                raise MeshError(Reason.NOT_SUPPORTED, "where a version's weights lie in vLLM's own was not seen")
+            if not onto_staged:
+                shadow.begin_as_live()
+            with ThreadPoolExecutor(PATCH_THREADS) as threads:
+                placement.patch(manifest, np.fromfile(delta, dtype=np.uint8), shadow.parameters, threads)
+            self._meshrl_found = placement.digests(shadow.parameters)
+            self._meshrl_staged = version
+
+        self._meshrl_start(work, f"patching version {version}")
+
+    def meshrl_parts(self) -> PartDigests:
+        """The digests of what the last patch has made here (`WeightPlacement.digests`)."""
+        found, self._meshrl_found = self._meshrl_found, {}
+        return found
 
     def meshrl_outcome(self) -> JobOutcome | None:
         """How the last job ended: {"seconds"} or {"reason", "message"}; None while it runs."""
@@ -166,6 +193,27 @@ class WeightsExtension:
             (name, str(p.dtype), tuple(p.shape), digest_bytes(sum128(p.detach().contiguous())))
             for name, p in parameters
         ).hex()
+
+    def _meshrl_begin(self, shadow: WorkerShadow) -> Callable[[Named], None]:
+        """Begins a version in full; the result takes its tensors. The first one shows where they lie, for deltas."""
+        shadow.begin()
+        tracer = self._meshrl_tracer = None
+        if isinstance(shadow, ParameterShadow) and self._meshrl_placement is None:
+            tracer = self._meshrl_tracer = PlacementTracer(shadow.parameters)
+
+        def add(tensors: Named) -> None:
+            with nullcontext() if tracer is None else tracer.sources(tensors):
+                shadow.add(self._meshrl_known(tensors))
+
+        return add
+
+    def _meshrl_finish(self, shadow: WorkerShadow, version: int) -> None:
+        shadow.finish()
+        if (tracer := self._meshrl_tracer) is not None:
+            self._meshrl_placement, self._meshrl_tracer = tracer.placement(), None
+            if tracer.obstacle:
+                logger.info("this worker applies no deltas: {}", tracer.obstacle)
+        self._meshrl_staged = version
 
     def _meshrl_known(self, tensors: Weights) -> Weights:
         """A version's tensors by names that vLLM's model loads: as files have them where those differ in layers."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 from torch._C._distributed_c10d import Store
@@ -47,7 +48,7 @@ from meshrl.versions.snapshot import Captured
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport, MeetingPoint
-from meshrl.versions.transports.filesystem import FilesystemTransport
+from meshrl.versions.transports.filesystem import DELTAS_FROM_BYTES, FilesystemTransport
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.wire.errors import MeshError
@@ -251,21 +252,17 @@ def _transport(
     if senders > 1:
         calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
     calls = RankCalls(share, calls_store, num_ranks=senders)
-    if isinstance(share, StreamShare):
-        return StreamTransport(
-            line,
-            calls,
-            share,
-            num_shares=senders,
-            chunk_bytes=settings.chunk_bytes,
-            num_threads=settings.num_threads,
-            anchor_every=broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
-            stall_s=options.publish_deadline_s,
-        )
     if not isinstance(share, BroadcastShare):
-        return FilesystemTransport(
-            line, calls, share, chunk_bytes=settings.chunk_bytes, stall_s=options.publish_deadline_s
-        )
+        rows: dict[str, Any] = {
+            "num_shares": senders,
+            "chunk_bytes": settings.chunk_bytes,
+            "num_threads": settings.num_threads,
+            "anchor_every": broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
+            "stall_s": options.publish_deadline_s,
+        }
+        if isinstance(share, StreamShare):
+            return StreamTransport(line, calls, share, **rows)
+        return FilesystemTransport(line, calls, share, deltas_from=DELTAS_FROM_BYTES, **rows)
     assert store is not None, "the engines meet the trainer at its store"
     place = MeetingPoint(
         store=store, address=settings.store_address, backend=settings.backend, deadline_s=settings.deadline_s

@@ -35,6 +35,27 @@ def sum128(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
     return torch.from_numpy(_on_cpu(words.numpy().view(np.uint16), first_word).view(np.int64))
 
 
+def sum128_at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """As `sum128`, of a contiguous tensor whose elements, of 2 bytes or more, are those `at` (N,) of a larger one."""
+    words, halves = _words(tensor), tensor.itemsize // 2
+    if halves > 1:
+        at = (at[:, None] * halves + torch.arange(halves, device=at.device)).reshape(-1)
+    z = (words.long() & 0xFFFF) + (at + 1) * _signed(GOLDEN)
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        z = (z ^ _shifted(z, shift)) * _signed(factor)
+    z ^= _shifted(z, 31)
+    return torch.stack([z.sum(), ((z ^ _shifted(z, 29)) * _signed(SPREAD)).sum()])
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Shifted right as unsigned numbers."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
 def digest_bytes(lanes: torch.Tensor) -> bytes:
     """The 16 bytes of a digest: lane 0, then lane 1, little-endian."""
     return lanes.cpu().numpy().astype("<i8").tobytes()

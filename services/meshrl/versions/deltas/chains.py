@@ -1,10 +1,10 @@
 """The chain of versions below a delta, in the hub's spool, and the deltas merged from it.
 
 A delta's chain is its base, the base of that, and so on down to a full version, the anchor. The folder of a delta has
-its base in `base`, as hard links to the base's own files, and that one's base in `base/base`. So an engine that may
-fetch a version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once no
-version needs it. `joined/ROOT` holds the deltas merged into one, for engines that missed versions and still have the
-weights of ROOT.
+its base in `base`, as hard links to the base's own files in the spool, and that one's base in `base/base`. So an engine
+that may fetch a version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once
+no version needs it. Files of a publisher are not linked: the store keeps them as long. `joined/ROOT` holds the deltas
+merged into one, for engines that missed versions and still have the weights of ROOT.
 
 Blocking: call it off the event loop.
 """
@@ -23,7 +23,7 @@ from meshrl.core.durable import write_file
 from meshrl.versions.deltas.codec import DeltaError, merge
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import chunks_of, delta_manifest
+from meshrl.wire.manifest import artifact_id, chunks_of, delta_manifest
 from meshrl.wire.manifest_file import from_json, to_json
 from meshrl.wire.types import Manifest, VersionKind
 
@@ -42,12 +42,28 @@ def link_base(base: Path, folder: Path) -> None:
     while below.exists():
         into.mkdir(parents=True)
         for name in (MANIFEST, PAYLOAD):
+            if not (below / name).exists():
+                continue  # the payload is in files of the publisher's
             try:
                 os.link(below / name, into / name)
             except OSError:  # a file system without links
                 shutil.copyfile(below / name, into / name)
         below, into = below / _BASE, into / _BASE
     making.rename(target)
+
+
+def files_below(folder: Path) -> dict[str, list[Path]]:
+    """The publisher's files of the anchor below the delta in `folder`, by its artifact; nothing where it has none."""
+    anchor = folder
+    while (anchor / _BASE).exists():
+        anchor = anchor / _BASE
+    if anchor == folder or (anchor / PAYLOAD).exists():
+        return {}
+    try:
+        manifest = from_json((anchor / MANIFEST).read_bytes())
+    except (OSError, ValueError):  # damaged, or being deleted
+        return {}
+    return {artifact_id(manifest): [Path(file.path) for file in manifest.files]}
 
 
 def chain_of(manifest: Manifest, folder: Path) -> list[VersionBytes]:

@@ -180,11 +180,8 @@ def unpack(*pieces: Packed) -> Changes:
     """
     first, last, width = pieces[0].run, pieces[-1].run, pieces[0].run.width
     run = Stretch(start=first.start, values=(last.start - first.start) // width + last.values, width=width)
-    decompressor = zstandard.ZstdDecompressor()  # for one thread
-    gap_bytes, step_bytes, escapes = (
-        np.concatenate([_decompressed(decompressor, piece.frames[stream], piece.raw[stream]) for piece in pieces])
-        for stream in range(3)
-    )
+    gap_bytes, step_bytes, escapes = streams_of(pieces)
+    check_counts(pieces, gap_bytes, step_bytes)
     ends, wide = gap_bytes < ESCAPE, step_bytes == ESCAPE
     onward = gap_bytes.astype(np.int64)  # from an element that changes, or an escape, to the next
     onward += ends
@@ -192,19 +189,37 @@ def unpack(*pieces: Packed) -> Changes:
     places = passed[ends]
     gaps = changed = 0  # of the pieces before
     for piece in pieces:
-        its_gaps, its_changes = slice(gaps, gaps + piece.raw[0]), slice(changed, changed + piece.changed)
-        num_ends, num_wide = int(np.count_nonzero(ends[its_gaps])), int(np.count_nonzero(wide[its_changes]))
-        if (num_ends, num_wide * width) != (piece.changed, piece.raw[2]):
-            raise DeltaError(f"the piece at {piece.run.start} does not hold the {piece.changed} changes that it names")
+        its_changes = slice(changed, changed + piece.changed)
         begin = (piece.run.start - run.start) // width
         places[its_changes] += begin - 1 - (passed[gaps - 1] if gaps else 0)
-        gaps, changed = its_gaps.stop, its_changes.stop
+        gaps, changed = gaps + piece.raw[0], its_changes.stop
         if piece.changed and places[changed - 1] >= begin + piece.run.values:
             raise DeltaError(f"the piece at {piece.run.start} changes an element beyond its {piece.run.values}")
     codes = step_bytes.astype(UNSIGNED[width])
     codes[wide] = escapes.view(codes.dtype)
     codes += codes.dtype.type(1)
     return Changes(run=run, places=places, steps=unzigzag(codes))
+
+
+def streams_of(pieces: Sequence[Packed]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
+    """The gaps, steps and escapes of pieces, one piece after the other. Raises DeltaError."""
+    decompressor = zstandard.ZstdDecompressor()  # for one thread
+    gaps, steps, escapes = (
+        np.concatenate([_decompressed(decompressor, piece.frames[stream], piece.raw[stream]) for piece in pieces])
+        for stream in range(3)
+    )
+    return gaps, steps, escapes
+
+
+def check_counts(pieces: Sequence[Packed], gap_bytes: NDArray[np.uint8], step_bytes: NDArray[np.uint8]) -> None:
+    """Raises DeltaError where pieces have more or fewer changes than they name."""
+    gaps = changed = 0  # of the pieces before
+    for piece in pieces:
+        ends = int(np.count_nonzero(gap_bytes[gaps : gaps + piece.raw[0]] < ESCAPE))
+        wide = int(np.count_nonzero(step_bytes[changed : changed + piece.changed] == ESCAPE))
+        if (ends, wide * piece.run.width) != (piece.changed, piece.raw[2]):
+            raise DeltaError(f"the piece at {piece.run.start} does not hold the {piece.changed} changes that it names")
+        gaps, changed = gaps + piece.raw[0], changed + piece.changed
 
 
 def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: Frame, size: int) -> NDArray[np.uint8]:

@@ -1,6 +1,7 @@
-"""Makes a delta of weights on a GPU: compares there, and copies two or three bytes a change to the host to compress.
+"""Makes a delta of weights on a GPU, and decodes one there.
 
-Used by the ranks of a trainer on GPUs (`transports.stream`); makes the same bytes as `codec.encode` does from
+It is made by comparing there, and two or three bytes a change go to the host to be compressed. Used by the ranks of a
+trainer on GPUs (`transports.rows`); makes the same bytes as `codec.encode` does from
 host memory. Elements are compared as integers, in areas of many runs at once, since each step over an area costs a few
 kernels whatever its size. An area in which much changes is halved, which bounds the memory that this takes.
 
@@ -15,7 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from numpy.typing import NDArray
 
-from meshrl.versions.deltas.codec import ESCAPE, Packed, Rows, Stretch, compress
+from meshrl.versions.deltas.codec import (
+    ESCAPE,
+    DeltaError,
+    Packed,
+    Rows,
+    Stretch,
+    batches,
+    check_counts,
+    compress,
+    streams_of,
+)
 
 AREA_VALUES = 2**27
 AREA_CHANGES = 2**22
@@ -107,9 +118,49 @@ def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
     """(C,) int64: the steps between signed integers of the elements' bits, in zigzag, without the 0; `words` says
     how."""
     bits = 8 * old_C.itemsize
-    lowest = -(1 << (bits - 1))
-    old, new = (torch.where(side < 0, -1 - side + lowest, side) for side in (old_C.long(), new_C.long()))
-    steps = new - old
-    if bits < 64:  # modulo 2^bits, from -2^(bits-1) on
-        steps = ((steps - lowest) & ((1 << bits) - 1)) + lowest
+    steps = _wrapped(_places(new_C.long(), bits) - _places(old_C.long(), bits), bits)
     return ((steps << 1) ^ (steps >> 63)) - 1
+
+
+def _places(signed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The places of signed integers of so many bits in the order of the floats, and back: it is its own inverse."""
+    return torch.where(signed < 0, -1 - signed - (1 << (bits - 1)), signed)
+
+
+def _wrapped(number: torch.Tensor, bits: int) -> torch.Tensor:
+    """Modulo 2^bits, from -2^(bits-1) on."""
+    half = 1 << (bits - 1)
+    return number if bits == 64 else ((number + half) & ((1 << bits) - 1)) - half
+
+
+def moved_bits(words_C: torch.Tensor, steps_C: torch.Tensor) -> torch.Tensor:
+    """Signed integers of elements' bits after so many steps each."""
+    bits = 8 * words_C.itemsize
+    return _places(_wrapped(_places(words_C.long(), bits) + steps_C, bits), bits).to(words_C.dtype)
+
+
+def decode_on_device(
+    pieces: Sequence[Packed], device: torch.device, threads: ThreadPoolExecutor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of each batch of pieces: the width of its elements (4 bytes at most), which elements (C,) of the byte stream
+    change, rising, and by how many steps (C,). Raises DeltaError for bytes that `pack` does not make.
+    """
+    groups = batches([piece for piece in pieces if piece.changed])
+    for group, streams in zip(groups, [threads.submit(streams_of, group) for group in groups], strict=True):
+        check_counts(group, *streams.result()[:2])
+        width = group[0].run.width
+        gaps, steps = (torch.from_numpy(stream).to(device) for stream in streams.result()[:2])
+        escapes = torch.from_numpy(streams.result()[2].view(f"<i{width}")).to(device)
+        ends = gaps < ESCAPE
+        passed = torch.cumsum(gaps.long() + ends, dim=0)  # places count from each piece's own start
+        counts, sizes, begins, values = torch.tensor(
+            [(each.changed, each.raw[0], each.run.start // width, each.run.values) for each in group], device=device
+        ).T
+        before = torch.cat([passed.new_zeros(1), passed[torch.cumsum(sizes, dim=0)[:-1] - 1]])
+        at_C = passed[ends] + torch.repeat_interleave(begins - 1 - before, counts)
+        if bool((at_C[torch.cumsum(counts, dim=0) - 1] >= begins + values).any()):
+            raise DeltaError("a piece changes an element beyond its own")
+        codes_C, wide = steps.long(), steps == ESCAPE
+        codes_C[wide] = escapes.long() & ((1 << 8 * width) - 1)
+        codes_C += 1
+        yield width, at_C, (codes_C >> 1) ^ -(codes_C & 1)

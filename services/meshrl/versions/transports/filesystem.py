@@ -2,7 +2,7 @@
 
 Rank 0 creates the files. Each sender rank writes its rows into them and hashes a share of the whole, without gathering
 any weights; or rank 0 alone does, where it has gathered them all. Rank 0 writes the manifest last. Files belong to the
-hub once they are staged: the hub deletes them when the version is retired.
+hub once they are staged: the hub deletes them when no version needs them.
 
 A large version is cut into several files at the borders of tensors, since a file system lets one writer at a time into
 a file. Digests are those of the page cache. The files get their final names when the manifest is known.
@@ -10,38 +10,32 @@ a file. Digests are those of the page cache. The files get their final names whe
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO
 
-import torch
 from blake3 import blake3
 
 from meshrl.core.durable import write_at
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, Snapshot
-from meshrl.versions.transports.base import Answer, Prepared, VersionCall, VersionLine
-from meshrl.versions.transports.rank_calls import RankCalls
-from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, plan_chunks
+from meshrl.versions.snapshot import Snapshot
+from meshrl.versions.transports.base import Answer, VersionCall
+from meshrl.versions.transports.rows import RowShare, RowTransport, in_slices, in_threads
+from meshrl.wire.manifest import SUM128, plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
 
-SLICE_BYTES = 32 * 2**20  # of one write; a multiple of the page size
 WIDE_BYTES = 64 * 2**20  # tensors from this size on are hashed by several threads at once
+DELTAS_FROM_BYTES = 64 * 2**20  # a smaller version is written and read sooner than compared
 CREATE_ATTEMPTS = 10
 FILE_BYTES = 256 * 2**20  # no file is cut off below this size
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +113,10 @@ class VersionFiles:
             in_turn = [piece for turn in zip_longest(*slices) for piece in turn if piece is not None]
             in_threads(self._threads, put, in_turn)
 
-    def hash(self, share: int, shares: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    def hash(self, share: int, shares: int, *, with_tensors: bool = True) -> tuple[dict[int, bytes], dict[int, bytes]]:
         """BLAKE3 of a share's tensors and chunks by index, read back from the files."""
         sizes = [plan.num_bytes for plan in self._tensors]
-        tensors = _share(sizes, share, shares)
+        tensors = _share(sizes, share, shares) if with_tensors else []
         first, last = (len(self._chunks) * edge // shares for edge in (share, share + 1))
         with ExitStack() as stack:
             payloads = [stack.enter_context(_mapped(part)) for part in self._parts]
@@ -139,16 +133,11 @@ class VersionFiles:
             digests = in_threads(self._threads, digest, [*spans, *self._chunks[first:last]])
         return dict(zip(tensors, digests, strict=False)), dict(enumerate(digests[len(tensors) :], first))
 
-    def listed(
-        self, tensors: dict[int, bytes], chunks: dict[int, bytes]
-    ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
-        """What the manifest lists of tensors and chunks, from the digests of all shares."""
-        return (
-            tuple(replace(plan, digest=tensors[index]) for index, plan in enumerate(self._tensors)),
-            tuple(
-                ChunkEntry(offset=offset, length=length, digest=chunks[index])
-                for index, (offset, length) in enumerate(self._chunks)
-            ),
+    def listed(self, chunks: dict[int, bytes]) -> tuple[ChunkEntry, ...]:
+        """The manifest's chunks, from the digests of all shares."""
+        return tuple(
+            ChunkEntry(offset=offset, length=length, digest=chunks[index])
+            for index, (offset, length) in enumerate(self._chunks)
         )
 
     def finish(self, manifest: Manifest) -> None:
@@ -171,29 +160,6 @@ class VersionFiles:
                 yield index, offset - part.offset, stop - offset
                 offset = stop
             index += 1
-
-
-def in_slices(pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
-    """Cuts (offset, bytes) into slices of at most SLICE_BYTES, so that several threads can write a large one."""
-    return [
-        (offset + start, data[start : start + SLICE_BYTES])
-        for offset, data in pieces
-        for start in range(0, len(data), SLICE_BYTES)
-    ]
-
-
-def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Applies `work` to each item on the threads; returns the results in order.
-
-    When one fails, those that have begun are over before this raises.
-    """
-    futures = [threads.submit(work, item) for item in items]
-    try:
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:  # after a failure nobody may use the files or the buffer any more
-            if not future.cancel():
-                future.exception()
 
 
 def _create(path: Path) -> BinaryIO:
@@ -250,32 +216,6 @@ def _share(sizes: Sequence[int], share: int, shares: int) -> list[int]:
     return found
 
 
-@dataclass(eq=False)
-class RowShare:
-    """One rank's share of versions whose bytes go through the host: share `share` of `num_shares`.
-
-    `held` is what it captured last; `deadline_s`: how long its training may lag behind rank 0's.
-    """
-
-    folder: Path
-    _: KW_ONLY
-    epoch: int
-    share: int = 0
-    num_shares: int = 1
-    num_threads: int = 1
-    deadline_s: float = 60.0
-    held: HeldSnapshot[Any] = field(default_factory=HeldSnapshot, init=False)
-    progress: Progress = field(default_factory=Progress, init=False)
-
-    def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()
-        self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="version-rows")
-        self._host_copies = HostCopies()
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WriteFiles(VersionCall):
     """Write the rank's rows of a version into its files."""
@@ -285,21 +225,16 @@ class WriteFiles(VersionCall):
 
 @dataclass(frozen=True, kw_only=True)
 class HashFiles(VersionCall):
-    """Hash the rank's share of what all have written."""
+    """Hash the rank's share of what all have written: its chunks and, unless they have digests already, its tensors."""
 
     chunk_bytes: int
+    tensors: bool
 
 
 class FileShare(RowShare):
     """One rank's share of the files."""
 
-    held: HeldSnapshot[Snapshot | GatheredWeights]
-    calls = (WriteFiles, HashFiles)
-
-    def release_snapshot(self) -> torch.Tensor | None:
-        """Drops the last snapshot, since the training thread makes the next, and returns its buffer."""
-        last = self.held.drop()
-        return last.flat if isinstance(last, Snapshot) else None
+    calls = (*RowShare.calls, WriteFiles, HashFiles)
 
     def files(self, version: int, chunk_bytes: int) -> VersionFiles:
         """The files of the version that this rank holds."""
@@ -307,79 +242,46 @@ class FileShare(RowShare):
             self.folder,
             version=version,
             epoch=self.epoch,
-            tensors=self.held.get(version, deadline_s=self.deadline_s).tensors,
+            tensors=self.tensors_of(version),
             chunk_bytes=chunk_bytes,
             threads=self._threads,
             num_threads=self.num_threads,
             progress=self.progress,
         )
 
-    def carry_out(self, call: WriteFiles | HashFiles) -> Answer:
+    def _write(self, snapshot: Snapshot, call: WriteFiles | HashFiles) -> Answer:
         """Writes or hashes; the answer to HashFiles are digests of tensors and chunks by index."""
         files = self.files(call.version, call.chunk_bytes)
         if isinstance(call, WriteFiles):
-            held = self.held.get(call.version, deadline_s=self.deadline_s)
-            if isinstance(held, GatheredWeights):
-                files.write((tensor.offset, held.bytes_of(tensor)) for tensor in held.tensors)
-            else:
-                files.write(self._host_copies.pieces_of(held))
+            files.write(self._host_copies.pieces_of(snapshot))
             return {}
-        tensors, chunks = files.hash(self.share, self.num_shares)
+        tensors, chunks = files.hash(self.share, self.num_shares, with_tensors=call.tensors)
         return {
             "tensors": {str(index): digest.hex() for index, digest in tensors.items()},
             "chunks": {str(index): digest.hex() for index, digest in chunks.items()},
         }
 
 
-class FilesystemTransport:
-    """Rank 0's side: has the ranks write and hash the files, and writes the manifest."""
+class FilesystemTransport(RowTransport[FileShare]):
+    """Rank 0's side: has the ranks write and hash the files of a version in full, and writes its manifest."""
 
-    def __init__(
-        self,
-        line: VersionLine,
-        ranks: RankCalls,
-        share: FileShare,
-        *,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-        stall_s: float,
-    ) -> None:
-        """`share` is rank 0's own; `stall_s`: how long a rank may do nothing of its share."""
-        self.progress = share.progress
-        self._line, self._ranks, self._share, self._stall_s = line, ranks, share, stall_s
-        self._chunk_bytes = chunk_bytes
-        self._written: Manifest | None = None
-
-    async def prepare(self, version: int, captured: Captured) -> Prepared:
-        """Writes the version's files; each is renamed when whole, the manifest last."""
-        began_s = time.monotonic()
-        if captured.gathered is not None:
-            self._share.held.put(version, captured.gathered)
-            self._written = None
-        try:
-            # Rows that were written while the hub was away are not written again.
-            if self._written is None or self._written.version != version:
-                self._written = await asyncio.to_thread(self._write, version)
-        finally:
-            if captured.gathered is not None:
-                self._share.held.drop()
-        return Prepared(manifest=self._written, parts_s={"write": time.monotonic() - began_s})
-
-    async def deliver(self, version: int) -> Mapping[str, float]:
-        """Nothing is left to do: engines read the files."""
-        return {}
-
-    async def close(self) -> None:
-        self._share.close()
-
-    def _write(self, version: int) -> Manifest:
-        files = self._share.files(version, self._chunk_bytes)
+    def _full(self, version: int) -> tuple[Manifest, None]:
+        size, files = self._chunk_bytes, self._share.files(version, self._chunk_bytes)
         files.begin()
-        self._ranks.call(WriteFiles(version=version, chunk_bytes=self._chunk_bytes), stall_s=self._stall_s)
-        answers = self._ranks.call(HashFiles(version=version, chunk_bytes=self._chunk_bytes), stall_s=self._stall_s)
-        tensors, chunks = files.listed(_joined("tensors", answers), _joined("chunks", answers))
-        manifest = self._line.manifest(version, Transport.FILESYSTEM, tensors, chunks, files=files.entries)
+        self._ranks.call(WriteFiles(version=version, chunk_bytes=size), stall_s=self._stall_s)
+        hashing = HashFiles(version=version, chunk_bytes=size, tensors=self._rule is None)
+        answers = self._ranks.call(hashing, stall_s=self._stall_s)
+        chunks = files.listed(_joined("chunks", answers))
+        if self._rule is None:
+            found = _joined("tensors", answers)
+            tensors, algorithm = tuple(replace(plan, digest=found[i]) for i, plan in enumerate(self._tensors)), ""
+        else:
+            tensors, algorithm = self._digested, SUM128
+        manifest = self._line.manifest(
+            version, Transport.FILESYSTEM, tensors, chunks, files=files.entries, digest_algorithm=algorithm
+        )
         files.finish(manifest)
-        return manifest
+        return manifest, None
 
 
 def _joined(table: str, answers: Sequence[Answer]) -> dict[int, bytes]:

@@ -1,179 +1,46 @@
 """The stream transport: a version's bytes go through the hub, from a buffer on rank 0, and engines fetch them there.
 
-Where all ranks are on one host, each contributes its own rows: pieces of a delta, or the rows of a full version, go to
-rank 0 through files in shared memory, and from rank 0's own share directly. Else rank 0 has gathered all weights,
-and its share is the only one.
-
-Where deltas are on, each share lists its changes, and `DeltaRule` decides whether a version leaves as one. Between two
-versions a share keeps its rows of the version published last, the base of the next delta: on the GPU where they are
-small beside its memory, else in host memory.
+Where all ranks are on one host, they write their rows of a version in full into one file in shared memory.
 """
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
-import torch
-from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.core.durable import write_at
-from meshrl.versions.collective.digest import sum128
-from meshrl.versions.deltas.codec import Packed, Rows, encode, read_stream, stream_bytes, write_stream
-from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after, with_lanes
-from meshrl.versions.deltas.on_device import encode_on_device
-from meshrl.versions.deltas.rule import DeltaRule
-from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, SideStream, Snapshot
-from meshrl.versions.transports.base import Answer, Prepared, VersionCall, VersionLine
-from meshrl.versions.transports.filesystem import RowShare, in_slices, in_threads
-from meshrl.versions.transports.rank_calls import RankCalls
-from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest, entries_of
-from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
+from meshrl.versions.snapshot import Snapshot
+from meshrl.versions.transports.base import Answer, VersionCall
+from meshrl.versions.transports.rows import RowShare, RowTransport, in_slices, in_threads
+from meshrl.wire.manifest import SUM128, chunks_of, entries_of
+from meshrl.wire.types import Manifest, Transport
 
-KEPT_ON_GPU_BELOW = 1 / 16
-"""Rows of the version published last stay on the GPU where they take less of its memory: training states take eight
-times as much, or more."""
 Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodeRows(VersionCall):
-    """Digest the rank's rows of a version and encode what changed in them since `base`; None: no delta is wanted."""
-
-    base: int | None
-
-
-class WriteDelta(VersionCall):
-    """Write what was encoded last into a file for rank 0."""
 
 
 class WriteRows(VersionCall):
     """Write the rank's rows of a version into the file of the version in full."""
 
 
-class SetBase(VersionCall):
-    """The version was published: the next delta is from it."""
-
-
 class StreamShare(RowShare):
     """One rank's share of streamed versions."""
 
-    held: HeldSnapshot[Snapshot]
-    calls = (EncodeRows, WriteDelta, WriteRows, SetBase)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.pieces: list[Packed] = []  # of the version encoded last
-        self._rows: Rows | None = None
-        self._side = SideStream()
-        self._spare: torch.Tensor | None = None  # for the next snapshot
-        self._base: torch.Tensor | None = None  # the rows published last
-        self._base_version, self._base_lanes = -1, np.zeros((0, 2), dtype=np.uint64)
-        self._lanes: Lanes = self._base_lanes  # of the version encoded last
-
-    def release_snapshot(self) -> torch.Tensor | None:
-        """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
-        last, spare = self.held.drop(), self._spare
-        self._spare = None
-        if last is not None and spare is None and last.flat is not self._base:
-            spare = last.flat
-        return spare
-
-    def carry_out(self, call: EncodeRows | WriteDelta | WriteRows | SetBase) -> Answer:
-        """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
-        snapshot = self.held.get(call.version, deadline_s=self.deadline_s)
-        with self._side.reading(snapshot):
-            match call:
-                case EncodeRows():
-                    return self._encode(snapshot, call.base)
-                case WriteDelta():
-                    if self.share:
-                        self.delta_path(self.share).write_bytes(write_stream(self.pieces).data)
-                case WriteRows():
-                    self._write(snapshot)
-                case SetBase():
-                    self._set_base(snapshot, call.version)
-        return {}
-
-    def delta_path(self, share: int) -> Path:
-        """The file of a share's pieces."""
-        return self.folder / f"delta-{self.epoch}.{share}"
+    calls = (*RowShare.calls, WriteRows)
 
     @property
     def full_path(self) -> Path:
         """The file of a version in full; rank 0 makes it."""
         return self.folder / f"full-{self.epoch}"
 
-    def tensors_of(self, version: int) -> tuple[TensorEntry, ...]:
-        """The tensors of a version that this rank holds, without digests."""
-        return self.held.get(version, deadline_s=self.deadline_s).tensors
-
     def on_host(self, version: int) -> Bytes:
         """This rank's rows of a version in host memory."""
         return self._host_copies.bytes_of(self.held.get(version, deadline_s=self.deadline_s))
 
-    def _encode(self, snapshot: Snapshot, base_version: int | None) -> Answer:
-        """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows."""
-        rows = self._rows = self._rows or Rows(snapshot.tensors, snapshot.spans)
-        self.pieces = []
-        has_base = self._base is not None and base_version == self._base_version
-        if has_base and snapshot.ready is None:
-            assert self._base is not None, "there is a base"
-            old, new = self._base.numpy(), snapshot.flat.numpy()
-            pairs = encode(rows, old, new, self._threads, self.progress.moved)
-            self.pieces = [packed for _, packed in pairs]
-            edits = edits_of([found for found, _ in pairs], rows, old, new)
-            take = lambda at: old[rows.place(at)]  # noqa: E731  # it has one use
-            self._lanes = lanes_after(snapshot.tensors, self._base_lanes, take, edits, self._threads)
-        else:
-            self._lanes = self._digests(snapshot)
-            if has_base:
-                assert self._base is not None, "there is a base"
-                try:
-                    self.pieces = encode_on_device(rows, self._base, snapshot.flat, self._threads)
-                except torch.OutOfMemoryError as error:  # training needs it: a version in full needs none
-                    device, has_base = snapshot.flat.device, False
-                    logger.warning("no room on {} to make a delta, the version goes in full: {}", device, error)
-        changed = sum(piece.changed * piece.run.width for piece in self.pieces)
-        whole = sum(tensor.num_bytes for tensor in snapshot.tensors)  # which is larger than any delta that pays
-        size = stream_bytes(self.pieces) if has_base else whole
-        self.progress.moved()
-        return {
-            "bytes": {"delta": str(size), "changed": str(changed)},
-            "digests": {"lanes": self._lanes.astype("<u8").tobytes().hex()},
-        }
-
-    def _digests(self, snapshot: Snapshot) -> Lanes:
-        """(T, 2) digests of this rank's rows of each tensor, made where they are."""
-        at, pieces = 0, []
-        for bucket in snapshot.buckets:
-            for piece in bucket.pieces[snapshot.sender]:
-                size = piece.end - piece.start
-                pieces.append((piece.tensor, piece.start // 2, snapshot.flat[at : at + size]))
-                at += size
-
-        def digest(piece: tuple[int, int, torch.Tensor]) -> torch.Tensor:
-            found = sum128(piece[2], piece[1])
-            self.progress.moved()
-            return found
-
-        on_gpu = snapshot.ready is not None
-        found = list(map(digest, pieces)) if on_gpu else in_threads(self._threads, digest, pieces)
-        lanes = torch.zeros((len(snapshot.tensors), 2), dtype=torch.int64)
-        if pieces:
-            lanes[[tensor for tensor, _, _ in pieces]] = torch.stack(found).cpu()
-        return lanes.numpy().view(np.uint64)
-
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, call: WriteRows) -> Answer:
         pieces = self._host_copies.pieces_of(snapshot)
         fd = os.open(self.full_path, os.O_WRONLY | os.O_CLOEXEC)
 
@@ -186,146 +53,22 @@ class StreamShare(RowShare):
             in_threads(self._threads, put, in_slices(pieces))
         finally:
             os.close(fd)
-
-    def _set_base(self, snapshot: Snapshot, version: int) -> None:
-        self.pieces = []
-        self._base_version, self._base_lanes = version, self._lanes
-        former, flat = self._base, snapshot.flat
-        if snapshot.ready is None or self._stays_on_gpu(flat):
-            self._base, self._spare = flat, former
-            return
-        if former is None:
-            former = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-        former.copy_(flat)
-        self._base, self._spare = former, flat
-
-    def _stays_on_gpu(self, flat: torch.Tensor) -> bool:
-        total = torch.cuda.get_device_properties(flat.device).total_memory
-        stays = flat.numel() < KEPT_ON_GPU_BELOW * total
-        if self._base is None:
-            where = f"on {flat.device}" if stays else "in pinned host memory"
-            logger.info(
-                "the weights published last stay {}, for deltas: {:.2f} GB of this rank, {:.0f} GB on the GPU",
-                where, flat.numel() / 1e9, total / 1e9,
-            )  # fmt: skip
-        return stays
+        return {}
 
 
-Made = TypeVar("Made")
+class StreamTransport(RowTransport[StreamShare]):
+    """Rank 0's side: joins what the ranks contribute, and hashes it."""
 
-
-class StreamTransport:
-    """Rank 0's side: decides between a delta and a full version, joins what the ranks contribute, and hashes it."""
-
-    def __init__(
-        self,
-        line: VersionLine,
-        ranks: RankCalls,
-        share: StreamShare,
-        *,
-        num_shares: int = 1,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-        num_threads: int = 1,
-        anchor_every: int | None = None,
-        stall_s: float = 60.0,
-    ) -> None:
-        """`share` is rank 0's own of `num_shares`; `stall_s`: how long a rank may do nothing of its share.
-
-        `anchor_every`: publish deltas where they pay, and a version in full after so many; None: no deltas.
-        """
-        self.progress = share.progress
-        self._line, self._ranks, self._share = line, ranks, share
-        self._num_shares, self._chunk_bytes, self._stall_s = num_shares, chunk_bytes, stall_s
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-stream")
-        self._rule = None if anchor_every is None else DeltaRule(anchor_every=anchor_every)
-        self._gathered: GatheredWeights | None = None  # those that rank 0's share holds
-        self._tensors: tuple[TensorEntry, ...] = ()  # of the version that is prepared, without digests
-        self._digested: tuple[TensorEntry, ...] = ()  # the same with digests, where deltas are on
-        self._made: Prepared | None = None
-
-    async def prepare(self, version: int, captured: Captured) -> Prepared:
-        """Collects the version's bytes, or those of its delta, from the ranks; they are the `buffer` for the hub.
-
-        A delta that is asked for again before it was delivered becomes a full version: the hub has refused it.
-        """
-        return await asyncio.to_thread(self._prepare, version, captured.gathered)
-
-    async def deliver(self, version: int) -> Mapping[str, float]:
-        """Engines fetch the version from the hub; the ranks keep it, to make the next version's delta from."""
-        made, self._made, self._gathered = self._made, None, None
-        if self._rule is None or made is None:
-            return {}
-        began_s = time.monotonic()
-        self._rule.delivered(version)
-        await asyncio.to_thread(self._ranks.call, SetBase(version=version), stall_s=self._stall_s)
-        return {"keep": time.monotonic() - began_s}
-
-    async def close(self) -> None:
-        self._threads.shutdown(wait=False)
-        self._share.close()
-
-    def _prepare(self, version: int, gathered: GatheredWeights | None) -> Prepared:
-        began_s = time.monotonic()
-        if gathered is not None and gathered is not self._gathered:
-            self._gathered, self._made = gathered, None
-            self._share.held.put(version, gathered.snapshot(self._share.release_snapshot()))
-            self.progress.moved()
-        again = self._made is not None and self._made.manifest.version == version
-        if self._made is None or not again or self._made.manifest.kind is VersionKind.DELTA:
-            self._tensors = self._share.tensors_of(version)
-            base = None if self._rule is None else self._rule.base_of(version, self._tensors)
-            goes_as_delta = False
-            if self._rule is not None and not again:
-                goes_as_delta = self._encode(self._rule, version, base)
-            encoded_s = time.monotonic()
-            self._made = None  # and with it the last one's bytes
-            manifest, payload = self._delta(version, base) if base and goes_as_delta else self._full(version)
-            parts_s = {"encode": encoded_s - began_s, "write": time.monotonic() - encoded_s}
-            self._made = Prepared(manifest=manifest, buffer=payload, parts_s=parts_s)
-        return self._made
-
-    def _encode(self, rule: DeltaRule, version: int, base: Manifest | None) -> bool:
-        call = EncodeRows(version=version, base=None if base is None else base.version)
-        answers = self._ranks.call(call, stall_s=self._stall_s)
-        lanes = np.zeros((len(self._tensors), 2), dtype=np.uint64)
-        for answer in answers:
-            lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
-        self._digested = with_lanes(self._tensors, lanes)
-        return base is not None and rule.pays(
-            version,
-            delta_bytes=_total(answers, "delta"),
-            changed_bytes=_total(answers, "changed"),
-            num_bytes=sum(tensor.num_bytes for tensor in self._tensors),
-        )
-
-    def _delta(self, version: int, base: Manifest) -> tuple[Manifest, NDArray[np.uint8]]:
-        assert self._rule is not None, "deltas are on"
-        pieces: list[Packed] = list(self._share.pieces)
-        if self._num_shares > 1:
-            self._share.full_path.parent.mkdir(parents=True, exist_ok=True)
-            self._ranks.call(WriteDelta(version=version), stall_s=self._stall_s)
-            for share in range(1, self._num_shares):
-                path = self._share.delta_path(share)
-                pieces += read_stream(np.frombuffer(path.read_bytes(), dtype=np.uint8))
-                path.unlink()
-            pieces.sort(key=lambda piece: piece.run.start)
-        payload = write_stream(pieces)
-        full = self._line.manifest(version, Transport.STREAM, self._digested, digest_algorithm=SUM128)
-        manifest = delta_manifest(base, full, chunks_of(payload.data, self._chunk_bytes, each=self._each))
-        self._rule.made(manifest, full)
-        return manifest, payload
-
-    def _full(self, version: int) -> tuple[Manifest, NDArray[np.uint8]]:
+    def _full(self, version: int) -> tuple[Manifest, Bytes]:
         payload = self._share.on_host(version) if self._num_shares == 1 else self._written(version)
         if self._rule is None:
             tensors, chunks = entries_of(payload.data, self._tensors, self._chunk_bytes, each=self._each)
             return self._line.manifest(version, Transport.STREAM, tensors, chunks), payload
         chunks = chunks_of(payload.data, self._chunk_bytes, each=self._each)
         manifest = self._line.manifest(version, Transport.STREAM, self._digested, chunks, digest_algorithm=SUM128)
-        self._rule.made(manifest, manifest)
         return manifest, payload
 
-    def _written(self, version: int) -> NDArray[np.uint8]:
+    def _written(self, version: int) -> Bytes:
         """The version's bytes, which all ranks have written into one file; it goes with the last use of them."""
         path, num_bytes = self._share.full_path, sum(tensor.num_bytes for tensor in self._tensors)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -339,12 +82,3 @@ class StreamTransport:
             finally:
                 path.unlink()
         return np.frombuffer(mapped, dtype=np.uint8)
-
-    def _each(self, digest: Callable[[tuple[int, int]], Made], spans: Iterable[tuple[int, int]]) -> Iterable[Made]:
-        for found in self._threads.map(digest, spans):
-            self.progress.moved()
-            yield found
-
-
-def _total(answers: Sequence[Answer], name: str) -> int:
-    return sum(int(answer["bytes"][name]) for answer in answers)

@@ -1,0 +1,259 @@
+"""Where the elements of a version's tensors lie in an engine's own parameters: learned once, then used for deltas.
+
+Engines hold tensors fused, divided over ranks, and under other names. What loads a version copies parts of its tensors
+into parts of parameters; a `PlacementTracer` watches these copies. With this `WeightPlacement` a delta changes the
+parameters in place, without the tensors being anywhere in full, and each rank digests the parts that it holds.
+
+Legend: C changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshrl.versions.collective.digest import sum128, sum128_at
+from meshrl.versions.deltas.codec import DeltaError, read_stream
+from meshrl.versions.deltas.on_device import decode_on_device, moved_bits
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.tensors import DTYPES
+from meshrl.wire.types import Manifest, TensorEntry
+
+DIGEST_VALUES = 2**22  # of a part in columns, digested at once
+_WORDS = {2: torch.int16, 4: torch.int32}
+_FILLS = ("aten::fill_", "aten::zero_")
+
+
+PartDigests = Mapping[str, Mapping[str, tuple[int, Sequence[int]]]]
+"""By tensor and part of it: the elements of the part, and its two lanes of the tensor's digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A part of a tensor, and where it lies in a parameter: one view of each, of the same shape, in elements."""
+
+    tensor: str
+    parameter: str
+    shape: tuple[int, ...]
+    from_stride: tuple[int, ...]
+    from_offset: int
+    to_stride: tuple[int, ...]
+    to_offset: int
+
+    @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def part(self) -> str:
+        """Names the part of the tensor: ranks that hold the same one have the same name for it."""
+        return f"{self.from_offset}:{self.shape}:{self.from_stride}"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the part has no gaps in the tensor."""
+        return _dense(self.shape) == [
+            stride for size, stride in zip(self.shape, self.from_stride, strict=True) if size > 1
+        ]
+
+    def locate(self, at_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of elements of the tensor: which of them are in this part, and where these lie in the parameter."""
+        rest, where = at_C - self.from_offset, torch.full_like(at_C, self.to_offset)
+        inside = rest >= 0
+        steps = zip(self.from_stride, self.to_stride, self.shape, strict=True)
+        for stride, to_stride, size in sorted((each for each in steps if each[2] > 1), reverse=True):
+            index = rest // stride
+            inside &= index < size
+            where += index * to_stride
+            rest = rest - index * stride
+        inside &= rest == 0
+        which = torch.nonzero(inside).squeeze(1)
+        return which, where[which]
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    """The strides of the dimensions of more than one element, without gaps."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        if size > 1:
+            strides.insert(0, step)
+        step *= size
+    return strides
+
+
+class PlacementTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Watches copies into some parameters while it is entered; `sources` are the tensors that may be copied from."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.obstacle = next((f"{name} has gaps" for name, p in parameters.items() if not p.is_contiguous()), "")
+        self.parameters = parameters
+        self._targets = _Ranges(parameters.items())
+        self._sources = _Ranges(())
+        self._moves: list[Move] = []
+        self._filled: set[str] = set()
+
+    def sources(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PlacementTracer:
+        self._sources = _Ranges(tensors)
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for each in value if isinstance(value, list | tuple) else (value,):
+                        if isinstance(each, torch.Tensor) and (target := self._targets.find(each)) is not None:
+                            self._note(func._schema.name, target, each, args)
+        return result
+
+    def _note(self, operation: str, target: str, view: torch.Tensor, args: Sequence[Any]) -> None:
+        if operation in _FILLS:
+            self._filled.add(target)
+            return
+        source = args[1] if operation == "aten::copy_" else None
+        tensor = self._sources.find(source) if isinstance(source, torch.Tensor) else None
+        if source is None or tensor is None or source.shape != view.shape or source.dtype != view.dtype:
+            self.obstacle = self.obstacle or f"{operation} makes {target} of more than copies"
+            return
+        self._moves.append(
+            Move(
+                tensor=tensor,
+                parameter=target,
+                shape=tuple(view.shape),
+                from_stride=source.stride(),
+                from_offset=self._sources.offset(tensor, source),
+                to_stride=view.stride(),
+                to_offset=self._targets.offset(target, view),
+            )
+        )
+
+    def placement(self) -> WeightPlacement | None:
+        """What was seen, where that is all of the parameters; else None, and `obstacle` has the reason."""
+        seen = dict.fromkeys(self.parameters, 0)
+        for move in self._moves:
+            seen[move.parameter] += move.values
+        for name, parameter in self.parameters.items():
+            if seen[name] > parameter.numel():
+                self.obstacle = self.obstacle or f"{name} is written twice"
+            if seen[name] < parameter.numel() and name not in self._filled:
+                self.obstacle = self.obstacle or f"not all of {name} was seen"
+        return None if self.obstacle else WeightPlacement(self._moves)
+
+
+class _Ranges:
+    """Tensors by the memory that they take."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._starts = {name: tensor.data_ptr() for name, tensor in tensors if tensor.numel()}
+        ends = {name: tensor.data_ptr() + tensor.numel() * tensor.itemsize for name, tensor in tensors}
+        self._order = sorted((start, ends[name], name) for name, start in self._starts.items())
+
+    def find(self, view: torch.Tensor) -> str | None:
+        """The tensor that a view is of."""
+        at = view.data_ptr()
+        return next((name for start, end, name in self._order if view.numel() and start <= at < end), None)
+
+    def offset(self, name: str, view: torch.Tensor) -> int:
+        return (view.data_ptr() - self._starts[name]) // view.itemsize
+
+
+class WeightPlacement:
+    """The parts of a version's tensors that one rank holds. Blocking; on the device of the parameters."""
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        self._moves: dict[str, list[Move]] = {}
+        for move in moves:
+            self._moves.setdefault(move.tensor, []).append(move)
+
+    @torch.no_grad()
+    def patch(
+        self,
+        manifest: Manifest,
+        delta: NDArray[np.uint8],
+        parameters: Mapping[str, torch.Tensor],
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        """Takes parameters from the base of a delta to its result. Raises MeshError NOT_SUPPORTED, DIGEST_MISMATCH."""
+        starts = [entry.offset for entry in manifest.tensors] + [manifest.num_bytes]
+        device = next(iter(parameters.values())).device
+        try:
+            pieces = read_stream(delta)
+            if odd := {piece.run.width for piece in pieces} - _WORDS.keys():
+                raise MeshError(Reason.NOT_SUPPORTED, f"elements of {min(odd)} bytes are not changed in place")
+            if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > manifest.num_bytes:
+                raise DeltaError("it changes what lies beyond the weights")
+            for width, at_C, steps_C in decode_on_device(pieces, device, threads):
+                borders = torch.tensor(starts, device=device) // width
+                edges = torch.searchsorted(at_C, borders).tolist()
+                for entry, begin, end in zip(manifest.tensors, edges, edges[1:], strict=False):
+                    if begin < end and DTYPES[entry.dtype].itemsize != width:
+                        raise DeltaError(f"it changes {entry.name!r} by elements of {width} bytes")
+                    if begin < end:
+                        self._change(entry, at_C[begin:end] - entry.offset // width, steps_C[begin:end], parameters)
+        except DeltaError as error:
+            text = f"the delta to version {manifest.version} is refused: {error}"
+            raise MeshError(Reason.DIGEST_MISMATCH, text) from error
+
+    def _change(
+        self, entry: TensorEntry, at_C: torch.Tensor, steps_C: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        for move in self._moves.get(entry.name, ()):
+            which, where = move.locate(at_C)
+            flat = parameters[move.parameter].view(-1)
+            words = flat.view(_WORDS[flat.itemsize])
+            words[where] = moved_bits(words[where], steps_C[which])
+
+    @torch.no_grad()
+    def digests(self, parameters: Mapping[str, torch.Tensor]) -> PartDigests:
+        found: dict[str, dict[str, tuple[int, torch.Tensor]]] = {}
+        for tensor, moves in self._moves.items():
+            found[tensor] = {}
+            for move in moves:
+                view = parameters[move.parameter].view(-1).as_strided(move.shape, move.to_stride, move.to_offset)
+                found[tensor][move.part] = (move.values, _lanes(move, view))
+        lanes = iter(torch.stack([lanes for parts in found.values() for _, lanes in parts.values()]).tolist())
+        return {
+            tensor: {part: (values, next(lanes)) for part, (values, _) in parts.items()}
+            for tensor, parts in found.items()
+        }
+
+
+def _lanes(move: Move, view: torch.Tensor) -> torch.Tensor:
+    if move.is_run:
+        return sum128(view.contiguous(), move.from_offset * view.itemsize // 2)
+    lanes = torch.zeros(2, dtype=torch.int64, device=view.device)
+    rows = max(1, DIGEST_VALUES // max(1, view[0].numel()))
+    for first in range(0, len(view), rows):
+        some = view[first : first + rows]
+        at = torch.full((), move.from_offset + first * move.from_stride[0], dtype=torch.int64, device=view.device)
+        for size, stride in zip(some.shape, move.from_stride, strict=True):
+            at = at[..., None] + torch.arange(size, device=view.device) * stride
+        lanes += sum128_at(some.contiguous(), at.reshape(-1))
+    return lanes
+
+
+def check_parts(manifest: Manifest, of_ranks: Sequence[PartDigests]) -> None:
+    """Checks the digests of the parts that all ranks of an engine hold; a part that several hold counts once.
+
+    Raises MeshError DIGEST_MISMATCH naming the tensor.
+    """
+    for entry in manifest.tensors:
+        parts: dict[str, tuple[int, Sequence[int]]] = {}
+        copies = [found for rank in of_ranks for found in rank.get(entry.name, {}).items()]
+        parts.update(copies)
+        same = all(list(parts[name][1]) == list(found[1]) for name, found in copies)
+        lanes = [sum(found[1][lane] for found in parts.values()) % 2**64 for lane in range(2)]
+        whole = sum(values for values, _ in parts.values()) == math.prod(entry.shape)
+        if not whole or not same or b"".join(lane.to_bytes(8, "little") for lane in lanes) != entry.digest:
+            text = f"tensor {entry.name!r} of version {manifest.version} is not what its manifest lists"
+            raise MeshError(Reason.DIGEST_MISMATCH, text)

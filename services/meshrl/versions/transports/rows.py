@@ -1,0 +1,361 @@
+"""What the transports through the host share: each rank's rows of a version, and versions that leave as deltas.
+
+Where all ranks are on one host, each contributes its own rows, and pieces of a delta go to rank 0 through files in
+shared memory, from rank 0's own share directly. Else rank 0 has gathered all weights, and its share is the only one.
+
+Where deltas are on, each share lists its changes, and `DeltaRule` decides whether a version leaves as one. A delta goes
+through the hub, by whatever transport versions in full go. Between two versions a share keeps its rows of the version
+published last, the base of the next delta: on the GPU where they are small beside its memory, else in host memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from loguru import logger
+from numpy.typing import NDArray
+
+from meshrl.versions.collective.digest import sum128
+from meshrl.versions.deltas.codec import Packed, Rows, encode, read_stream, stream_bytes, write_stream
+from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after, with_lanes
+from meshrl.versions.deltas.on_device import encode_on_device
+from meshrl.versions.deltas.rule import DeltaRule
+from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, SideStream, Snapshot
+from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
+from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest
+from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
+
+SLICE_BYTES = 32 * 2**20  # of one write; a multiple of the page size
+KEPT_ON_GPU_BELOW = 1 / 16
+"""Rows of the version published last stay on the GPU where they take less of its memory: training states take eight
+times as much, or more."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeRows(VersionCall):
+    """Digest the rank's rows of a version and encode what changed in them since `base`; None: no delta is wanted."""
+
+    base: int | None
+
+
+class WriteDelta(VersionCall):
+    """Write what was encoded last into a file for rank 0."""
+
+
+class SetBase(VersionCall):
+    """The version was published: the next delta is from it."""
+
+
+def in_slices(pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
+    """Cuts (offset, bytes) into slices of at most SLICE_BYTES, so that several threads can write a large one."""
+    return [
+        (offset + start, data[start : start + SLICE_BYTES])
+        for offset, data in pieces
+        for start in range(0, len(data), SLICE_BYTES)
+    ]
+
+
+def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Applies `work` to each item on the threads; returns the results in order.
+
+    When one fails, those that have begun are over before this raises.
+    """
+    futures = [threads.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:  # after a failure nobody may use the files or the buffer any more
+            if not future.cancel():
+                future.exception()
+
+
+@dataclass(eq=False)
+class RowShare:
+    """One rank's share of versions whose bytes go through the host: share `share` of `num_shares`.
+
+    `held` is what it captured last; `deadline_s`: how long its training may lag behind rank 0's.
+    """
+
+    calls: ClassVar[Sequence[type[PublishCall]]] = (EncodeRows, WriteDelta, SetBase)
+    folder: Path
+    _: KW_ONLY
+    epoch: int
+    share: int = 0
+    num_shares: int = 1
+    num_threads: int = 1
+    deadline_s: float = 60.0
+    held: HeldSnapshot[Snapshot] = field(default_factory=HeldSnapshot, init=False)
+    progress: Progress = field(default_factory=Progress, init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()
+        self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="version-rows")
+        self._host_copies = HostCopies()
+        self.pieces: list[Packed] = []  # of the version encoded last
+        self._rows: Rows | None = None
+        self._side = SideStream()
+        self._spare: torch.Tensor | None = None  # for the next snapshot
+        self._base: torch.Tensor | None = None  # the rows published last
+        self._base_version, self._base_lanes = -1, np.zeros((0, 2), dtype=np.uint64)
+        self._lanes: Lanes = self._base_lanes  # of the version encoded last
+
+    def release_snapshot(self) -> torch.Tensor | None:
+        """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
+        last, spare = self.held.drop(), self._spare
+        self._spare = None
+        if last is not None and spare is None and last.flat is not self._base:
+            spare = last.flat
+        return spare
+
+    def carry_out(self, call: Any) -> Answer:
+        """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
+        snapshot = self.held.get(call.version, deadline_s=self.deadline_s)
+        with self._side.reading(snapshot):
+            match call:
+                case EncodeRows():
+                    return self._encode(snapshot, call.base)
+                case WriteDelta():
+                    if self.share:
+                        self.delta_path(self.share).write_bytes(write_stream(self.pieces).data)
+                case SetBase():
+                    self._set_base(snapshot, call.version)
+                case _:
+                    return self._write(snapshot, call)
+        return {}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+    def _write(self, snapshot: Snapshot, call: Any) -> Answer:
+        """Carries out a call of the transport's own, for versions in full."""
+        raise NotImplementedError
+
+    def delta_path(self, share: int) -> Path:
+        """The file of a share's pieces."""
+        return self.folder / f"delta-{self.epoch}.{share}"
+
+    def tensors_of(self, version: int) -> tuple[TensorEntry, ...]:
+        """The tensors of a version that this rank holds, without digests."""
+        return self.held.get(version, deadline_s=self.deadline_s).tensors
+
+    def _encode(self, snapshot: Snapshot, base_version: int | None) -> Answer:
+        """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows.
+
+        Answers the digests, and the bytes of the delta: those of the full version where this rank has no base.
+        """
+        rows = self._rows = self._rows or Rows(snapshot.tensors, snapshot.spans)
+        self.pieces = []
+        has_base = self._base is not None and base_version == self._base_version
+        if has_base and snapshot.ready is None:
+            assert self._base is not None, "there is a base"
+            old, new = self._base.numpy(), snapshot.flat.numpy()
+            pairs = encode(rows, old, new, self._threads, self.progress.moved)
+            self.pieces = [packed for _, packed in pairs]
+            edits = edits_of([found for found, _ in pairs], rows, old, new)
+            take = lambda at: old[rows.place(at)]  # noqa: E731  # it has one use
+            self._lanes = lanes_after(snapshot.tensors, self._base_lanes, take, edits, self._threads)
+        else:
+            self._lanes = self._digests(snapshot)
+            if has_base:
+                assert self._base is not None, "there is a base"
+                try:
+                    self.pieces = encode_on_device(rows, self._base, snapshot.flat, self._threads)
+                except torch.OutOfMemoryError as error:  # training needs it: a version in full needs none
+                    device, has_base = snapshot.flat.device, False
+                    logger.warning("no room on {} to make a delta, the version goes in full: {}", device, error)
+        changed = sum(piece.changed * piece.run.width for piece in self.pieces)
+        whole = sum(tensor.num_bytes for tensor in snapshot.tensors)  # which is larger than any delta that pays
+        size = stream_bytes(self.pieces) if has_base else whole
+        self.progress.moved()
+        return {
+            "bytes": {"delta": str(size), "changed": str(changed)},
+            "digests": {"lanes": self._lanes.astype("<u8").tobytes().hex()},
+        }
+
+    def _digests(self, snapshot: Snapshot) -> Lanes:
+        """(T, 2) digests of this rank's rows of each tensor, made where they are."""
+        at, pieces = 0, []
+        for bucket in snapshot.buckets:
+            for piece in bucket.pieces[snapshot.sender]:
+                size = piece.end - piece.start
+                pieces.append((piece.tensor, piece.start // 2, snapshot.flat[at : at + size]))
+                at += size
+
+        def digest(piece: tuple[int, int, torch.Tensor]) -> torch.Tensor:
+            found = sum128(piece[2], piece[1])
+            self.progress.moved()
+            return found
+
+        on_gpu = snapshot.ready is not None
+        found = list(map(digest, pieces)) if on_gpu else in_threads(self._threads, digest, pieces)
+        lanes = torch.zeros((len(snapshot.tensors), 2), dtype=torch.int64)
+        if pieces:
+            lanes[[tensor for tensor, _, _ in pieces]] = torch.stack(found).cpu()
+        return lanes.numpy().view(np.uint64)
+
+    def _set_base(self, snapshot: Snapshot, version: int) -> None:
+        self.pieces = []
+        self._base_version, self._base_lanes = version, self._lanes
+        former, flat = self._base, snapshot.flat
+        if snapshot.ready is None or self._stays_on_gpu(flat):
+            self._base, self._spare = flat, former
+            return
+        if former is None:
+            former = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
+        former.copy_(flat)
+        self._base, self._spare = former, flat
+
+    def _stays_on_gpu(self, flat: torch.Tensor) -> bool:
+        total = torch.cuda.get_device_properties(flat.device).total_memory
+        stays = flat.numel() < KEPT_ON_GPU_BELOW * total
+        if self._base is None:
+            where = f"on {flat.device}" if stays else "in pinned host memory"
+            logger.info(
+                "the weights published last stay {}, for deltas: {:.2f} GB of this rank, {:.0f} GB on the GPU",
+                where, flat.numel() / 1e9, total / 1e9,
+            )  # fmt: skip
+        return stays
+
+
+ShareT = TypeVar("ShareT", bound=RowShare)
+Made = TypeVar("Made")
+
+
+class RowTransport(Generic[ShareT]):
+    """Rank 0's side: decides between a delta and a full version, and joins what the ranks contribute.
+
+    A transport makes versions in full by `_full`.
+    """
+
+    def __init__(
+        self,
+        line: VersionLine,
+        ranks: RankCalls,
+        share: ShareT,
+        *,
+        num_shares: int = 1,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        num_threads: int = 1,
+        anchor_every: int | None = None,
+        deltas_from: int = 0,
+        stall_s: float = 60.0,
+    ) -> None:
+        """`share` is rank 0's own of `num_shares`; `stall_s`: how long a rank may do nothing of its share.
+
+        `anchor_every`: publish deltas where they pay, and a version in full after so many; None: no deltas.
+        `deltas_from`: bytes of a version from which on there are deltas.
+        """
+        self.progress = share.progress
+        self._line, self._ranks, self._share = line, ranks, share
+        self._num_shares, self._chunk_bytes, self._stall_s = num_shares, chunk_bytes, stall_s
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-bytes")
+        self._rule = None if anchor_every is None else DeltaRule(anchor_every=anchor_every)
+        self._deltas_from = deltas_from
+        self._gathered: GatheredWeights | None = None  # those that rank 0's share holds
+        self._tensors: tuple[TensorEntry, ...] = ()  # of the version that is prepared, without digests
+        self._digested: tuple[TensorEntry, ...] = ()  # the same with digests, where deltas are on
+        self._made: Prepared | None = None
+
+    async def prepare(self, version: int, captured: Captured) -> Prepared:
+        """Collects the version's bytes, or those of its delta, from the ranks; they are the `buffer` for the hub.
+
+        A delta that is asked for again before it was delivered becomes a full version: the hub has refused it.
+        """
+        return await asyncio.to_thread(self._prepare, version, captured.gathered)
+
+    async def deliver(self, version: int) -> Mapping[str, float]:
+        """Engines fetch the version from the hub; the ranks keep it, to make the next version's delta from."""
+        made, self._made, self._gathered = self._made, None, None
+        if self._rule is None or made is None:
+            return {}
+        began_s = time.monotonic()
+        self._rule.delivered(version)
+        await asyncio.to_thread(self._ranks.call, SetBase(version=version), stall_s=self._stall_s)
+        return {"keep": time.monotonic() - began_s}
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        self._share.close()
+
+    def _prepare(self, version: int, gathered: GatheredWeights | None) -> Prepared:
+        began_s = time.monotonic()
+        if gathered is not None and gathered is not self._gathered:
+            self._gathered, self._made = gathered, None
+            self._share.held.put(version, gathered.snapshot(self._share.release_snapshot()))
+            self.progress.moved()
+        again = self._made is not None and self._made.manifest.version == version
+        if self._made is None or not again or self._made.manifest.kind is VersionKind.DELTA:
+            self._tensors = self._share.tensors_of(version)
+            num_bytes = sum(tensor.num_bytes for tensor in self._tensors)
+            if self._rule is not None and num_bytes < self._deltas_from:
+                logger.info("versions leave in full: {} bytes are brought sooner than compared", num_bytes)
+                self._rule = None
+            base = None if self._rule is None else self._rule.base_of(version, self._tensors)
+            goes_as_delta = False
+            if self._rule is not None and not again:
+                goes_as_delta = self._encode(self._rule, version, base)
+            encoded_s = time.monotonic()
+            self._made = None  # and with it the last one's bytes
+            manifest, payload = self._delta(version, base) if base and goes_as_delta else self._full(version)
+            if self._rule is not None and manifest.kind is not VersionKind.DELTA:
+                self._rule.made(manifest, manifest)
+            parts_s = {"encode": encoded_s - began_s, "write": time.monotonic() - encoded_s}
+            self._made = Prepared(manifest=manifest, buffer=payload, parts_s=parts_s)
+        return self._made
+
+    def _encode(self, rule: DeltaRule, version: int, base: Manifest | None) -> bool:
+        call = EncodeRows(version=version, base=None if base is None else base.version)
+        answers = self._ranks.call(call, stall_s=self._stall_s)
+        lanes = np.zeros((len(self._tensors), 2), dtype=np.uint64)
+        for answer in answers:
+            lanes += np.frombuffer(bytes.fromhex(answer["digests"]["lanes"]), dtype="<u8").reshape(-1, 2)
+        self._digested = with_lanes(self._tensors, lanes)
+        return base is not None and rule.pays(
+            version,
+            delta_bytes=_total(answers, "delta"),
+            changed_bytes=_total(answers, "changed"),
+            num_bytes=sum(tensor.num_bytes for tensor in self._tensors),
+        )
+
+    def _delta(self, version: int, base: Manifest) -> tuple[Manifest, NDArray[np.uint8]]:
+        assert self._rule is not None, "deltas are on"
+        pieces: list[Packed] = list(self._share.pieces)
+        if self._num_shares > 1:
+            self._share.folder.mkdir(parents=True, exist_ok=True)
+            self._ranks.call(WriteDelta(version=version), stall_s=self._stall_s)
+            for share in range(1, self._num_shares):
+                path = self._share.delta_path(share)
+                pieces += read_stream(np.frombuffer(path.read_bytes(), dtype=np.uint8))
+                path.unlink()
+            pieces.sort(key=lambda piece: piece.run.start)
+        payload = write_stream(pieces)
+        full = self._line.manifest(version, Transport.STREAM, self._digested, digest_algorithm=SUM128)
+        manifest = delta_manifest(base, full, chunks_of(payload.data, self._chunk_bytes, each=self._each))
+        self._rule.made(manifest, full)
+        return manifest, payload
+
+    def _full(self, version: int) -> tuple[Manifest, NDArray[np.uint8] | None]:
+        """The version in full and, where its bytes go through the hub, the byte stream."""
+        raise NotImplementedError
+
+    def _each(self, digest: Callable[[tuple[int, int]], Made], spans: Iterable[tuple[int, int]]) -> Iterable[Made]:
+        for found in self._threads.map(digest, spans):
+            self.progress.moved()
+            yield found
+
+
+def _total(answers: Sequence[Answer], name: str) -> int:
+    return sum(int(answer["bytes"][name]) for answer in answers)

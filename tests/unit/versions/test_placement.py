@@ -1,0 +1,181 @@
+"""Deltas onto an engine's fused and divided parameters: the bits of the version in full, each rank its own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from meshrl.versions.collective.digest import digest_bytes, sum128, sum128_at
+from meshrl.versions.deltas.codec import Rows, encode, write_stream
+from meshrl.versions.placement import PlacementTracer, WeightPlacement, check_parts
+from meshrl.versions.snapshot import GatheredWeights
+from meshrl.versions.transports.base import VersionLine
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import SUM128
+from meshrl.wire.types import Manifest, Transport
+
+State = dict[str, torch.Tensor]
+SHAPES = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "up": (10, 6), "down": (6, 10), "embed": (7, 6), "experts": (4, 6, 8)}
+
+
+def state_of(seed: int) -> State:
+    source = torch.Generator().manual_seed(seed)
+    made = {name: torch.randn(shape, generator=source).bfloat16() for name, shape in SHAPES.items()}
+    return {**made, "norm": torch.randn(6, generator=source)}
+
+
+class Engine:
+    """A rank of an engine: q, k and v in one parameter, columns of `down`, `embed` with a row of padding, and experts
+    transposed."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank, self.ranks = rank, ranks
+
+        def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.full(shape, 7, dtype=dtype)
+
+        self.parameters = {
+            "qkv": made(16 // ranks, 6), "up": made(10 // ranks, 6), "down": made(6, 10 // ranks),
+            "embed": made(8 // ranks, 6), "experts": made(4, 8, 6 // ranks), "norm": made(6, dtype=torch.float32),
+        }  # fmt: skip
+
+    def load(self, state: State, scale: float = 1.0) -> None:
+        def part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            size = tensor.shape[dim] // self.ranks
+            return tensor.narrow(dim, self.rank * size, size)
+
+        at = 0
+        for name in ("q", "k", "v"):
+            rows = part(state[name], 0)
+            self.parameters["qkv"][at : at + len(rows)].copy_(rows)
+            at += len(rows)
+        self.parameters["up"].copy_(part(state["up"], 0))
+        self.parameters["down"].data.copy_(part(state["down"], 1))
+        embed, size = self.parameters["embed"], 8 // self.ranks
+        rows = state["embed"][self.rank * size : (self.rank + 1) * size]
+        embed[: len(rows)] = rows
+        embed[len(rows) :].fill_(0)
+        for expert in range(4):
+            self.parameters["experts"][expert].copy_(part(state["experts"][expert], 0).t())
+        self.parameters["norm"].copy_(state["norm"] if scale == 1.0 else state["norm"] * scale)
+
+
+def traced(engine: Engine, state: State, load: Callable[[Engine, State], None] = Engine.load) -> PlacementTracer:
+    tracer = PlacementTracer(engine.parameters)
+    with tracer.sources(list(state.items())):
+        load(engine, state)
+    return tracer
+
+
+def placement_of(engine: Engine, state: State) -> WeightPlacement:
+    tracer = traced(engine, state)
+    found = tracer.placement()
+    assert found is not None, tracer.obstacle
+    return found
+
+
+def version_of(state: State, version: int) -> tuple[Manifest, NDArray[np.uint8]]:
+    plan = GatheredWeights(state)
+    tensors = tuple(replace(entry, digest=digest_bytes(sum128(state[entry.name]))) for entry in plan.tensors)
+    stream = np.concatenate([np.frombuffer(plan.bytes_of(entry), dtype=np.uint8) for entry in tensors])
+    line = VersionLine(run_id="run", epoch=1)
+    return line.manifest(version, Transport.STREAM, tensors, digest_algorithm=SUM128), stream
+
+
+def delta_of(old: State, new: State, threads: ThreadPoolExecutor) -> tuple[Manifest, NDArray[np.uint8]]:
+    (_, before), (manifest, after) = version_of(old, 1), version_of(new, 2)
+    made = encode(Rows(manifest.tensors), before, after, threads)
+    return manifest, write_stream([packed for _, packed in made])
+
+
+def moved(state: State, share: float) -> State:
+    """A share of the elements with other bits: some by a unit, some any, some to NaN, infinity or -0."""
+    source = np.random.default_rng(3)
+    found = {}
+    for name, tensor in state.items():
+        words = tensor.view(torch.int16).numpy().copy()
+        hit = source.random(words.shape) < share
+        words[hit] += source.choice([1, -1, 300, -5000], int(hit.sum())).astype(np.int16)
+        found[name] = torch.from_numpy(words).view(tensor.dtype).reshape(tensor.shape)
+        found[name].view(-1)[:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("share", [0.02, 0.9])
+def test_a_delta_in_place_has_the_bits_of_the_version_in_full(ranks: int, share: float) -> None:
+    old, engines = state_of(0), [Engine(rank, ranks) for rank in range(ranks)]
+    placements = [placement_of(engine, old) for engine in engines]
+    new = moved(old, share)
+    parts = []
+    with ThreadPoolExecutor(2) as threads:
+        manifest, delta = delta_of(old, new, threads)
+        for engine, placement in zip(engines, placements, strict=True):
+            placement.patch(manifest, delta, engine.parameters, threads)
+            whole = Engine(engine.rank, ranks)
+            whole.load(new)
+            for name, parameter in engine.parameters.items():
+                expected = whole.parameters[name].view(torch.int16)
+                assert torch.equal(parameter.view(torch.int16), expected), name
+            parts.append(placement.digests(engine.parameters))
+    check_parts(manifest, parts)
+    assert all(set(found) == set(old) for found in parts)
+
+
+def test_one_bit_too_many_on_one_rank_is_found_and_named() -> None:
+    state, engines = state_of(0), [Engine(rank, 2) for rank in range(2)]
+    placements = [placement_of(engine, state) for engine in engines]
+    manifest, _ = version_of(state, 1)
+    for tensor, parameter in (("down", "down"), ("norm", "norm"), ("experts", "experts"), ("k", "qkv")):
+        words = engines[1].parameters[parameter].view(-1).view(torch.int16)
+        words[30 if parameter == "qkv" else 5] ^= 4
+        parts = [placement.digests(e.parameters) for placement, e in zip(placements, engines, strict=True)]
+        with pytest.raises(MeshError, match=f"'{tensor}'") as refused:
+            check_parts(manifest, parts)
+        assert refused.value.reason is Reason.DIGEST_MISMATCH
+        words[30 if parameter == "qkv" else 5] ^= 4
+    with pytest.raises(MeshError):  # a rank is missing
+        check_parts(manifest, parts[:1])
+
+
+def test_what_is_more_than_copies_has_no_placement() -> None:
+    state = state_of(0)
+    scaled = traced(Engine(), state, lambda engine, tensors: engine.load(tensors, scale=2.0))
+    assert scaled.placement() is None
+    assert "norm" in scaled.obstacle
+    without = traced(Engine(), state, lambda engine, tensors: None)
+    assert without.placement() is None
+    engine = Engine()
+    twice = PlacementTracer(engine.parameters)
+    for _ in range(2):
+        with twice.sources(list(state.items())):
+            engine.load(state)
+    assert twice.placement() is None
+    assert "twice" in twice.obstacle
+
+
+def test_a_delta_that_names_elements_beyond_is_refused_before_any_is_changed() -> None:
+    state = state_of(0)
+    engine = Engine()
+    placement = placement_of(engine, state)
+    larger = {**state, "z": torch.zeros(5000, dtype=torch.bfloat16)}
+    with ThreadPoolExecutor(1) as threads:
+        _, delta = delta_of(larger, {**larger, "z": torch.ones(5000, dtype=torch.bfloat16)}, threads)
+        before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
+        with pytest.raises(MeshError, match="beyond"):
+            placement.patch(version_of(state, 2)[0], delta, engine.parameters, threads)
+    assert all(torch.equal(before[name], parameter) for name, parameter in engine.parameters.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_digests_of_scattered_elements_add_up_to_the_tensors(dtype: torch.dtype) -> None:
+    tensor = torch.randn(77, 12).to(dtype)
+    at = torch.arange(tensor.numel()).reshape(77, 12)
+    columns = [(tensor[:, a:b].contiguous(), at[:, a:b].reshape(-1)) for a, b in ((0, 5), (5, 12))]
+    assert torch.equal(sum(sum128_at(*part) for part in columns), sum128(tensor))
