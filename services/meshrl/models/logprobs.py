@@ -1,11 +1,14 @@
 """Logprobs of given tokens under the current policy, for packed rows; the trainers' forward pass.
 
-The logits of a whole row are never there at once. The output head, the softmax and the choice of a token are one
-function of the hidden states, `head_logprobs`, which works on a piece of the tokens at a time and keeps their
-log-sum-exp alone; the backward pass makes each piece's logits again:
+The float32 logits of a whole row are never there at once. The output head, the softmax and the choice of a token are
+one function of the hidden states, `head_logprobs`, which works on a piece of the tokens at a time:
 
     log p = z_target - lse,   entropy = lse - sum_v p_v z_v,   z = logits / temperature
     d log p / d z_v = [v is target] - p_v
+
+From the forward pass it keeps either the log-sum-exp alone, and the backward pass makes each piece's logits again; or
+d log p / d z in the hidden states' dtype, where those of a row have room. For a head that is not trained the forward
+pass makes d log p / d hidden of them at once, which the backward pass scales.
 
 Exact: nothing is sampled or truncated. Logits are float32, whatever the hidden states are. Targets may also be several
 tokens for each place, the predicted one and candidates: logprobs then are as many.
@@ -46,6 +49,8 @@ from meshrl.models.shares import ContextShare, TensorShare, sum_over_ranks
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+MOST_PIECE_BYTES = 2**31  # of float32 logits; larger pieces are no faster
+KEPT_SHARE = 0.8  # of the bytes for logits, the most that gradients of logits may take until the backward pass
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,6 +201,7 @@ class PackedPolicy(nn.Module):
                     max_logits_bytes=self._max_logits_bytes,
                     compiled=self._compile_head,
                     share=self._tensor if isinstance(head.weight, DTensor) else None,
+                    slopes=hidden_NE.is_cuda,
                 )
         piece = max(1, self._max_logits_bytes // (int(self.model.config.get_text_config().vocab_size) * 4))
         parts = [
@@ -282,14 +288,17 @@ def head_logprobs(
     max_logits_bytes: int,
     compiled: bool = False,
     share: TensorShare | None = None,
+    slopes: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the targets, (N,) or (N, J), and entropies (N,) in nats, float32; entropies carry no gradient.
 
-    `max_logits_bytes` bounds the float32 logits that are there at once; `compiled` fuses the passes over them. With a
-    `share` the vocabulary is divided: weight and bias are this rank's rows of it, and all else is the same on each.
+    `max_logits_bytes` bounds the logits that are there at once, and with `slopes` also what is kept of them for the
+    backward pass; `compiled` fuses the passes over them. With a `share` the vocabulary is divided: weight and bias are
+    this rank's rows of it, and all else is the same on each.
     """
+    slopes = slopes and torch.is_grad_enabled() and targets_N.ndim == 1 and share is None
     logprobs_N, entropy_N = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's way to call a Function
-        hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, max_logits_bytes, compiled, share
+        hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, max_logits_bytes, compiled, share, slopes
     )
     return logprobs_N, entropy_N
 
@@ -306,8 +315,13 @@ class _HeadLogprobs(torch.autograd.Function):
         max_logits_bytes: int,
         compiled: bool,
         share: TensorShare | None,
+        slopes: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.piece = max(1, max_logits_bytes // (weight_VE.shape[0] * 4))
+        trains = any(ctx.needs_input_grad[1:3])  # the head itself
+        kept_bytes = len(targets_N) * weight_VE.shape[0] * hidden_NE.itemsize if trains else 0
+        slopes = slopes and kept_bytes <= KEPT_SHARE * max_logits_bytes
+        piece_bytes = min(max_logits_bytes - kept_bytes * slopes, MOST_PIECE_BYTES)
+        ctx.piece = max(1, piece_bytes // (weight_VE.shape[0] * 4))
         ctx.compiled, ctx.share = compiled, share
         if share is not None:
             targets_N = targets_N - share.rank * weight_VE.shape[0]
@@ -315,21 +329,43 @@ class _HeadLogprobs(torch.autograd.Function):
             torch.empty(shape, dtype=torch.float32, device=hidden_NE.device)
             for shape in (targets_N.shape, targets_N.shape[:1], targets_N.shape[:1])
         )
-        score = _compiled(_score) if compiled else _score
+        slope_NV = hidden_NE.new_empty(len(targets_N), weight_VE.shape[0]) if slopes and trains else None
+        toward_NE = torch.empty_like(hidden_NE) if slopes and not trains else None
+        score, write = (_compiled(each) if compiled else each for each in (_score, _write_slope))
         for at in _pieces(len(targets_N), ctx.piece):
             logits_PV = _logits(hidden_NE[at], weight_VE, bias_V)
             logprobs_N[at], entropy_N[at], lse_N[at] = score(logits_PV, targets_N[at], temperatures_N[at])
+            if slopes:
+                slope_PV = hidden_NE.new_empty(logits_PV.shape) if slope_NV is None else slope_NV[at]
+                write(slope_PV, logits_PV, lse_N[at], targets_N[at], temperatures_N[at])
+                if toward_NE is not None:
+                    torch.mm(slope_PV, weight_VE, out=toward_NE[at])
         if share is not None and len(targets_N):
             inside_N = (targets_N >= 0) & (targets_N < weight_VE.shape[0])
             logprobs_N, entropy_N, lse_N = _of_whole_vocabulary(logprobs_N, entropy_N, lse_N, inside_N, share)
-        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, lse_N)
+        if toward_NE is not None:
+            ctx.save_for_backward(toward_NE)
+        else:
+            ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, lse_N, slope_NV)
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, lse_N = ctx.saved_tensors
+        if len(ctx.saved_tensors) == 1:
+            (toward_NE,) = ctx.saved_tensors
+            return (toward_NE * grad_N[:, None]).to(toward_NE.dtype), *[None] * 8
+        hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, lse_N, slope_NV = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        if slope_NV is not None:
+            slope_VN, grad_N1 = slope_NV.t(), grad_N[:, None]
+            scaled_NE = (hidden_NE * grad_N1).to(hidden_NE.dtype)
+            return (
+                ((slope_NV @ weight_VE) * grad_N1).to(hidden_NE.dtype) if wants_hidden else None,
+                (slope_VN @ scaled_NE).to(weight_VE.dtype) if wants_weight else None,
+                (slope_VN @ grad_N.to(slope_NV.dtype)).to(bias_V.dtype) if wants_bias else None,
+                *[None] * 6,
+            )
         grad_hidden_NE = torch.empty_like(hidden_NE) if wants_hidden else None
         grad_weight_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
@@ -349,7 +385,7 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_hidden_NE,
             None if grad_weight_VE is None else grad_weight_VE.to(weight_VE.dtype),
             None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -418,6 +454,17 @@ def _slope(
         return (slope_PV / temperatures_P[:, None]).to(dtype)
     hit_PV = torch.arange(logits_PV.shape[1], device=logits_PV.device)[None, :] == targets_P[:, None]
     return ((hit_PV.float() - probabilities_PV) * (grad_P / temperatures_P)[:, None]).to(dtype)
+
+
+def _write_slope(
+    slope_PV: torch.Tensor,
+    logits_PV: torch.Tensor,
+    lse_P: torch.Tensor,
+    targets_P: torch.Tensor,
+    temperatures_P: torch.Tensor,
+) -> None:
+    """`_slope` for a gradient of 1 a logprob, into `slope_PV`: compiled with what makes it, the copy costs nothing."""
+    slope_PV.copy_(_slope(logits_PV, lse_P, targets_P, temperatures_P, torch.ones_like(lse_P), slope_PV.dtype))
 
 
 def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from meshrl.models.experts import Experts, expert_layers
 from meshrl.models.load import empty_model, resolve_dtype
+from meshrl.models.logprobs import KEPT_SHARE
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import MemoryNeed, available_bytes, memory_need
 from meshrl.training.model_config import (
@@ -158,13 +159,19 @@ def choose(
     fitting = [mode for mode in order if room is None or planned[mode] + 2 * logits <= room]
     mode = fitting[0] if fitting else order[-1]
     beside = planned[mode] + 2 * logits + need.parameters * itemsize + need.unsharded
+    gathered = room is None or beside <= room
+    # Where gradients of a row's logits fit as well, the head keeps them for the backward pass; a frozen one makes none.
+    kept = math.ceil(seq_len * shape.vocab * itemsize / KEPT_SHARE)
+    taken = beside if gathered else planned[mode] + 2 * logits
+    if fitting and not need.of_set and (room is None or taken + kept <= room):
+        logits = max(logits, kept)
     return Chosen(
         ac=mode,
         compiled=on_gpu and need.parameters >= COMPILE_FROM,
         logits_bytes=logits if on_gpu else most,
         activation_bytes=planned[mode],
         fits=bool(fitting),
-        gathered=room is None or beside <= room,
+        gathered=gathered,
     )
 
 

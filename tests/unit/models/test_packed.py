@@ -23,7 +23,7 @@ from transformers import (
 
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.fused_attention import fused_attention
-from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
+from meshrl.models.logprobs import PackedPolicy, PackedRow, head_logprobs, token_logprobs
 from meshrl.models.shared_prefix import PrefixPlan
 
 LENGTHS = (7, 31, 2, 30, 12, 5, 1)
@@ -135,6 +135,33 @@ def test_logits_in_pieces_give_the_same_numbers_and_gradients() -> None:
     torch.testing.assert_close(pieces_entropy, whole_entropy, atol=1e-6, rtol=0)
     for parameter, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[parameter], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("room", [1 << 20, 15 * 40 * 4, 5 * 40 * 4], ids=["all kept", "too little", "in pieces"])
+@pytest.mark.parametrize("trained", ["head", "bias alone", "nothing"])
+def test_gradients_of_logits_may_be_made_in_the_forward_pass(room: int, trained: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((13, 8), (40, 8), (40,)))
+    targets = torch.randint(0, 40, (13,), generator=generator)
+    temperatures, gradient = torch.rand(13, generator=generator) + 0.5, torch.randn(13, generator=generator)
+    found, shapes = [], list[torch.Size]()
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    for slopes in (False, True):
+        inputs = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
+        inputs[1].requires_grad_(trained == "head")
+        inputs[2].requires_grad_(trained != "nothing")
+        shapes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+            logprobs, entropies = head_logprobs(*inputs, targets, temperatures, max_logits_bytes=room, slopes=slopes)
+        assert (torch.Size((13, 40)) in shapes) == (slopes and trained != "nothing" and room == 1 << 20)
+        logprobs.backward(gradient)
+        found.append([logprobs.detach(), entropies, *(each.grad for each in inputs if each.requires_grad)])
+    for plain, ahead in zip(*found, strict=True):
+        torch.testing.assert_close(ahead, plain, atol=1e-5, rtol=1e-5)
 
 
 def test_a_sample_is_deaf_to_its_neighbours() -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from meshrl.models.load import empty_model
+from meshrl.models.logprobs import KEPT_SHARE
 from meshrl.training import auto_settings
 from meshrl.training.auto_settings import (
     LOGITS_CPU,
@@ -128,9 +129,21 @@ def test_short_rows_go_together_as_far_as_that_takes_no_more_checkpointing(
 
 
 def test_logits_shrink_with_the_room_and_never_exceed_the_row() -> None:
-    roomy, tight = chosen("4b", 138)[0], chosen("4b", 79)[0]
-    assert tight.logits_bytes < roomy.logits_bytes <= 2**31
-    assert roomy.logits_bytes <= 4096 * 151936 * 4
+    roomy, tight = chosen("4b", 100)[0], chosen("4b", 76)[0]
+    assert tight.logits_bytes < roomy.logits_bytes <= 4096 * 151936 * 4
+
+
+def test_gradients_of_logits_are_kept_where_there_is_room_and_the_head_is_trained() -> None:
+    kept = 16384 * 151936 * 2 / KEPT_SHARE
+    for shape, gigabytes, lora, expected in (
+        ("0.6b", 79, False, True),
+        ("0.6b", 40, False, False),
+        ("0.6b", 79, True, False),
+        ("4b", 79, False, False),
+        ("4b", 138, False, True),
+    ):
+        one = chosen(shape, gigabytes, lora=lora)[1]
+        assert (one.logits_bytes >= kept) == expected, (shape, gigabytes, lora, one)
 
 
 def test_estimates_are_near_the_peaks_that_were_measured() -> None:
