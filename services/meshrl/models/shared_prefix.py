@@ -10,8 +10,11 @@ blocks of keys:
 A backward kernel computes p = exp(score - l) from the l that it is given. Given the common one and the common output,
 each set's kernel gives its part of the gradients, and the parts add up: no score is computed twice, none is masked out.
 
+On a GPU, where no sample of a row is long, one kernel does both sets: each sample's keys are a copy of its prefix and
+its own, and causality counts from their ends.
+
 Shapes: T tokens of a row, S samples, H query heads, K key-value heads, D head size. A block has B samples and L tokens,
-a span N queries and P tokens of the prefix.
+a span N queries and P tokens of the prefix. J keys are those of all samples, each after its prefix.
 """
 
 from __future__ import annotations
@@ -45,7 +48,11 @@ class PrefixPlan:
     query_offsets: torch.Tensor  # int32 on the device, (spans + 1,)
     key_index: torch.Tensor  # int64: the spans' prefixes
     key_offsets: torch.Tensor  # int32, (spans + 1,)
-    host: torch.Tensor  # int64 on the CPU: most queries and most keys of a span
+    host: torch.Tensor  # int64 on the CPU: most queries and most keys of a span, most keys of a sample with its prefix
+    whole_index: torch.Tensor  # int64 (J,) on the device: each sample's prefix and own tokens
+    whole_offsets: torch.Tensor  # int32 on the device, (S + 1,)
+    own_place: torch.Tensor  # int64 (T,) on the device: where of those each token is of its own sample
+    prefix_place: torch.Tensor  # int64 on the device: where of those a token is of a prefix
 
     @property
     def spans(self) -> list[Span]:
@@ -73,13 +80,26 @@ class PrefixPlan:
                 start = spans.pop().queries.start
             spans.append(Span(slice(start, end), keys))
         queries, keys_of = [span.queries for span in spans], [span.keys for span in spans]
+        lengths = np.diff(sample_offsets)
+        wholes = lengths + prefix_tokens
+        own = np.repeat(np.cumsum(wholes) - lengths - sample_offsets[:-1], lengths) + np.arange(offsets[-1])
+        is_prefix = np.ones(int(wholes.sum()), dtype=np.bool_)
+        is_prefix[own] = False
+        whole = np.empty(len(is_prefix), dtype=np.int64)
+        whole[own] = np.arange(offsets[-1])
+        firsts = sample_offsets[prefix_samples]
+        whole[is_prefix] = _indices([slice(at, at + n) for at, n in zip(firsts, prefix_tokens, strict=True)])
         return cls(
             bounds=torch.tensor([at for span in spans for part in span for at in (part.start, part.stop)]),
             query_index=upload(_indices(queries), device),
             query_offsets=upload(_offsets(queries), device),
             key_index=upload(_indices(keys_of), device),
             key_offsets=upload(_offsets(keys_of), device),
-            host=torch.tensor([max(at.stop - at.start for at in part) for part in (queries, keys_of)]),
+            host=torch.tensor([*(max(at.stop - at.start for at in part) for part in (queries, keys_of)), wholes.max()]),
+            whole_index=upload(whole, device),
+            whole_offsets=upload(np.concatenate([[0], np.cumsum(wholes)]).astype(np.int32), device),
+            own_place=upload(own, device),
+            prefix_place=upload(np.flatnonzero(is_prefix), device),
         )
 
 
@@ -217,7 +237,7 @@ def _repeated(tensor_BKLD: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor_BKLD if groups == 1 else tensor_BKLD.repeat_interleave(groups, dim=1)
 
 
-# --- a GPU: the packed row's own operator, then all spans in one variable-length kernel ---------------
+# --- a GPU: one variable-length kernel, or the packed row's own operator and then one for all spans ---------------
 
 
 def fused_prefix_attention(
@@ -235,9 +255,12 @@ def fused_prefix_attention(
         key_TKD.contiguous(),
         value_TKD.contiguous(),
         [plan.offsets, plan.short_index, plan.short_offsets, plan.host],
-        [prefixes.query_index, prefixes.query_offsets, prefixes.key_index, prefixes.key_offsets, prefixes.host],
+        [
+            prefixes.query_index, prefixes.query_offsets, prefixes.key_index, prefixes.key_offsets, prefixes.host,
+            prefixes.whole_index, prefixes.whole_offsets, prefixes.own_place, prefixes.prefix_place,
+        ],
         scale,
-    )
+    )  # fmt: skip
     return out_THD  # type: ignore[no-any-return]  # a custom operator is untyped
 
 
@@ -254,9 +277,15 @@ def _fused(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output (T, H, D) and the log-sum-exp of the scores, float32 (H, T)."""
+    query_index, query_offsets, key_index, key_offsets, host, whole_index, whole_offsets, *_ = prefixes
+    most_queries, most_keys, longest_whole = host.tolist()
+    if (longest := _longest_of_short(plan)) is not None:
+        out_THD, lse_HT, *_ = _aten._flash_attention_forward(
+            query_THD, key_TKD.index_select(0, whole_index), value_TKD.index_select(0, whole_index),
+            plan[0], whole_offsets, longest, longest_whole, 0.0, True, False, scale=scale,
+        )  # fmt: skip
+        return out_THD, lse_HT
     out_THD, lse_HT = attention_forward(query_THD, key_TKD, value_TKD, plan, scale)
-    query_index, query_offsets, key_index, key_offsets, host = prefixes
-    most_queries, most_keys = host.tolist()
     out_NHD, lse_HN, *_ = _aten._flash_attention_forward(
         query_THD.index_select(0, query_index), key_TKD.index_select(0, key_index),
         value_TKD.index_select(0, key_index), query_offsets, key_offsets, most_queries, most_keys,
@@ -268,6 +297,12 @@ def _fused(
     out_THD.index_copy_(0, query_index, merged_NHD)
     lse_HT.index_copy_(1, query_index, both_NH.t())
     return out_THD, lse_HT
+
+
+def _longest_of_short(plan: Sequence[torch.Tensor]) -> int | None:
+    """Tokens of the longest sample of a FusedPlan, if none is long."""
+    longest, _, *spans = plan[-1].tolist()
+    return None if spans else longest
 
 
 @_fused.register_fake
@@ -285,12 +320,23 @@ def _fused_backward(
     prefixes: list[torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query_index, query_offsets, key_index, key_offsets, host, whole_index, whole_offsets, own, prefix = prefixes
+    most_queries, most_keys, longest_whole = host.tolist()
+    nothing = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
+    if (longest := _longest_of_short(plan)) is not None:
+        query_THD, *keyed = inputs
+        to_query, *parts = _aten._flash_attention_backward(
+            grad_THD, query_THD, *(tensor.index_select(0, whole_index) for tensor in keyed), out_THD, lse_HT,
+            plan[0], whole_offsets, longest, longest_whole, 0.0, True, nothing, nothing, scale=scale,
+        )  # fmt: skip
+        to_key, to_value = (part.index_select(0, own) for part in parts)
+        shared = whole_index.index_select(0, prefix)  # places repeat, one for each sample after a prefix
+        for gradient, part in zip((to_key, to_value), parts, strict=True):
+            gradient.index_add_(0, shared, part.index_select(0, prefix))
+        return to_query, to_key, to_value
     to_query, to_key, to_value = attention_backward(grad_THD, inputs, out_THD, lse_HT, plan, scale)
-    query_index, query_offsets, key_index, key_offsets, host = prefixes
-    most_queries, most_keys = host.tolist()
     grad_NHD, query_NHD, out_NHD = (tensor.index_select(0, query_index) for tensor in (grad_THD, inputs[0], out_THD))
     key_PKD, value_PKD = (tensor.index_select(0, key_index) for tensor in inputs[1:])
-    nothing = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
     query_part, key_part, value_part = _aten._flash_attention_backward(
         grad_NHD, query_NHD, key_PKD, value_PKD, out_NHD, lse_HT.index_select(1, query_index).contiguous(),
         query_offsets, key_offsets, most_queries, most_keys, 0.0, False, nothing, nothing, scale=scale,

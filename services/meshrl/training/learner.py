@@ -449,17 +449,19 @@ def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | Non
     predicted = predicted_tokens(micro_batch)
     offsets, token_ids, position_ids = micro_batch.sample_offsets, micro_batch.token_ids, micro_batch.position_ids
     temperatures = np.repeat(micro_batch.temperatures, np.diff(offsets))[predicted]
-    prefixes = PrefixPlan.from_samples(offsets, micro_batch.prefix_tokens, micro_batch.prefix_samples, device)
-    routes = micro_batch.routed_experts
+    shared, roots, routes = micro_batch.prefix_tokens, micro_batch.prefix_samples, micro_batch.routed_experts
     if kernels is not None and kernels.context is not None and (missing := kernels.context.missing(len(token_ids))):
         token_ids = np.pad(token_ids, (0, missing))  # one more sample, which nothing looks at
         position_ids = np.concatenate([position_ids, np.arange(missing, dtype=position_ids.dtype)])
         offsets = np.append(offsets, len(token_ids))
+        shared, roots = (None if each is None else np.append(each, np.int32(0)) for each in (shared, roots))
         routes = joined([(len(micro_batch.token_ids), routes), (missing, None)])
     return PackedRow(
         token_ids=upload(token_ids.astype(np.int64), device),
         position_ids=upload(position_ids.astype(np.int64), device),
-        layout=PackedLayout.from_offsets(offsets, device, kernels, prefixes),
+        layout=PackedLayout.from_offsets(
+            offsets, device, kernels, PrefixPlan.from_samples(offsets, shared, roots, device)
+        ),
         predicted=upload(predicted, device),
         sources=upload(micro_batch.sources[predicted], device),
         temperatures=upload(temperatures, device),

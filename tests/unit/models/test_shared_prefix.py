@@ -14,6 +14,7 @@ from meshrl.algorithms.objective import Normaliser, Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples, shared_prefix_ratio
 from meshrl.core.config import ConfigError
 from meshrl.models.logprobs import PackedPolicy
+from meshrl.models.shared_prefix import PrefixPlan
 from meshrl.trainer.build import MIN_SHARED_PREFIX, min_shared_prefix
 from meshrl.trainer.service import check_batch
 from meshrl.training.config import OptimConfig
@@ -74,6 +75,24 @@ def groups(seed: int, *, prompts: int = 3, size: int = 5) -> list[TrainSample]:
                 )
             )
     return samples
+
+
+def test_the_keys_of_a_sample_are_its_prefix_and_its_own_tokens() -> None:
+    (row,) = pack_samples(groups(0), seq_len=4096, min_shared_prefix=0.0).micro_batches
+    assert row.prefix_tokens is not None
+    assert row.prefix_samples is not None
+    assert row.shared_tokens
+    offsets = row.sample_offsets
+    plan = PrefixPlan.from_samples(offsets, row.prefix_tokens, row.prefix_samples, torch.device("cpu"))
+    assert plan is not None
+    keys = torch.split(plan.whole_index, plan.whole_offsets.diff().tolist())
+    for sample, (prefix, root) in enumerate(zip(row.prefix_tokens, row.prefix_samples, strict=True)):
+        before = range(offsets[root], offsets[root] + prefix)
+        assert keys[sample].tolist() == [*before, *range(offsets[sample], offsets[sample + 1])]
+    assert plan.whole_index[plan.own_place].tolist() == list(range(len(row.token_ids)))
+    places = [*plan.own_place.tolist(), *plan.prefix_place.tolist()]
+    assert sorted(places) == list(range(len(plan.whole_index)))
+    assert plan.host[2] == max(map(len, keys))
 
 
 def learner(model: PreTrainedModel, ac: str | None = None) -> Trained:
