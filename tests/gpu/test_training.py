@@ -11,7 +11,7 @@ from transformers import Qwen3ForCausalLM
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.models.attention import AttentionName, Kernels, PackedLayout
-from meshrl.models.logprobs import PackedPolicy, PackedRow
+from meshrl.models.logprobs import PackedPolicy, PackedRow, head_logprobs
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
@@ -82,6 +82,32 @@ def test_packed_row_equals_samples_one_by_one(
     for name, parameter in model.named_parameters():
         expected, gradient = parameter.grad.float(), policy.model.get_parameter(name).grad.float()
         assert (gradient - expected).norm() < 0.05 * expected.norm(), name
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("pieces", "slopes"), [(1, True), (4, True), (4, False)])
+def test_the_compiled_head_equals_float32(pieces: int, slopes: bool, trained: bool) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    hidden, weight = (torch.randn(n, 256, generator=generator, device="cuda") for n in (700, 5000))
+    targets = torch.randint(0, 5000, (700,), generator=generator, device="cuda")
+    temperatures, gradient = (torch.rand(700, generator=generator, device="cuda") + 0.5 for _ in range(2))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [(0.2 * hidden).to(dtype).requires_grad_(), (0.2 * weight).to(dtype).requires_grad_(trained)]
+        half = dtype is torch.bfloat16
+        room = 700 * 5000 * 4 // pieces + half * slopes * 700 * 5000 * 10
+        outputs = head_logprobs(
+            *inputs, None, targets, temperatures, max_logits_bytes=room, compiled=half, slopes=half and slopes
+        )
+        outputs[0].backward(gradient)
+        found.append(
+            [
+                *(each.detach() for each in outputs),
+                *(each.grad.float() for each in inputs if trained or each is inputs[0]),
+            ]
+        )
+    for exact, own in zip(*found, strict=True):
+        assert (own - exact).norm() < 0.02 * exact.norm()
 
 
 def batch(dp_size: int = 1) -> tuple[MicroBatch, ...]:

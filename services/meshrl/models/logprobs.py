@@ -331,15 +331,26 @@ class _HeadLogprobs(torch.autograd.Function):
         )
         slope_NV = hidden_NE.new_empty(len(targets_N), weight_VE.shape[0]) if slopes and trains else None
         toward_NE = torch.empty_like(hidden_NE) if slopes and not trains else None
-        score, write = (_compiled(each) if compiled else each for each in (_score, _write_slope))
+        fused = compiled and hidden_NE.is_cuda and targets_N.ndim == 1
         for at in _pieces(len(targets_N), ctx.piece):
             logits_PV = _logits(hidden_NE[at], weight_VE, bias_V)
-            logprobs_N[at], entropy_N[at], lse_N[at] = score(logits_PV, targets_N[at], temperatures_N[at])
-            if slopes:
-                slope_PV = hidden_NE.new_empty(logits_PV.shape) if slope_NV is None else slope_NV[at]
-                write(slope_PV, logits_PV, lse_N[at], targets_N[at], temperatures_N[at])
-                if toward_NE is not None:
-                    torch.mm(slope_PV, weight_VE, out=toward_NE[at])
+            slope_PV = None if slope_NV is None else slope_NV[at]
+            if toward_NE is not None:
+                slope_PV = hidden_NE.new_empty(logits_PV.shape)
+            of_tokens = (targets_N[at], temperatures_N[at])
+            if fused:
+                from meshrl.models import fused_head  # needs a GPU
+
+                into = (logprobs_N[at], entropy_N[at], lse_N[at])
+                fused_head.score(logits_PV, *of_tokens, into, slope_PV)
+            else:
+                score = _compiled(_score) if compiled else _score
+                logprobs_N[at], entropy_N[at], lse_N[at] = score(logits_PV, *of_tokens)
+                if slope_PV is not None:
+                    ones_P = torch.ones_like(lse_N[at])
+                    slope_PV.copy_(_slope(logits_PV, lse_N[at], *of_tokens, ones_P, slope_PV.dtype))
+            if toward_NE is not None:
+                torch.mm(slope_PV, weight_VE, out=toward_NE[at])
         if share is not None and len(targets_N):
             inside_N = (targets_N >= 0) & (targets_N < weight_VE.shape[0])
             logprobs_N, entropy_N, lse_N = _of_whole_vocabulary(logprobs_N, entropy_N, lse_N, inside_N, share)
@@ -376,7 +387,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_hidden_NE is not None:
                 torch.mm(grad_PV, weight_VE, out=grad_hidden_NE[at])
             if grad_weight_VE is not None:
-                grad_weight_VE += _product(grad_PV.t(), hidden_NE[at])
+                _add_product(grad_weight_VE, grad_PV.t(), hidden_NE[at])
             if grad_bias_V is not None:
                 grad_bias_V += grad_PV.sum(0, dtype=torch.float32)
         if ctx.share is not None and grad_hidden_NE is not None and len(targets_N):
@@ -403,6 +414,14 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds `_product` to a float32 total."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += _product(left, right)
 
 
 def _score(
@@ -454,17 +473,6 @@ def _slope(
         return (slope_PV / temperatures_P[:, None]).to(dtype)
     hit_PV = torch.arange(logits_PV.shape[1], device=logits_PV.device)[None, :] == targets_P[:, None]
     return ((hit_PV.float() - probabilities_PV) * (grad_P / temperatures_P)[:, None]).to(dtype)
-
-
-def _write_slope(
-    slope_PV: torch.Tensor,
-    logits_PV: torch.Tensor,
-    lse_P: torch.Tensor,
-    targets_P: torch.Tensor,
-    temperatures_P: torch.Tensor,
-) -> None:
-    """`_slope` for a gradient of 1 a logprob, into `slope_PV`: compiled with what makes it, the copy costs nothing."""
-    slope_PV.copy_(_slope(logits_PV, lse_P, targets_P, temperatures_P, torch.ones_like(lse_P), slope_PV.dtype))
 
 
 def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:

@@ -1,6 +1,9 @@
 """Packed rows give the numbers that each sample gives alone: logprobs, entropies and gradients."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -156,12 +159,43 @@ def test_gradients_of_logits_may_be_made_in_the_forward_pass(room: int, trained:
         inputs[2].requires_grad_(trained != "nothing")
         shapes.clear()
         with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
-            logprobs, entropies = head_logprobs(*inputs, targets, temperatures, max_logits_bytes=room, slopes=slopes)
+            outputs = head_logprobs(*inputs, targets, temperatures, max_logits_bytes=room, slopes=slopes)
         assert (torch.Size((13, 40)) in shapes) == (slopes and trained != "nothing" and room == 1 << 20)
-        logprobs.backward(gradient)
-        found.append([logprobs.detach(), entropies, *(each.grad for each in inputs if each.requires_grad)])
+        outputs[0].backward(gradient)
+        found.append([*(each.detach() for each in outputs), *(each.grad for each in inputs if each.requires_grad)])
     for plain, ahead in zip(*found, strict=True):
         torch.testing.assert_close(ahead, plain, atol=1e-5, rtol=1e-5)
+
+
+INTERPRETED = """
+import torch
+from meshrl.models import fused_head, logprobs
+
+generator = torch.Generator().manual_seed(0)
+for vocab in (40, 4096, 5000):
+    logits = 4 * torch.randn(5, vocab, generator=generator)
+    logits[1, 7] = -torch.inf
+    targets, temperatures = torch.tensor([0, 3, vocab - 1, 5, 8]), torch.rand(5, generator=generator) + 0.5
+    found, slope = tuple(torch.empty(5) for _ in range(3)), torch.empty(5, vocab)
+    fused_head.score(logits, targets, temperatures, found, slope)
+    expected = logprobs._score(logits, targets, temperatures)
+    slopes = logprobs._slope(logits, expected[2], targets, temperatures, torch.ones(5), torch.float32)
+    for own, other in zip((*found, slope), (*expected, slopes), strict=True):
+        torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
+    logits[2, 9] = torch.nan
+    fused_head.score(logits, targets, temperatures, found, None)
+    assert found[0].isnan().tolist() == [False, False, True, False, False]
+"""
+
+
+def test_the_kernel_of_gpus_gives_the_same_numbers() -> None:
+    """Interpreted by triton, which must know before it is imported."""
+    pytest.importorskip("triton", reason="comes with torch for GPUs")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_sample_is_deaf_to_its_neighbours() -> None:
