@@ -158,8 +158,8 @@ class SFTConfig(BaseConfig):
     """Checkpoints to resume from; without it only the weights after the last step are written."""
 
     max_logits_mib: int | None = Field(default=None, ge=1)
-    """Largest block of logits kept at once, in MiB. Larger logits are computed in pieces, and again in backward. None
-    chooses by the device."""
+    """Memory for logits, in MiB. Where gradients of a row's logits fit on a GPU, they are kept for the backward pass;
+    otherwise logits are computed in pieces, and again in backward. None chooses by the device."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""

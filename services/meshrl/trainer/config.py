@@ -88,8 +88,8 @@ class TrainerConfig(BaseConfig):
     kB."""
 
     max_logits_mib: int | None = Field(default=None, ge=1)
-    """Largest block of logits kept at once, in MiB. Larger logits are computed in pieces, and again in backward. None
-    chooses by the device."""
+    """Memory for logits, in MiB. Where gradients of a row's logits fit on a GPU, they are kept for the backward pass;
+    otherwise logits are computed in pieces, and again in backward. None chooses by the device."""
 
     share_prefixes: bool | Literal["auto"] = "auto"
     """Have the samples of a group share their prompt, which is then computed once, with the same loss and gradients.
