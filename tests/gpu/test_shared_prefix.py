@@ -42,8 +42,9 @@ def group(rng: np.random.Generator, prompt: int) -> list[TrainSample]:
     return samples
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("long_from", [None, 1024, 1])
+@pytest.mark.parametrize(
+    ("long_from", "compiled"), [(None, False), (1024, False), (1, False), (None, True), (1024, True)]
+)
 def test_fused_kernels_share_a_prompt(long_from: int | None, compiled: bool) -> None:
     rng = np.random.default_rng(0)
     samples = [sample for prompt in (40, 700, 1500) for sample in group(rng, prompt)]

@@ -1,7 +1,6 @@
 """On a GPU: packed rows through each kernel, and sharded steps in bfloat16 with float32 weights."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
-from tiny_qwen3 import FOR_A_GPU, tiny_qwen3
+from tiny_qwen3 import FOR_A_GPU, save_tiny_qwen3, tiny_qwen3
 from trained import Trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -122,10 +121,34 @@ def group() -> Iterator[RankGroup]:
     parallel.close()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_qwen3(tmp_path_factory.mktemp("model"), **FOR_A_GPU)
+
+
+@pytest.fixture(scope="module")
+def expected(group: RankGroup, model: str) -> list[float]:
+    found = losses(model, group, {})
+    assert found[-1] < found[0] - 0.02
+    return found
+
+
+def losses(model: str, group: RankGroup, settings: dict[str, object]) -> list[float]:
+    config = TrainerModelConfig.model_validate({"name": model, "dtype": "bfloat16", **settings})
+    trained = Trained.by(
+        build_learner(config, parallel=group),
+        Objective(loss=cross_entropy_loss),
+        OptimConfig(lr=1e-3),
+        optim_cpu_offload=config.optim_cpu_offload,
+    )
+    found = [trained.step(batch()).loss for _ in range(4)]
+    assert {parameter.dtype for parameter in trained.model.parameters()} == {torch.float32}
+    return found
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"ac": {}},
         {"ac": {"mode": "selective"}},
         {"ac": {"freq": 2}, "ac_offloading": {"min_mib": 0.001}},
@@ -140,29 +163,15 @@ def group() -> Iterator[RankGroup]:
     ids=str,
 )
 def test_what_saves_memory_or_time_changes_no_number(
-    settings: dict[str, object], group: RankGroup, tmp_path: Path
+    settings: dict[str, object], group: RankGroup, model: str, expected: list[float]
 ) -> None:
-    build().cpu().save_pretrained(tmp_path)
-    losses = []
-    for config in (TrainerModelConfig(name=str(tmp_path), dtype="bfloat16"), None):
-        config = config or TrainerModelConfig.model_validate({"name": str(tmp_path), "dtype": "bfloat16", **settings})
-        trained = Trained.by(
-            build_learner(config, parallel=group),
-            Objective(loss=cross_entropy_loss),
-            OptimConfig(lr=1e-3),
-            optim_cpu_offload=config.optim_cpu_offload,
-        )
-        losses.append([trained.step(batch()).loss for _ in range(4)])
-        assert {parameter.dtype for parameter in trained.model.parameters()} == {torch.float32}
-    assert losses[0][-1] < losses[0][0] - 0.02
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert losses(model, group, settings) == pytest.approx(expected, rel=2e-3)
 
 
-def test_rows_of_any_number_of_samples_need_no_new_graphs(group: RankGroup, tmp_path: Path) -> None:
+def test_rows_of_any_number_of_samples_need_no_new_graphs(group: RankGroup, model: str) -> None:
     """fullgraph makes torch.compile raise where it would give up on a block that it has compiled too often."""
-    build().cpu().save_pretrained(tmp_path)
     config = TrainerModelConfig.model_validate(
-        {"name": str(tmp_path), "dtype": "bfloat16", "compile": {"fullgraph": True}, "ac": {"mode": "selective"}}
+        {"name": model, "dtype": "bfloat16", "compile": {"fullgraph": True}, "ac": {"mode": "selective"}}
     )
     trained = Trained.by(
         build_learner(config, parallel=group),
