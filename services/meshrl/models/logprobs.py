@@ -349,7 +349,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 if slope_PV is not None:
                     ones_P = torch.ones_like(lse_N[at])
                     slope_PV.copy_(_slope(logits_PV, lse_N[at], *of_tokens, ones_P, slope_PV.dtype))
-            if toward_NE is not None:
+            if toward_NE is not None and slope_PV is not None:
                 torch.mm(slope_PV, weight_VE, out=toward_NE[at])
         if share is not None and len(targets_N):
             inside_N = (targets_N >= 0) & (targets_N < weight_VE.shape[0])

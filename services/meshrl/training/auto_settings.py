@@ -158,12 +158,12 @@ def choose(
     order = order if given == "auto" else (given,)
     fitting = [mode for mode in order if room is None or planned[mode] + 2 * logits <= room]
     mode = fitting[0] if fitting else order[-1]
-    beside = planned[mode] + 2 * logits + need.parameters * itemsize + need.unsharded
-    gathered = room is None or beside <= room
+    whole = need.parameters * itemsize + need.unsharded
+    gathered = room is None or planned[mode] + 2 * logits + whole <= room
     # Where gradients of a row's logits fit as well, the head keeps them for the backward pass; a frozen one makes none.
     kept = math.ceil(seq_len * shape.vocab * itemsize / KEPT_SHARE)
-    taken = beside if gathered else planned[mode] + 2 * logits
-    if fitting and not need.of_set and (room is None or taken + kept <= room):
+    taken = planned[mode] + max(kept, 2 * logits) + whole * gathered
+    if fitting and not need.of_set and (room is None or taken <= room):
         logits = max(logits, kept)
     return Chosen(
         ac=mode,
