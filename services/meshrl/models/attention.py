@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
-from meshrl.models.fused_attention import FusedPlan, fused_attention, upload
+from meshrl.models.kernels.fused_attention import FusedPlan, fused_attention, upload
 from meshrl.models.shared_prefix import PrefixPlan, cpu_attention, fused_prefix_attention
 from meshrl.models.shares import ContextShare
 

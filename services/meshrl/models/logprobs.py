@@ -339,7 +339,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 slope_PV = hidden_NE.new_empty(logits_PV.shape)
             of_tokens = (targets_N[at], temperatures_N[at])
             if fused:
-                from meshrl.models import fused_head  # needs a GPU
+                from meshrl.models.kernels import fused_head  # needs a GPU
 
                 into = (logprobs_N[at], entropy_N[at], lse_N[at])
                 fused_head.score(logits_PV, *of_tokens, into, slope_PV)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshrl.models.fused_attention import OPERATOR, FusedPlan, attention_backward, attention_forward, upload
+from meshrl.models.kernels.fused_attention import OPERATOR, FusedPlan, attention_backward, attention_forward, upload
 
 _aten = torch.ops.aten
 

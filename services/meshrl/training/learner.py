@@ -26,7 +26,7 @@ from meshrl.models.adapters import JoinedSets
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.expert_lora import ExpertAdapter
 from meshrl.models.families import positions_grow_beyond
-from meshrl.models.fused_attention import upload
+from meshrl.models.kernels.fused_attention import upload
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.models.shared_prefix import PrefixPlan
 from meshrl.training.checkpoints.random_state import random_state, restore_random_state

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from meshrl.models.attention import Kernels, PackedLayout
-from meshrl.models.fused_attention import fused_attention
+from meshrl.models.kernels.fused_attention import fused_attention
 from meshrl.models.logprobs import PackedPolicy, PackedRow, head_logprobs, token_logprobs
 from meshrl.models.shared_prefix import PrefixPlan
 
@@ -169,7 +169,8 @@ def test_gradients_of_logits_may_be_made_in_the_forward_pass(room: int, trained:
 
 INTERPRETED = """
 import torch
-from meshrl.models import fused_head, logprobs
+from meshrl.models import logprobs
+from meshrl.models.kernels import fused_head
 
 generator = torch.Generator().manual_seed(0)
 for vocab in (40, 4096, 5000):

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from meshrl.models.fused_attention import OPERATOR
+from meshrl.models.kernels.fused_attention import OPERATOR
 from meshrl.models.load import DTYPES
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.routers import Routers
