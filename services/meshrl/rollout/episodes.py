@@ -196,6 +196,7 @@ class GroupEpisodes:
                 seq_len=self._hosted.seq_len,
                 scores_only=request.scores_only or not trace.agent.trainable,
                 keeps_routes=request.routed_experts and trace.agent.trainable,
+                group_id=request.group_id,
             )
             sessions[trace.id] = session
             if (progress := self._playing.get(index)) is not None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
 from meshrl.rollout.engines.router import version_of
 
@@ -69,6 +70,50 @@ def test_equals_take_turns():
     assert [engines.select(Requirement()).url for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
     engines.listed[0].in_flight = 1
     assert [engines.select(Requirement()).url for _ in range(3)] == ["b", "c", "b"]
+
+
+def placed(engines: EngineTable, *, groups: int, prompt_tokens: int) -> tuple[list[set[str]], list[int]]:
+    """The engines that each of `groups` of eight rollouts began at, and the calls that each engine has then."""
+    found: list[set[str]] = []
+    for group in range(groups):
+        found.append(set())
+        for _ in range(8):
+            engine = engines.select(Requirement(), group_id=str(group), prompt_tokens=prompt_tokens)
+            engine.in_flight += 1
+            found[-1].add(engine.url)
+    return found, [engine.in_flight for engine in engines.listed]
+
+
+def answering(tokens: int) -> EngineTable:
+    """Four engines whose calls sample so many tokens."""
+    engines = pool(a=0, b=0, c=0, d=0)
+    for engine in engines.listed:
+        engines.sampled(engine.url, CallTiming(seconds=1.0, beside=1.0), tokens)
+    return engines
+
+
+def test_rollouts_of_a_group_begin_at_one_engine_while_their_prompt_is_long():
+    found, calls = placed(answering(200), groups=32, prompt_tokens=8000)
+    assert sum(map(len, found)) < 40, "nearly each prompt is computed once"
+    assert max(calls) - min(calls) <= 8
+    found, calls = placed(answering(200), groups=32, prompt_tokens=20)
+    assert sum(map(len, found)) > 64
+    assert max(calls) - min(calls) <= 2
+
+
+def test_few_groups_of_long_prompts_still_use_every_engine():
+    found, calls = placed(answering(500), groups=2, prompt_tokens=8000)
+    assert min(calls) > 0
+    assert sum(map(len, found)) < 8, "an engine has two rollouts of a group, or more"
+
+
+def test_a_group_begins_anywhere_where_its_engine_is_gone():
+    engines = answering(200)
+    first = engines.select(Requirement(), group_id="g", prompt_tokens=8000)
+    engines.lose(first.url)
+    other = engines.select(Requirement(), group_id="g", prompt_tokens=8000)
+    assert other.url != first.url
+    assert engines.select(Requirement(), group_id="g", prompt_tokens=8000) is other
 
 
 def test_an_engine_with_calls_in_flight_is_remembered_while_it_is_off_the_list():

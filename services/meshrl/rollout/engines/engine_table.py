@@ -1,11 +1,14 @@
 """Chooses the engine of each model call by health, version, load and speed.
 
-The router feeds it with probes and answers, and asks it before every call.
+The router feeds it with probes and answers, and asks it before every call. Engines get calls in proportion to
+the tokens/s that they were seen to make, so that one of half the speed has half the calls. The first call of a rollout
+goes where its group's prompt is computed already, while that saves more than the longer queue there costs.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +17,14 @@ from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity
 from meshrl.rollout.engines.engine_rate import CallTiming, EngineRate, mean_rate
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
 from meshrl.wire.types import EngineEndpoint, RolloutRequest, ServedVersion
+
+PREFILL = 1 / 8
+"""What computing a token of a prompt costs an engine, in sampled tokens."""
+
+REMEMBERED_GROUPS = 4096
+
+REMEMBERED_CALLS = 64
+"""Each call that is answered moves the mean of sampled tokens by one part in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +114,10 @@ class EngineTable:
         self._fixed = frozenset(self._engines)
         self._pools = {engine.pool for engine in self._engines.values()}
         self._calls = 0
+        self._answered = 0
+        self._sampled_tokens = 0.0  # of a call, on average
+        self._prompts_at: OrderedDict[str, set[str]] = OrderedDict()
+        """By group, the engines that have computed its prompt."""
 
     @property
     def listed(self) -> tuple[KnownEngine, ...]:
@@ -140,6 +155,8 @@ class EngineTable:
             engine.capacity, engine.runs = capacity, runs or {}
 
     def sampled(self, url: str, timing: CallTiming, tokens: int) -> None:
+        self._answered += 1
+        self._sampled_tokens += (tokens - self._sampled_tokens) / min(self._answered, REMEMBERED_CALLS)
         if (engine := self._engines.get(url)) is not None:
             engine.rate.sampled(timing, tokens, self._clock())
 
@@ -185,20 +202,38 @@ class EngineTable:
         up = [engine.version_for(need) for engine in self.candidates(need) if engine.healthy]
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
 
-    def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> KnownEngine | None:
-        """The engine for the next call: the session's own (`prefer`) while it fits, else the one that has the fewest
-        calls for its rate, with this one. Among equals it is the one whose turn is longest ago."""
+    def select(
+        self,
+        need: Requirement,
+        *,
+        prefer: str | None = None,
+        skip: Collection[str] = (),
+        group_id: str = "",
+        prompt_tokens: int = 0,
+    ) -> KnownEngine | None:
+        """The engine for the next call: the session's own (`prefer`) while it fits, else the one where the call takes
+        the least: sampling among the calls there, this one included, and the prompt unless one of its group was there.
+        Among equals it is the one whose turn is longest ago."""
         fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
         now_s, mean = self._clock(), mean_rate(engine.rate for engine in fitting)
+        loads = {engine.url: (engine.in_flight + 1) / engine.rate.estimate(mean, now_s) for engine in fitting}
+        least, there = min(loads.values(), default=1.0), self._prompts_at.get(group_id, ())
+        sampling, prefill = (self._sampled_tokens, PREFILL * prompt_tokens) if self._sampled_tokens else (1.0, 0.0)
 
-        def load(engine: KnownEngine) -> tuple[float, int]:
-            return (engine.in_flight + 1) / engine.rate.estimate(mean, now_s), engine.chosen
+        def cost(engine: KnownEngine) -> tuple[float, int]:
+            prompt = 0.0 if engine.url in there else prefill
+            return sampling * loads[engine.url] / least + prompt, engine.chosen
 
         own = next((engine for engine in fitting if engine.url == prefer), None)
-        engine = own or min(fitting, key=load, default=None)
+        engine = own or min(fitting, key=cost, default=None)
         if engine is not None:
             self._calls += 1
             engine.chosen = self._calls
+            if group_id:
+                self._prompts_at.setdefault(group_id, set()).add(engine.url)
+                self._prompts_at.move_to_end(group_id)
+                if len(self._prompts_at) > REMEMBERED_GROUPS:
+                    self._prompts_at.popitem(last=False)
         return engine
 
     def newest(self, need: Requirement) -> int | None:

@@ -163,7 +163,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             used = {name: params[name] for name in _NEUTRAL}
             need = replace(need, reshaped_by=reshaping(Sampling(**used)))
         try:
-            answer = await self._router.generate(session, session_id, json.dumps(request).encode(), need)
+            body = json.dumps(request).encode()
+            answer = await self._router.generate(session, session_id, body, need, prompt_tokens=len(prompt_ids))
             session.doing = ""
             await self.pace.turn()  # answers may come a thousand at a time
             sampled = read(answer)

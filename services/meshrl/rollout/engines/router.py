@@ -156,7 +156,9 @@ class EngineRouter:
                 " the engines with --logprobs-mode processed_logprobs, or set rollout.client.logprobs_mode if they are",
             )
 
-    async def generate(self, session: Session, session_id: str, body: bytes, need: Requirement) -> EngineAnswer:
+    async def generate(
+        self, session: Session, session_id: str, body: bytes, need: Requirement, *, prompt_tokens: int
+    ) -> EngineAnswer:
         """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint. Raises MeshError
         VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or when one broke off
         an answer, and LOGPROBS_BIASED when none reports logprobs that fit; EngineRefusedError when an engine rejected
@@ -171,7 +173,9 @@ class EngineRouter:
             if need.names_a_version and not (looked or self.engines.can_meet(need)):
                 session.doing, looked = f"looking for an engine with {need.describe()}", True
                 await self._look_anew(need)
-            engine = self.engines.select(need, prefer=session.engine, skip=skip)
+            engine = self.engines.select(
+                need, prefer=session.engine, skip=skip, group_id=session.group_id, prompt_tokens=prompt_tokens
+            )
             if engine is None:
                 self._refuse_biased(need)
                 if time.monotonic() >= give_up_at or self.engines.is_past(need):

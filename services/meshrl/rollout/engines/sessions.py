@@ -50,7 +50,7 @@ class Call:
 @dataclass
 class Session:
     """One agent's run. `engine` is the URL that answered last; `failure` is the reason why a model call could not be
-    made.
+    made. `group_id`: the rollouts of a group begin with the same prompt.
 
     `turns` takes its turns in this process; None while it has none, or where they go over HTTP. `reachable`: set-up has
     come to its tool servers. `doing` is what it waits for afterwards, as far as its harness or its model call reported.
@@ -76,6 +76,7 @@ class Session:
     turns: DirectTurns | None = None
     syncs: set[str] = field(default_factory=set)
     keeps_routes: bool = False
+    group_id: str = ""
 
     def next_seed(self, seed: int) -> int:
         """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""
