@@ -33,7 +33,7 @@ PREFIXES = (
 )
 NAMES = (
     "step", "time/step", "time/train_step", "time/wait_for_batch", "time/wait_for_ckpt", "time/save_ckpt",
-    "perf/idle_slots",
+    "perf/engines_idle", "perf/idle_slots",
 )  # fmt: skip
 RUN_DEADLINE_S = 600.0
 SMALL = (
@@ -64,7 +64,7 @@ RUNS: dict[str, Sequence[str]] = {
     "constant_reward_filtered": (*ailing("constant"), "--orchestrator.filters.max-zero-signal-groups", "40"),
     "truncation": ("--orchestrator.sampling.max-tokens", "6"),
     "high_learning_rate": ("--trainer.optim.lr", "0.02"),
-    "starved_trainer": (*ailing("slow"), "--max-steps", "20", "--orchestrator.max-inflight-rollouts", "32"),
+    "empty_slots": (*ailing("slow"), "--max-steps", "20", "--orchestrator.max-inflight-rollouts", "32"),
     "errored_rollouts": (*ailing("failing"), "--max-steps", "20"),
     "length_drift": (
         *ailing("length", held_out=False), "--orchestrator.sampling.max-tokens", "90", "--trainer.optim.lr", "1e-3",

@@ -29,6 +29,7 @@ def make_run(path: Path, *, steps: int) -> Path:
 def add_step(path: Path, step: int) -> None:
     """One more record in metrics.jsonl."""
     record = {"step": step, "reward/all/mean": step / 10, "time/step": 1.0, "weights/lag_s": 0.05}
+    record |= {"time/wait_for_batch": 0.6, "time/train_step": 1.0, "perf/engines_idle": 0.1}
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
 

@@ -24,6 +24,7 @@ from meshrl.core.run_folder import empty_folder, holds_a_run
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.torch_environment import VISIBLE_GPUS
+from meshrl.diagnosis.outcome import slower_half
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
@@ -248,9 +249,11 @@ def _supervise(
     )
     for part in parts:
         if isinstance(part.config, OrchestratorConfig):
-            outcome = RunFolder(part.config.output_dir).outcome()
-            if outcome is not None:
-                logger.info("{}{}", f"{part.run_id}: " if part.run_id else "", outcome.line())
+            folder, name = RunFolder(part.config.output_dir), f"{part.run_id}: " if part.run_id else ""
+            outcome = folder.outcome()
+            for line in ("" if outcome is None else outcome.line(), slower_half(folder.observed())):
+                if line:
+                    logger.info("{}{}", name, line)
     return code
 
 

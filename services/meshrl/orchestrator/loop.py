@@ -165,7 +165,7 @@ class RunLoop:
     async def _submit(self, step: int, groups: list[ReadyGroup]) -> None:
         run = self.run
         tally, run.tally = run.tally, StepTally()
-        tally.idle_slots = run.slots.idle_shares()
+        tally.idle_shares = run.slots.idle_shares()
         with run.traces.batch(step) as span:
             scores = await run.scorer.score([ready.kept for ready in groups])
             assembled = await asyncio.to_thread(self._assemble, step, groups, scores)

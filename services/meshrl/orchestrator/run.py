@@ -196,8 +196,8 @@ class StepTraces:
 
 
 class SlotUse:
-    """How many slots of the rollout services stand idle, and how many of them while a batch waits for groups. The
-    dispatcher reports when groups begin and end, the loop when it waits; a step's record takes the shares."""
+    """How long no rollout is out, how many slots of the rollout services stand idle, and how many of them while a batch
+    waits for groups. The dispatcher reports when groups begin and end, the loop when it waits."""
 
     def __init__(self, now: Callable[[], float], slots: Callable[[], int | None]) -> None:
         """`slots` are the rollouts that the services run at once, read at each report; None until they report it."""
@@ -208,7 +208,7 @@ class SlotUse:
         self._total_out = 0
         self._waiting = False
         self._since_s = now()
-        self._all_s = self._idle_s = self._tail_s = 0.0
+        self._all_s = self._idle_s = self._tail_s = self._passed_s = self._none_out_s = 0.0
 
     @property
     def rollouts(self) -> int:
@@ -239,16 +239,23 @@ class SlotUse:
             self._add_up()
             self._waiting = False
 
-    def idle_shares(self) -> tuple[float, float] | None:
-        """Shares of the slot-seconds since the last call: idle, and idle while a batch waited; None where not known."""
+    def idle_shares(self) -> dict[str, float]:
+        """The metrics of the time since the last call; without those of the slots where these are not known."""
         self._add_up()
-        whole, idle, tail = self._all_s, self._idle_s, self._tail_s
-        self._all_s = self._idle_s = self._tail_s = 0.0
-        return (idle / whole, tail / whole) if whole > 0.0 else None
+        shares = {}
+        if self._passed_s > 0.0:
+            shares["perf/engines_idle"] = self._none_out_s / self._passed_s
+        if self._all_s > 0.0:
+            shares["perf/idle_slots"] = self._idle_s / self._all_s
+            shares["perf/tail_idle_slots"] = self._tail_s / self._all_s
+        self._all_s = self._idle_s = self._tail_s = self._passed_s = self._none_out_s = 0.0
+        return shares
 
     def _add_up(self) -> None:
         now_s = self._now()
         passed_s, self._since_s = now_s - self._since_s, now_s
+        self._passed_s += passed_s
+        self._none_out_s += 0.0 if self._total_out else passed_s
         slots, self._slots = self._slots, self._ask()
         if slots is None:
             return

@@ -49,6 +49,7 @@ def test_the_report_is_one_file_without_an_address_of_another(run_path: Path, tm
     assert not re.findall(r"""(?:src|href)=["'](?!data:,)""", page), "nothing is fetched"
     assert not re.findall(r"^(?:import|export) ", page, re.MULTILINE), "each module is in it"
     assert "at a cost of" in page
+    assert "the slower half was the engines: the trainer waited for batches for 60% of the time" in page
     assert "<h2>The best of step 10: reward 1</h2>" in page
     assert "&lt;img src=x onerror=alert(1)&gt;" in page, "what a policy wrote stays text"
     (data,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', page)

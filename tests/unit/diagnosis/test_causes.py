@@ -21,6 +21,7 @@ from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.diagnosis.causes import CAUSES, Observed, diagnose
 from meshrl.diagnosis.history import RunSeries
+from meshrl.diagnosis.outcome import slower_half
 
 RUNS = Path(__file__).parents[2] / "golden/runs"
 WELL = sorted(path.name.partition(".")[0] for path in RUNS.glob("well_*"))
@@ -31,7 +32,7 @@ ILL = {
     "high_learning_rate": "reward_collapse",
     "errored_rollouts": "errored_rollouts",
     "reward_hacking": "reward_hacking",
-    "starved_trainer": "starved_trainer",
+    "empty_slots": "empty_slots",
     "length_drift": "length_drift",
     "repeated_completions": "repeated_completions",
     "stale_rollouts": "stale_rollouts",
@@ -88,6 +89,7 @@ def later(change: Callable[[Record, int], None]) -> Callable[[Record, int], None
 CHANGED: dict[str, Callable[[Record, int], None]] = {
     "slow_weights": lambda record, step: record.update({"weights/lag_s": 2.5}),
     "mismatch_growth": lambda record, step: record.update({"mismatch_kl/all/mean": 1e-4 * 1.2**step}),
+    "starved_trainer": lambda record, step: record.update({"time/wait_for_batch": 3.5, "time/train_step": 4.0}),
     "entropy_collapse": lambda record, step: record.update(
         {"entropy/all/mean": 0.3 * 0.9**step, "reward/all/mean": 0.5}
     ),
@@ -114,6 +116,44 @@ def test_the_cause_of_a_run_that_is_made_ill_comes_first(cause: str) -> None:
 def test_every_cause_has_a_run_that_has_it() -> None:
     shown = {*ILL.values(), *CHANGED, "loop_lag"}  # the last is no metric: test_a_late_event_loop_is_named
     assert shown == {cause.name for cause in CAUSES}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "half", "shares"),
+    [
+        ("idle_engines", {}, "trainer", "batches for 0% of the time, no rollout was out for 35% of it"),
+        ("empty_slots", {"perf/engines_idle": 0.1}, "engines", "no rollout was out for 10% of it"),
+        (
+            "well_demo",
+            {"time/wait_for_batch": 3.0, "time/train_step": 4.0, "perf/engines_idle": 0.1, "perf/idle_slots": 0.2},
+            "engines",
+            "batches for 75% of the time",
+        ),
+    ],
+)
+def test_the_slower_half_is_moved_by_the_key_of_the_cause_that_comes_first(
+    name: str, changed: Record, half: str, shares: str
+) -> None:
+    run = observed([line | changed if "time/step" in line else line for line in records(name)])
+    first = diagnose(run)[0]
+    line = slower_half(run)
+    assert line.startswith(f"the slower half was the {half}: the trainer waited for ")
+    assert shares in line
+    assert line.endswith(f"; {first.what_to_do}")
+
+
+def test_halves_that_are_both_busy_have_no_key_and_a_synchronous_run_takes_turns() -> None:
+    busy = {"time/wait_for_batch": 0.01, "time/train_step": 1.0, "perf/engines_idle": 0.02, "time/step": 1.0}
+    lines: list[Record] = [busy | {"step": step} for step in range(1, 9)]
+    lines[0] |= {"time/wait_for_batch": 1.0}  # warms up
+    assert slower_half(observed(lines)) == (
+        "both halves were busy: the trainer waited for batches for 1% of the time, no rollout was out for 2% of it"
+    )
+    turns = slower_half(observed([line | {"perf/engines_idle": 0.6} for line in lines], synchronous=True))
+    assert turns.startswith("the halves took turns: ")
+    assert turns.endswith("; orchestrator.max_async_level: 1 lets both work at once")
+    assert slower_half(observed(lines[:1])) == ""
+    assert slower_half(observed([{"step": 1, "time/step": 2.0}, {"step": 2, "time/step": 2.0}])) == ""
 
 
 def test_one_part_of_a_reward_that_rises_while_another_falls_is_named() -> None:
@@ -146,9 +186,11 @@ def test_the_command_lists_the_causes_with_the_value_of_the_key(tmp_path: Path) 
 
 
 def test_the_command_finds_nothing_wrong_with_a_run_that_is_well(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, records("well_demo"))
+    folder = run_folder(tmp_path, [line | {"perf/engines_idle": 0.3} for line in records("well_demo")])
     done = CliRunner().invoke(main, ["doctor", "-o", str(folder)])
-    assert f"nothing is wrong with the run of {folder}" in done.output
+    halves = slower_half(RunFolder(folder).observed())
+    assert halves.startswith("the slower half was the ")
+    assert done.output.endswith(f"nothing is wrong with the run of {folder}\n{halves}\n")
 
 
 def test_a_run_that_never_made_a_step_is_explained_by_its_ledger(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def test_idle_slots_are_counted_over_time_and_apart_while_a_batch_waits() -> Non
     use.end("b")
     use.end("a")
     time.now_s = 5.0  # none, but nobody waits
-    assert use.idle_shares() == pytest.approx(((6 + 7 + 10) / 50, (6 + 7) / 50))
+    assert use.idle_shares() == pytest.approx(
+        {"perf/engines_idle": 1 / 5, "perf/idle_slots": (6 + 7 + 10) / 50, "perf/tail_idle_slots": (6 + 7) / 50}
+    )
     assert use.rollouts == 0
 
 
@@ -46,9 +48,9 @@ def test_each_step_begins_anew_and_a_change_of_slots_counts_from_its_moment() ->
     use.begin("a", 2)
     time.now_s = 1.0
     said.number = 4
-    assert use.idle_shares() == (0.0, 0.0)
+    assert use.idle_shares() == {"perf/engines_idle": 0.0, "perf/idle_slots": 0.0, "perf/tail_idle_slots": 0.0}
     time.now_s = 2.0
-    assert use.idle_shares() == (0.5, 0.0)
+    assert use.idle_shares() == {"perf/engines_idle": 0.0, "perf/idle_slots": 0.5, "perf/tail_idle_slots": 0.0}
 
 
 def test_a_group_that_ends_early_gives_up_what_is_left_of_it_and_later_events_count_nothing() -> None:
@@ -61,14 +63,14 @@ def test_a_group_that_ends_early_gives_up_what_is_left_of_it_and_later_events_co
     assert use.rollouts == 0
 
 
-def test_without_known_slots_there_is_no_share() -> None:
+def test_without_known_slots_there_is_no_share_of_them() -> None:
     use, time, said = using(None)
     use.begin("a", 3)
     time.now_s = 1.0
     said.number = 3
-    assert use.idle_shares() is None
+    assert use.idle_shares() == {"perf/engines_idle": 0.0}
     time.now_s = 2.0
     said.number = None
     use.rollout_ended("a")
     time.now_s = 9.0
-    assert use.idle_shares() == (0.0, 0.0)
+    assert use.idle_shares() == {"perf/engines_idle": 0.0, "perf/idle_slots": 0.0, "perf/tail_idle_slots": 0.0}

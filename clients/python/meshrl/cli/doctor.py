@@ -29,6 +29,7 @@ from meshrl.client.machine.fitness import Diagnosis, open_files, room_of
 from meshrl.client.machine.memory import machine_memory
 from meshrl.diagnosis.causes import Ailment, Observed, diagnose
 from meshrl.diagnosis.history import Column, MetricsHistory, RunSeries
+from meshrl.diagnosis.outcome import slower_half
 
 if TYPE_CHECKING:
     from meshrl.client import ChannelOptions
@@ -314,7 +315,8 @@ def doctor(
         else:
             _print_causes(address, found)
         return
-    machine, found = list(examine(folder)), causes(folder, folder.observed())
+    observed = folder.observed()
+    machine, found = list(examine(folder)), causes(folder, observed)
     if as_json:
         print_json([asdict(diagnosis) for diagnosis in [*machine, *found]])
     else:
@@ -325,6 +327,8 @@ def doctor(
         if folder.last_step() is not None or found:
             click.echo()
             _print_causes(str(folder.path), found)
+            if line := slower_half(observed):
+                click.echo(line)
     raise SystemExit(1 if any(diagnosis.state == "fail" for diagnosis in machine) else 0)
 
 

@@ -13,8 +13,9 @@ import click
 from meshrl.cli.command import CliError
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui.views import Traces, waits_of
-from meshrl.diagnosis.causes import diagnose
+from meshrl.diagnosis.causes import Observed, diagnose
 from meshrl.diagnosis.history import MetricsHistory
+from meshrl.diagnosis.outcome import slower_half
 from meshrl.wire.values import JsonObject
 
 STATIC = Path(__file__).parent / "ui/static"
@@ -39,6 +40,7 @@ def report_page(folder: RunFolder, price: float | None) -> str:
     outcome = folder.outcome(history, price)
     if outcome is None:
         raise CliError(f"{folder.path} has no step in metrics.jsonl: name a run's output folder")
+    observed = folder.observed(history)
     traces = Traces(folder)
     traces.read_on()
     step = max(traces.steps, default=0)
@@ -52,11 +54,11 @@ def report_page(folder: RunFolder, price: float | None) -> str:
     end = folder.end()
     parts = [
         f"<h1>{_text(folder.path.resolve())}</h1>",
-        f'<p class="sentence">{_text(outcome.line())}</p>',
+        *(f'<p class="sentence">{_text(line)}</p>' for line in (outcome.line(), slower_half(observed)) if line),
         "" if end is None else f"<h2>{_text(end.why)} at {_text(end.at)}</h2><pre class='log'>{_text(end.log)}</pre>",
         "<h2>What it came to</h2>",
         _table(("metric", "first", "last", "best"), _scores(history)),
-        *_causes(folder, history),
+        *_causes(observed),
         '<h2>Curves</h2><div class="charts"></div><div id="timeline"></div><div id="versions"></div>',
         *_rollouts(folder),
         "<h2>Configuration</h2>",
@@ -79,8 +81,8 @@ def _scores(history: MetricsHistory) -> Iterator[Sequence[object]]:
             yield name, *(f"{value:.4g}" for value in (column.values[0], column.values[-1], max(column.values)))
 
 
-def _causes(folder: RunFolder, history: MetricsHistory) -> Iterator[str]:
-    found = diagnose(folder.observed(history))
+def _causes(observed: Observed) -> Iterator[str]:
+    found = diagnose(observed)
     if found:
         yield "<h2>What is wrong, the cause that explains most first</h2>"
         yield _table(("cause", "evidence", "what to do"), [(one.cause, one.evidence, one.what_to_do) for one in found])

@@ -318,7 +318,7 @@ def _repeated_completions(run: Observed) -> str:
     return f"{share:.0%} of the replies {run.when('repeated_completions/all')} are those to another task as well"
 
 
-def _starved_trainer(run: Observed) -> str:
+def _waiting_trainer(run: Observed) -> str:
     waits, steps = run.now("time/wait_for_batch"), run.now("time/train_step")
     warmed_up = len(run.values("time/wait_for_batch")) >= 2 * RECENT  # the first steps wait for engines to start
     if run.synchronous or not warmed_up or not waits or not steps or not sum(steps):
@@ -327,6 +327,15 @@ def _starved_trainer(run: Observed) -> str:
     if share <= MOST_WAITING or statistics.fmean(waits) <= LEAST_S:
         return ""
     return f"the trainer waited for batches for {share:.0%} of the last {RECENT} steps: sampling is what takes long"
+
+
+def _empty_slots(run: Observed) -> str:
+    waiting, idle = _waiting_trainer(run), run.above("perf/idle_slots", MOST_WAITING)
+    return f"{waiting}, and {idle:.0%} of the slots were idle meanwhile" if waiting and idle is not None else ""
+
+
+def _starved_trainer(run: Observed) -> str:
+    return "" if _empty_slots(run) else _waiting_trainer(run)
 
 
 def _idle_engines(run: Observed) -> str:
@@ -480,13 +489,16 @@ CAUSES: tuple[Cause, ...] = (
         look=_stale_rollouts, remedy="raise it, or lower orchestrator.max_inflight_rollouts",
     ),
     Cause(
-        name="starved_trainer", symptom="idle GPUs of the trainer", key="orchestrator.max_inflight_rollouts",
-        look=_starved_trainer,
-        remedy="raise it or orchestrator.max_async_level, add engines, or make the environment faster",
+        name="empty_slots", symptom="idle GPUs of both halves", key="orchestrator.max_async_level", look=_empty_slots,
+        remedy="raise it, or orchestrator.max_inflight_rollouts where that is set: the engines have room for more",
     ),
     Cause(
-        name="idle_engines", symptom="idle GPUs of the engines", key="orchestrator.max_async_level", look=_idle_engines,
-        remedy="raise it, or give the trainer more GPUs: the trainer is the slower half",
+        name="starved_trainer", symptom="idle GPUs of the trainer", key="deployment.num_infer_gpus",
+        look=_starved_trainer, remedy="raise it, or make the environment faster: the engines are the slower half",
+    ),
+    Cause(
+        name="idle_engines", symptom="idle GPUs of the engines", key="deployment.num_train_gpus", look=_idle_engines,
+        remedy="raise it, or move GPUs from the engines: the trainer is the slower half",
     ),
     Cause(
         name="slow_checkpoints", symptom="slow steps", key="ckpt.interval", look=_slow_checkpoints,

@@ -1,11 +1,19 @@
-"""What a run came to and what it cost: shown at its end and by `meshrl report`."""
+"""What a run came to, what it cost and which half of it was the slower: shown at its end, by `meshrl report` and by
+`meshrl doctor`.
+"""
 
 from __future__ import annotations
 
+import operator
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshrl.diagnosis.causes import CAUSES, MOST_WAITING, Observed
 from meshrl.diagnosis.history import Column
+
+BUSY = 0.05
+"""A half that waits for a smaller share of its time is busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +68,33 @@ def outcome_of(
         devices=max(ranks, of_engines) if shared else ranks + of_engines,
         price=price,
     )
+
+
+def slower_half(run: Observed) -> str:
+    """Which half was the slower, the shares of the time for which each waited, and the key that moves it; "" where the
+    metrics do not show it. The first step warms up and does not count. The keys are those of `meshrl doctor`.
+    """
+    names = ("time/wait_for_batch", "time/train_step", "perf/engines_idle", "time/step")
+    columns = [
+        dict(zip(column.steps, column.values, strict=True)) for name in names if (column := run.columns.get(name))
+    ]
+    steps = sorted(set.intersection(*map(set, columns)))[1:] if len(columns) == len(names) else []
+    if not steps:
+        return ""
+    waits_s, trains_s, idle, steps_s = ([column[step] for step in steps] for column in columns)
+    trainer = min(1.0, sum(waits_s) / (sum(trains_s) or 1.0))
+    engines = sum(map(operator.mul, idle, steps_s)) / (sum(steps_s) or 1.0)
+    shares = f"the trainer waited for batches for {trainer:.0%} of the time, no rollout was out for {engines:.0%} of it"
+    if max(trainer, engines) <= BUSY:
+        return f"both halves were busy: {shares}"
+    if run.synchronous:
+        return f"the halves took turns: {shares}; orchestrator.max_async_level: 1 lets both work at once"
+    if engines > trainer:
+        name = "idle_engines"
+    elif statistics.fmean(run.values("perf/idle_slots") or [0.0]) > MOST_WAITING:
+        name = "empty_slots"
+    else:
+        name = "starved_trainer"
+    (cause,) = [cause for cause in CAUSES if cause.name == name]
+    half = "trainer" if engines > trainer else "engines"
+    return f"the slower half was the {half}: {shares}; {cause.key}: {cause.remedy}"

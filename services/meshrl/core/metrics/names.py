@@ -72,6 +72,7 @@ RUN = (
     _orchestrator("time/sleep_engines", "s", "until the engines slept while the trainer trains"),
     _orchestrator("time/group/{scope}", "s", "from a group's dispatch to its last rollout", MEAN, MOST),
     _orchestrator("perf/rollouts_per_s", "rollouts/s", "that came back, over the wall time of the step"),
+    _orchestrator("perf/engines_idle", "share", "of the time in which no rollout of the run was out"),
     _orchestrator("perf/idle_slots", "share", "slots of the rollout services without a rollout of the run, over time"),
     _orchestrator("perf/tail_idle_slots", "share", "the same, of it while the batch waited for its last groups"),
     _orchestrator("perf/inference_tokens_per_s", "tokens/s", "sampled, over the wall time of the step"),

@@ -1,8 +1,8 @@
 """The summary of a run with `--bench`: means over all steps but the first, which warms up, as a table and as JSON.
 
     trained tokens/s   the samples' tokens of all steps over their wall time; while it trains: without waits for batches
-    idle               trainer: its wait for batches; engines: the time in which no group was in flight, for the trainer
-                       was waited for. Engines that run half empty at a step's tail do not count as idle.
+    idle               trainer: its wait for batches; engines: the time in which no rollout was out. Engines that run
+                       half empty at a step's tail do not count as idle.
     efficiency         steps/s achieved over the lower of what engines alone and trainer alone would make
     by turns           the time that both sides alone would take for these steps, one after the other, over the time
                        that they took: the measure where both share their GPUs, above 1 where doing both at once pays
@@ -118,7 +118,7 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
     work = _total(measured, lambda m: m["perf/mfu"] * _busy_s(m))
     train_s = _total(measured, lambda m: m["time/train_step"])
     waited = _total(measured, lambda m: m["time/wait_for_batch"])
-    no_group = _total(measured, lambda m: m["time/wait_for_ckpt"])
+    none_out = _total(measured, lambda m: m["perf/engines_idle"] * m["time/step"])
     trainer_alone = alone.trainer if alone.trainer is not None else _over(trained, busy_s)
     engines = max((m["weights/engines"] for m in measured if "weights/engines" in m), default=1.0)
     engines_alone = None if alone.engines is None else alone.engines * max(1.0, engines)
@@ -137,7 +137,7 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
         mfu_busy=_over(work, busy_s),
         peak_memory_gib=max((m["perf/peak_memory"] for m in measured if "perf/peak_memory" in m), default=None),
         trainer_idle=_over(waited, train_s),
-        engines_idle=_over(no_group, wall_s),
+        engines_idle=_over(none_out, wall_s),
         engines_alone_tokens_per_s=engines_alone,
         trainer_alone_tokens_per_s=trainer_alone,
         trainer_alone_measured=alone.trainer is not None,

@@ -62,7 +62,7 @@ def step_metrics(
             "time/wait_for_rollouts": tally.wait_for_rollouts_s,
             "time/wait_for_ckpt": tally.wait_for_ckpt_s,
             **({} if tally.sleep_engines_s is None else {"time/sleep_engines": tally.sleep_engines_s}),
-            **slot_metrics(tally),
+            **tally.idle_shares,
             "progress/tokens": float(progress.tokens),
             "progress/samples": float(progress.samples),
             "progress/problems": float(progress.problems),
@@ -187,13 +187,6 @@ def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:
     }
     metrics["filters/zero_signal"] = tally.zero_signal_groups / judged_groups if judged_groups else 0.0
     return metrics
-
-
-def slot_metrics(tally: StepTally) -> Metrics:
-    if tally.idle_slots is None:
-        return {}
-    idle, tail = tally.idle_slots
-    return {"perf/idle_slots": idle, "perf/tail_idle_slots": tail}
 
 
 def trainer_metrics(event: StepEvent) -> Metrics:

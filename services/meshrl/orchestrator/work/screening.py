@@ -126,7 +126,7 @@ class StepTally:
     wait_for_rollouts_s: float = 0.0
     wait_for_ckpt_s: float = 0.0
     sleep_engines_s: float | None = None  # None: they were not asked to
-    idle_slots: tuple[float, float] | None = None  # shares: idle, and idle while the batch waited; None: not known
+    idle_shares: dict[str, float] = field(default_factory=dict)  # metrics
 
     def drop(self, reason: DropReason) -> None:
         self.dropped[reason.value] += 1
