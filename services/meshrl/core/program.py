@@ -7,6 +7,7 @@ for any other failure, 128 plus the signal's number for a program that a second 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import resource
@@ -40,6 +41,8 @@ FAILED = 1
 OPEN_FILES = 65536
 STATELESS = frozenset({"inference", "rollout"})
 """Programs whose output folder holds nothing but logs and traces: they go on without it."""
+LARGEST_ON_HEAP, KEPT_FREE = 32 * 2**20, 64 * 2**20
+"""Of glibc's allocator, in bytes: the limits that it reaches by itself once a program has freed a block of 32 MiB."""
 BLOCKING_THREADS = 8
 """For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
 
@@ -159,6 +162,7 @@ def run(work: Work, *, blocking_threads: int | None = BLOCKING_THREADS) -> int:
     `exit_code_of`. Raises the limit of open files first. `blocking_threads` are those of `asyncio.to_thread`; None is
     Python's own number.
     """
+    keep_freed_memory()
     try:
         raise_open_file_limit()
     except ConfigError as error:
@@ -240,6 +244,14 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc reuse the memory of large messages instead of getting each of their pages from the kernel anew."""
+    with suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, LARGEST_ON_HEAP)  # M_MMAP_THRESHOLD
+        mallopt(-1, KEPT_FREE)  # M_TRIM_THRESHOLD
 
 
 def raise_open_file_limit() -> None:
