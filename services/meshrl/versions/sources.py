@@ -18,7 +18,7 @@ DEAD_S = 3.0
 AVOID_S = (10.0, 60.0)  # how long a relay that failed is avoided, doubled from the first to the second
 SMOOTHING = 0.7  # weight of a relay's earlier rate when it is measured again
 FAR_S = 0.03  # of a first answer, from which on the other side counts as far away
-FAR_COUNT = 8  # connections to start with, far away
+FAR_COUNT = 8  # connections to start with, far away, and the most from near: more would only share the cores
 MIN_GAIN = 1.1  # by which more connections must raise the rate, or they are closed again
 PROBE_WINDOWS = 8  # measured windows after which more connections are tried once more
 
@@ -52,6 +52,10 @@ class ByteSource:
     def is_far(self) -> bool:
         """Whether even its fastest answer took long; False while there is none."""
         return FAR_S < self.answers_in_s < float("inf")
+
+    def connections(self, most: int) -> int:
+        """How many connections to it can pay, at most `most`."""
+        return most if self.is_far else min(most, FAR_COUNT)
 
     def answered(self, seconds: float) -> None:
         """Records that the first bytes of a call came after so long."""
@@ -90,24 +94,26 @@ class ByteSources:
 
 
 class ConnectionCount:
-    """How many connections a download has: doubled while that is faster, up to `most`; kept for the next one."""
+    """How many connections a download has: doubled while that is faster; kept for the next one."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self.count = 1
         self._best = (0.0, 1)  # rate and the number that made it
         self._windows = 0  # since the number was changed
         self._first = True
 
-    def first_answer(self, seconds: float) -> None:
-        """The first bytes of all came after so long: from far away it begins with several connections."""
+    def first_answer(self, seconds: float, most: int) -> None:
+        """The first bytes of all came after so long: from far away it begins with several connections, up to `most`."""
         if self._first and seconds > FAR_S:
-            self.count = min(FAR_COUNT, self._most)
+            self.count = min(FAR_COUNT, most)
         self._first = False
 
-    def measured(self, rate: float) -> None:
-        """Records the rate, in bytes/s, of the window that ends now, and decides on the number."""
+    def measured(self, rate: float, most: int) -> None:
+        """Records the rate, in bytes/s, of the window that ends now, and decides on the number, up to `most`."""
         self._windows += 1
+        if self.count > most:
+            self._best = (rate, most)
+            self._set(most)
         if self._windows == 1:  # connections were being opened
             return
         best, its_count = self._best
@@ -115,7 +121,7 @@ class ConnectionCount:
             self._set(its_count)
         elif self.count > its_count or best == 0.0 or self._windows >= PROBE_WINDOWS:
             self._best = (rate, self.count)
-            self._set(min(2 * self.count, self._most))
+            self._set(min(2 * self.count, most))
         else:
             self._best = (max(best, rate), its_count)
 

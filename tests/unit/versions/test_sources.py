@@ -5,11 +5,12 @@ from __future__ import annotations
 from meshrl.versions.sources import AVOID_S, DEAD_S, FAR_COUNT, FAR_S, ByteSources, ConnectionCount
 
 
-def settled(count: ConnectionCount, rate_of: dict[int, float], windows: int = 40) -> list[int]:
-    """The numbers of connections that it tries, in order, where so many make these rates."""
+def settled(rate_of: dict[int, float], most: int = 32, windows: int = 40) -> list[int]:
+    """The numbers of connections that are tried, in order, where so many make these rates."""
+    count = ConnectionCount()
     tried = [count.count]
     for _ in range(windows):
-        count.measured(rate_of[count.count])
+        count.measured(rate_of[count.count], most)
         if count.count != tried[-1]:
             tried.append(count.count)
     return tried
@@ -17,26 +18,38 @@ def settled(count: ConnectionCount, rate_of: dict[int, float], windows: int = 40
 
 def test_connections_are_doubled_while_more_of_them_bring_more() -> None:
     lossy = {n: 3.0 * n for n in (1, 2, 4, 8, 16, 32)}
-    assert settled(ConnectionCount(32), lossy) == [1, 2, 4, 8, 16, 32]
-    assert settled(ConnectionCount(12), {**lossy, 12: 36.0}) == [1, 2, 4, 8, 12]
+    assert settled(lossy) == [1, 2, 4, 8, 16, 32]
+    assert settled({**lossy, 12: 36.0}, most=12) == [1, 2, 4, 8, 12]
 
 
 def test_one_connection_is_kept_where_it_fills_the_link_and_another_tried_now_and_then() -> None:
-    tried = settled(ConnectionCount(32), dict.fromkeys((1, 2), 100.0))
+    tried = settled(dict.fromkeys((1, 2), 100.0))
     assert set(tried) == {1, 2}
-    count = ConnectionCount(32)
+    count = ConnectionCount()
     times = []
     for _ in range(200):
-        count.measured(100.0)
+        count.measured(100.0, 32)
         times.append(count.count)
     assert times.count(1) > 2 * times.count(2)
 
 
 def test_from_far_away_several_are_taken_at_once() -> None:
-    near, far = ConnectionCount(32), ConnectionCount(32)
-    near.first_answer(FAR_S / 2)
-    far.first_answer(2 * FAR_S)
+    near, far = ConnectionCount(), ConnectionCount()
+    near.first_answer(FAR_S / 2, 32)
+    far.first_answer(2 * FAR_S, 32)
     assert (near.count, far.count) == (1, FAR_COUNT)
+
+
+def test_a_source_near_by_gets_few_connections_although_more_seem_faster_on_a_busy_machine() -> None:
+    source, count = ByteSources("hub:1").choose(0.0), ConnectionCount()
+    source.answered(2 * FAR_S)  # it was busy, too
+    for _ in range(40):
+        count.measured(count.count * 1e7, source.connections(32))
+    assert (source.connections(32), count.count) == (32, 32)
+    source.answered(FAR_S / 2)
+    for _ in range(40):
+        count.measured(count.count * 1e7, source.connections(32))
+    assert (source.connections(32), source.connections(2), count.count) == (FAR_COUNT, 2, FAR_COUNT)
 
 
 def test_a_parent_is_far_while_even_its_fastest_answer_took_long() -> None:
