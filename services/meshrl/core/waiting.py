@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from loguru import logger
@@ -82,6 +82,18 @@ async def next_within(queue: asyncio.Queue[T], wait_s: float) -> T | None:
         return await asyncio.wait_for(queue.get(), wait_s)
     except TimeoutError:  # something may have come just as the wait ended
         return None if queue.empty() else queue.get_nowait()
+
+
+async def read_ahead(made: Iterator[T]) -> AsyncGenerator[T, None]:
+    """Yields from a blocking iterator, which has no None; the next item is made on a thread while one is used."""
+    making = asyncio.create_task(asyncio.to_thread(next, made, None))
+    try:
+        while (item := await making) is not None:
+            making = asyncio.create_task(asyncio.to_thread(next, made, None))
+            yield item
+    finally:
+        with suppress(Exception):  # its result is not needed
+            await making
 
 
 class Pulse:

@@ -15,9 +15,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 
-import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
@@ -26,12 +24,13 @@ from meshrl.versions.sources import ByteSource, ByteSources, ConnectionCount, Co
 from meshrl.versions.uploads import TRANSIENT
 from meshrl.versions.version_bytes import VersionBytes, sound_bytes
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Chunk
 
 WINDOW_S = 0.25  # after which the number of connections is looked at
 QUIET_S = 5.0  # a connection over which nothing came for so long is opened anew
 CALLS = 2  # at a time on each connection, so that bytes come while the next request is on its way
 FIRST_CLAIM = 128 * 1024
-CLAIM_S, MESSAGE_S = 1.0, 0.05  # what a call asks for, and what comes in one message, by the rate of its connection
+CLAIM_S, MESSAGE_S = 1.0, 0.25  # what a call asks for, and what comes in one message, by the rate of its connection
 LEAST_CLAIM_S = 0.02
 LARGEST_CLAIM = 64 * 2**20
 LEAST_MESSAGE = 64 * 1024
@@ -50,7 +49,7 @@ class Downloader:
         self.limits = limits
         self.sources = ByteSources(hub.address, relays)
         self.connections = Connections(hub)
-        self.count = ConnectionCount(limits.connections)
+        self.count = ConnectionCount()
         self.rate_limit = RateLimit(limits.mbps * 125_000)
         self.taken_bytes = 0
         self.sent_again_bytes = 0
@@ -80,6 +79,7 @@ class _Download:
         self._queue = RangeQueue(held.manifest.chunks, held.missing)
         self._over = asyncio.Event()
         self._workers: set[asyncio.Task[None]] = set()
+        self._checks: set[asyncio.Task[None]] = set()  # of chunks that came
         self._numbers: set[int] = set()
         self._used: set[int] = set()  # the numbers of all connections that it has had
         self._now = asyncio.get_running_loop().time
@@ -112,8 +112,9 @@ class _Download:
                     raise self._failure or MeshError(Reason.UNREACHABLE, f"{self} stands still")
                 if now_s - began_s >= WINDOW_S and self._received_bytes > before:
                     rate = (self._received_bytes - before) / (now_s - began_s)
-                    self._downloader.count.measured(rate)
-                    self._downloader.sources.choose(now_s).measured(rate)
+                    source = self._downloader.sources.choose(now_s)
+                    source.measured(rate)
+                    self._downloader.count.measured(rate, source.connections(self._downloader.limits.connections))
                     began_s, before = now_s, self._received_bytes
             if self._is_final and self._failure is not None:
                 raise self._failure
@@ -121,7 +122,7 @@ class _Download:
         finally:
             for task in (over, *self._workers):
                 task.cancel()
-            await asyncio.gather(over, *self._workers, return_exceptions=True)
+            await asyncio.gather(over, *self._workers, *self._checks, return_exceptions=True)
             await self._downloader.connections.close_replaced()
 
     def __str__(self) -> str:
@@ -202,40 +203,57 @@ class _Download:
         )  # fmt: skip
         async with aclosing(stream):
             async for piece in stream:
-                data, now_s = sound_bytes(piece), self._now()
+                now_s = self._now()
                 source.heard(now_s)
-                if not len(data):  # they are still on their way there
+                if not len(piece.data):  # they are still on their way there
                     claim.quiet_from_s, first = now_s + WAITING_S, False
                     continue
                 if first:
                     source.answered(now_s - asked_s)
-                    self._downloader.count.first_answer(now_s - asked_s)
+                    self._downloader.count.first_answer(now_s - asked_s, self._downloader.limits.connections)
                     first = False
                 if piece.offset != claim.at:
                     raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} came, not those at {claim.at}")
-                self._take(claim, data, source, now_s)
+                await self._take(claim, piece, source, now_s)
                 if claim.end < end and claim.at == claim.end:
                     return
         if claim.at < claim.end:
             raise MeshError(Reason.UNREACHABLE, f"the stream ended {claim.end - claim.at} bytes early")
 
-    def _take(self, claim: Claim, data: NDArray[np.uint8], source: ByteSource, now_s: float) -> None:
-        start = claim.at
-        taken, complete = self._queue.arrived(claim, len(data), now_s)
+    async def _take(self, claim: Claim, piece: Chunk, source: ByteSource, now_s: float) -> None:
+        """Checks and stores bytes that came for a claim; whole chunks on a thread, so that the loop goes on."""
+        start, length = claim.at, len(piece.data)
+        whole = piece if start + length <= claim.end and self._held.is_chunk(start, length) else None
+        data = None if whole else sound_bytes(piece)
+        taken, complete = self._queue.arrived(claim, length, now_s)
         self._received_bytes += taken
         self._received_at_s = now_s
         self._downloader.taken_bytes += taken
-        self._repeated_bytes += len(data) - taken
-        self._downloader.sent_again_bytes += len(data) - taken
-        self._held.put(start, data[:taken])
+        self._repeated_bytes += length - taken
+        self._downloader.sent_again_bytes += length - taken
+        if data is not None:
+            self._held.put(start, data[:taken])
+        try:
+            if complete:
+                check = asyncio.create_task(self._check(whole, complete))
+                self._checks.add(check)
+                check.add_done_callback(self._checked)
+                await asyncio.shield(check)  # it ends also where others take the claim over
+        finally:
+            self._on_bytes(taken)
+
+    async def _check(self, whole: Chunk | None, complete: Sequence[int]) -> None:
         for index in complete:
             try:
-                self._held.complete(index)
-            except MeshError as error:
-                if source.is_hub or error.reason is not Reason.DIGEST_MISMATCH:
-                    raise
+                if whole is not None:
+                    await asyncio.to_thread(self._held.write, whole)
+                else:
+                    await asyncio.to_thread(self._held.complete, index)
+            except MeshError:
                 self._queue.refetch(index)  # the hub, or another relay, has the right one
                 raise
-        self._on_bytes(taken)
-        if not self._queue.chunks_left:
+
+    def _checked(self, check: asyncio.Task[None]) -> None:
+        self._checks.discard(check)
+        if not self._queue.chunks_left and not self._checks:
             self._over.set()

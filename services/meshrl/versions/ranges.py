@@ -70,8 +70,11 @@ class RangeQueue:
             return self._take_over(now_s, rate)
         start, end = heapq.heappop(self._todo)
         if end - start > size:
-            heapq.heappush(self._todo, (start + size, end))
-            end = start + size
+            stop = start + size
+            of_chunk = self._offsets[bisect_right(self._offsets, stop) - 1]
+            stop = of_chunk if of_chunk - start >= size // 2 else stop  # whole chunks cost both ends the least
+            heapq.heappush(self._todo, (stop, end))
+            end = stop
         return self._claimed(start, end, now_s, rate)
 
     def _claimed(self, start: int, end: int, now_s: float, rate: float) -> Claim:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import aclosing, suppress
 
 import numpy as np
 from loguru import logger
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
+from meshrl.core.waiting import read_ahead
 from meshrl.versions.progress import Progress
 from meshrl.versions.sources import FAR_S, ByteSource, Connections, LinkLimits, RateLimit
 from meshrl.versions.version_bytes import chunk_of
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Chunk, Manifest, StagedVersion
+from meshrl.wire.frames import frame_upload_chunk
+from meshrl.wire.types import Manifest, StagedVersion
 
 # Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
 TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
@@ -124,12 +127,18 @@ class Uploader:
         length_of = {chunk.offset: chunk.length for chunk in manifest.chunks}
         queue = deque(missing)
 
-        async def chunks() -> AsyncIterator[Chunk]:
-            while queue:
-                offset = queue.popleft()
-                await self._rate_limit.take(length_of[offset])
-                yield chunk_of(offset, buffer[offset : offset + length_of[offset]])
-                self._progress.moved()  # it was taken
+        def framed() -> Iterator[bytes]:
+            with suppress(IndexError):  # none is left
+                while True:
+                    offset = queue.popleft()
+                    yield frame_upload_chunk(chunk_of(offset, buffer[offset : offset + length_of[offset]]))
+
+        async def chunks() -> AsyncIterator[bytes]:
+            async with aclosing(read_ahead(framed())) as messages:
+                async for message in messages:
+                    await self._rate_limit.take(len(message))
+                    yield message
+                    self._progress.moved()  # it was taken
 
         count = await self._count(len(missing))
         self.connections = max(self.connections, count)

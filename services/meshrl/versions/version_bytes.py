@@ -7,10 +7,11 @@ from a file: bytes that changed at rest are never sent on.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,16 +31,32 @@ RECENT_CHUNKS = 6
 VERIFIERS = 8  # threads that check a version made of files
 
 
+def _unlocked_crc32c() -> Callable[[NDArray[np.uint8]], int]:
+    """CRC32C of bytes. google_crc32c itself keeps the interpreter's lock, unless it gets large `bytes`."""
+    try:
+        from google_crc32c import _crc32c as built  # the C extension, where it was built
+
+        value = ctypes.CDLL(built.__file__).crc32c_value
+    except (ImportError, AttributeError, OSError):  # there is no C extension, or it is linked in another way
+        by_lock: Callable[[NDArray[np.uint8]], int] = google_crc32c.value
+        return by_lock
+    value.argtypes, value.restype = (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_uint32
+    return lambda data: int(value(data.ctypes.data, data.nbytes))
+
+
+_crc32c = _unlocked_crc32c()
+
+
 def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
     """A chunk to send, with its checksum."""
-    view = data if isinstance(data, bytes) else data.data
-    return Chunk(offset=offset, data=view, crc32c=google_crc32c.value(data))
+    found = np.frombuffer(data, dtype=np.uint8)
+    return Chunk(offset=offset, data=data if isinstance(data, bytes) else found.data, crc32c=_crc32c(found))
 
 
 def sound_bytes(chunk: Chunk) -> NDArray[np.uint8]:
     """Returns the bytes of a chunk that arrived. Raises MeshError CHUNK_CORRUPT when they are not those that left."""
-    data = np.frombuffer(chunk.data, dtype=np.uint8)  # the checksum takes no memoryview
-    if google_crc32c.value(data) != chunk.crc32c:
+    data = np.frombuffer(chunk.data, dtype=np.uint8)
+    if _crc32c(data) != chunk.crc32c:
         text = f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
         raise MeshError(Reason.CHUNK_CORRUPT, text)
     return data
@@ -135,6 +152,11 @@ class VersionBytes:
                 " the weights change meanwhile?",
             )
 
+    def is_chunk(self, offset: int, length: int) -> bool:
+        """Whether these bytes are exactly one chunk."""
+        chunk = self.manifest.chunks[self._index_at(offset)]
+        return (chunk.offset, chunk.length) == (offset, length)
+
     def _index_at(self, offset: int) -> int:
         return bisect_right(self.manifest.chunks, offset, key=lambda chunk: chunk.offset) - 1
 
@@ -197,8 +219,10 @@ class VersionBytes:
             )
         try:
             with PayloadReader(self._files) as reader:
-                for chunk in self.manifest.chunks:
-                    if chunk.offset + chunk.length <= offset or chunk.offset >= end:
+                chunks, index = self.manifest.chunks, max(self._index_at(offset), 0)
+                while index < len(chunks) and chunks[index].offset < end:
+                    chunk, index = chunks[index], index + 1
+                    if chunk.offset + chunk.length <= offset:
                         continue
                     in_part = chunk.offset < offset or chunk.offset + chunk.length > end
                     data = dict(self._recent.copy()).get(chunk.digest) if in_part else None

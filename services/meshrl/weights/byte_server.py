@@ -8,13 +8,14 @@ chunk now and then, so that its caller can distinguish this from a broken link.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 
-from meshrl.core.waiting import Pulse
+from meshrl.core.waiting import Pulse, read_ahead
 from meshrl.versions.store import VersionStore
 from meshrl.versions.version_bytes import VersionBytes, chunk_of
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.frames import frame_fetch_chunk
 from meshrl.wire.types import Chunk
 
 SIGN_S = 1.0  # between two empty chunks
@@ -69,8 +70,8 @@ class ByteServer:
 
     async def feed(
         self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int, arriving: Callable[[], bool]
-    ) -> AsyncIterator[Chunk]:
-        """Yields byte ranges (offset, length) of a version, those that still arrive as they do.
+    ) -> AsyncIterator[bytes]:
+        """Yields byte ranges (offset, length) of a version in framed chunks, those that still arrive as they do.
 
         `arriving`: whether bytes of it may be on their way here; it raises where the version is gone. Raises as
         `VersionBytes.read`; UNREACHABLE when no more bytes arrive.
@@ -91,11 +92,12 @@ class ByteServer:
                         text = f"its source sent no more of artifact {artifact_id} for {ARRIVAL_DEADLINE_S:g} s"
                         raise MeshError(Reason.UNREACHABLE, text)
                     waited_s += SIGN_S
-                    yield chunk_of(at, b"")
+                    yield frame_fetch_chunk(chunk_of(at, b""))
                     continue
-                async with aclosing(_read_ahead(self._store.read(artifact_id, at, stop, most))) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                framed = map(frame_fetch_chunk, self._store.read(artifact_id, at, stop, most))
+                async with aclosing(read_ahead(framed)) as messages:
+                    async for message in messages:
+                        yield message
                 at, waited_s = stop, 0.0
 
     async def _available_to(
@@ -114,15 +116,3 @@ class ByteServer:
                         raise MeshError(Reason.DRAINING)
                     await changed.wait()
         return at
-
-
-async def _read_ahead(pieces: Iterator[Chunk]) -> AsyncGenerator[Chunk, None]:
-    """Yields from a blocking iterator; the next piece is read on a thread while the last one is sent."""
-    making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
-    try:
-        while (piece := await making) is not None:
-            making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
-            yield piece
-    finally:
-        with suppress(Exception):  # its result is not needed
-            await making

@@ -410,8 +410,11 @@ class Hub:
             steps = await asyncio.to_thread(self._store.steps, record.artifact_id, held_root, whole=whole)
         return FoundVersion(manifest=manifest, artifact_id=record.artifact_id, steps=steps)
 
-    def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
-        """Byte ranges (offset, length) of a version. Raises as `ByteServer.feed`; VERSION_NOT_SEALED if none come."""
+    def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[bytes]:
+        """Byte ranges (offset, length) of a version, in framed chunks.
+
+        Raises as `ByteServer.feed`; VERSION_NOT_SEALED if none come.
+        """
         record = self._record(artifact_id)
         if record is not None and record.state is VersionState.STAGING and not record.arriving:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")

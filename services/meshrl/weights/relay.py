@@ -24,7 +24,7 @@ from meshrl.versions.sources import LinkLimits
 from meshrl.versions.store import VersionStore
 from meshrl.weights.byte_server import ByteServer
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Chunk, Transport, VersionKind
+from meshrl.wire.types import Transport, VersionKind
 
 STOP_S = 5.0
 
@@ -69,8 +69,8 @@ class Relay:
 
     async def fetch(
         self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int
-    ) -> AsyncIterator[Chunk]:
-        """Yields byte ranges (offset, length) of an artifact of the hub, those that still come as they do.
+    ) -> AsyncIterator[bytes]:
+        """Yields byte ranges (offset, length) of an artifact of the hub in framed chunks, as they come.
 
         Raises as the hub's Fetch; UNREACHABLE while the hub is away and the bytes are not here.
         """
@@ -87,8 +87,8 @@ class Relay:
                     raise self._failed[artifact_id]
                 await changed.wait()
             arriving = partial(self._is_arriving, artifact_id)
-            async for chunk in self._bytes.feed(artifact_id, ranges, chunk_bytes, arriving):
-                yield chunk
+            async for message in self._bytes.feed(artifact_id, ranges, chunk_bytes, arriving):
+                yield message
         finally:
             self._fetches[artifact_id] -= 1
 

@@ -49,8 +49,8 @@ class RelayService(weights_pb2_grpc.WeightSyncServicer):
         self._relay, self._upstream = relay, upstream
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        async for chunk in self._relay.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):
-            yield frames.frame_fetch_chunk(chunk)
+        async for message in self._relay.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):
+            yield message
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
         raise self._elsewhere("weight_broadcast.address", ", and weight_broadcast.relays to this one")
@@ -220,8 +220,8 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         return pb.WeightSyncDrainResponse()
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        async for chunk in self._hub.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):
-            yield frames.frame_fetch_chunk(chunk)
+        async for message in self._hub.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):
+            yield message
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext

@@ -1,13 +1,17 @@
-"""A download that may only go slowly waits before it asks, longer than others wait for what stands still."""
+"""Downloads that wait: for a rate limit, longer than others wait for what stands still, and for slow hashing."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
+
+import numpy as np
 
 from meshrl.inference.agent.version_loader import VersionFetcher
 from meshrl.versions.downloads import Downloader
 from meshrl.versions.sources import LinkLimits
+from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.types import Transport
 
 MBPS = 0.1  # 45 kB at this rate take 3.6 s; a claim that stands still is taken over after 2 s
@@ -28,3 +32,27 @@ async def test_claims_that_wait_for_the_rate_limit_and_are_taken_over_break_no_d
         held.release()
     finally:
         await downloader.close()
+
+
+class HashedOnceTheLoopHasTurned(VersionBytes):
+    loop: asyncio.AbstractEventLoop
+
+    def _check(self, *chunk_and_data: Any) -> None:
+        turned = threading.Event()
+        self.loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(10.0), "the event loop stands still while a chunk is hashed"
+        super()._check(*chunk_and_data)
+
+
+async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Any, state: Any) -> None:
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    client = mesh.client()
+    manifest, artifact_id = await client.get_manifest(version=0)
+    held = HashedOnceTheLoopHasTurned(manifest, memory=np.zeros(manifest.payload_bytes, dtype=np.uint8))
+    held.loop = asyncio.get_running_loop()
+    downloader = Downloader(client, LinkLimits())
+    try:
+        await asyncio.wait_for(downloader.pull(held, artifact_id), 60.0)
+    finally:
+        await downloader.close()
+    assert not held.missing

@@ -15,6 +15,7 @@ from meshrl.versions import uploads
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.frames import parse_upload
 from meshrl.wire.types import Chunk, Transport, VersionState
 
 
@@ -66,7 +67,7 @@ async def test_a_hub_far_away_is_sent_chunks_over_several_connections(
                 elif not broken:
                     broken.append(client)
                     raise MeshError(Reason.UNREACHABLE, "the link broke")
-                sent.setdefault(client, []).append(chunk.offset)
+                sent.setdefault(client, []).append(parse_upload(chunk).offset)
                 yield chunk
 
         return await create(client, manifest, None if chunks is None else passed_on(), **more)

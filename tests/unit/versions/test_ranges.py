@@ -86,6 +86,12 @@ def test_ranges_are_claimed_in_order_and_joined_over_neighbouring_chunks() -> No
     assert queue.unclaimed == 0
 
 
+def test_large_claims_end_where_a_chunk_does() -> None:
+    queue = RangeQueue(chunks_of(20, 20, 20, 20), {0, 1, 2, 3})
+    claims = [queue.claim(size, 0.0) for size in (45, 15, 35)]
+    assert [(claim.at, claim.end) for claim in claims if claim is not None] == [(0, 40), (40, 55), (55, 80)]
+
+
 def test_what_would_take_long_is_halved_and_what_stands_still_taken_over() -> None:
     size = 64 * SMALLEST
     queue = RangeQueue(chunks_of(size), {0})

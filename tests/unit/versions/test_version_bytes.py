@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 
+from meshrl.versions import version_bytes
 from meshrl.versions.version_bytes import VersionBytes, chunk_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
@@ -53,6 +55,13 @@ def test_bytes_come_in_any_order_and_a_chunk_is_here_once_all_of_it_is(held: Ver
     held.write(chunk_of(2 * CHUNK, DATA[2 * CHUNK :]))
     held.verify("digests")
     assert (held.missing, held.here_to(0, len(DATA))) == (set(), len(DATA))
+
+
+@pytest.mark.parametrize("length", [0, 1, 4095, 2**21 + 3])
+def test_checksums_that_leave_the_interpreter_to_others_are_those_of_google_crc32c(length: int) -> None:
+    data = np.random.default_rng(length).integers(0, 256, length, dtype=np.uint8)
+    assert version_bytes._crc32c is not google_crc32c.value
+    assert chunk_of(0, data).crc32c == chunk_of(0, data.tobytes()).crc32c == google_crc32c.value(data.tobytes())
 
 
 def test_a_chunk_that_is_not_that_of_the_manifest_stays_missing(held: VersionBytes) -> None:

@@ -132,10 +132,10 @@ class WeightSyncClient(ServiceClient):
                     yield command
 
     async def create_version(
-        self, manifest: Manifest, chunks: AsyncIterable[Chunk] | None = None, *, stall_s: float | None = None
+        self, manifest: Manifest, chunks: AsyncIterable[Chunk | bytes] | None = None, *, stall_s: float | None = None
     ) -> StagedVersion:
-        """Stages a version: its manifest, then `chunks` in any order. The answer lists what is still missing. Raises
-        UNREACHABLE when no chunk left for `stall_s`."""
+        """Stages a version: its manifest, then `chunks` in any order, framed (`frames.frame_upload_chunk`) or not. The
+        answer lists what is still missing. Raises UNREACHABLE when no chunk left for `stall_s`."""
         limit_s = self.options.transfer_stall_s if stall_s is None else stall_s
         async with while_moving(limit_s, f"the upload of version {manifest.version}") as moves:
 
@@ -149,7 +149,7 @@ class WeightSyncClient(ServiceClient):
                         yield pb.CreateVersionRequest(manifest_part=part)
                 if chunks is not None:
                     async for chunk in chunks:
-                        yield frames.frame_upload_chunk(chunk)
+                        yield chunk if isinstance(chunk, bytes) else frames.frame_upload_chunk(chunk)
                         moves()
 
             response = await self._upload(self._create_version, "CreateVersion", upload(), None)
