@@ -107,6 +107,8 @@ class RowTokens:
     ref_top_ids: torch.Tensor | None = None  # int (P, K) candidates of ref_kl tokens; -1: none
     ref_top_logprobs: torch.Tensor | None = None  # (P, K) log ref_k; read where ref_top_ids is not -1
     candidate_logprobs: torch.Tensor | None = None  # (P, K) log p_k, carries the gradient; read as ref_top_logprobs
+    rl_at: torch.Tensor | None = None  # int64: where rl_mask is true. None: the host waits for the device to find it
+    ce_at: torch.Tensor | None = None  # the same of ce_weights that are not 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,14 +149,14 @@ def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) ->
     metrics: dict[str, torch.Tensor] = {}
     terms: dict[str, torch.Tensor] = {}
     if counts.rl_tokens > 0:
-        at_N = _indexes(row.rl_mask)
+        at_N = _indexes(row.rl_mask) if row.rl_at is None else row.rl_at
         output, value_N = _rl_values(objective, row, at_N)
         terms["rl"] = value_N.sum() / objective.rl_divisor(counts)
         per_token_P[at_N] = value_N.detach()
         masked_P[at_N] = output.masked
         metrics |= {name: values.detach().sum() / counts.rl_tokens for name, values in output.metrics.items()}
     if counts.ce_tokens > 0 and row.ce_weights is not None:
-        at = _indexes(row.ce_weights != 0)
+        at = _indexes(row.ce_weights != 0) if row.ce_at is None else row.ce_at
         terms["ce"] = -(row.ce_weights[at] * row.logprobs.index_select(0, at)).sum() / counts.ce_tokens
     if counts.ref_kl_tokens > 0 and row.ref_kl_weights is not None:
         terms["ref_kl"] = _ref_kl_sum(objective, row, row.ref_kl_weights) / counts.ref_kl_tokens

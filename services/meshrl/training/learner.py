@@ -498,10 +498,14 @@ def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
         inference_logprobs=upload(micro_batch.inference_logprobs[predicted], logprobs.device),
         advantages=upload(micro_batch.advantages[predicted], logprobs.device),
         rl_mask=upload(micro_batch.loss_mask[predicted], logprobs.device),
+        rl_at=upload(np.flatnonzero(micro_batch.loss_mask[predicted]), logprobs.device),
         sequence_ids=upload(sequence_ids, logprobs.device),
         num_sequences=len(lengths),
         rl_weights=at_predicted(micro_batch.rl_weights),
         ce_weights=at_predicted(micro_batch.ce_weights),
+        ce_at=None
+        if micro_batch.ce_weights is None
+        else upload(np.flatnonzero(micro_batch.ce_weights[predicted]), logprobs.device),
         ref_kl_weights=at_predicted(micro_batch.ref_kl_weights),
         ref_logprobs=at_predicted(micro_batch.ref_logprobs),
         ref_top_ids=at_predicted(micro_batch.ref_top_ids),
@@ -517,7 +521,7 @@ def record_of(rows: Sequence[RowRecord]) -> TokenRecord:
     """Copies the rl tokens' record of a step's rows to the CPU, in one go a quantity."""
 
     def joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> Array:
-        chosen = [value[row.tokens.rl_mask] for value, row in zip(values, rows, strict=True)]
+        chosen = [value[row.tokens.rl_at] for value, row in zip(values, rows, strict=True)]
         array: Array = torch.cat(chosen).to("cpu", dtype).numpy() if chosen else torch.zeros(0).to(dtype).numpy()
         return array
 

@@ -1,12 +1,13 @@
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cross_entropy_loss
-from meshrl.algorithms.objective import Normaliser, Objective
+from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cross_entropy_loss, dppo_kl_loss
+from meshrl.algorithms.objective import Normaliser, Objective, objective_loss
 from meshrl.algorithms.objective import count as count_of
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.models.experts import active_parameters
@@ -14,7 +15,7 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
 from meshrl.training.bench.throughput import peak_flops, step_flops
 from meshrl.training.config import OptimConfig
-from meshrl.training.learner import Learner, StepError, UpdateError
+from meshrl.training.learner import Learner, StepError, UpdateError, to_tokens
 from meshrl.training.run_state import TokenRecord
 from tiny_qwen3 import tiny_qwen3
 from trained import Trained
@@ -71,6 +72,25 @@ def test_accumulated_micro_batches_equal_one_big_batch() -> None:
         assert result.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
         for name, tensor in weights.items():
             torch.testing.assert_close(other[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_the_host_never_asks_the_device_in_the_midst_of_a_row() -> None:
+    """A tensor on meta has no values that could answer."""
+    samples = [
+        TrainSample(
+            token_ids=np.arange(9, dtype=np.int32), loss_mask=np.arange(9) > 3, logprobs=np.full(9, -1.0, np.float32),
+            ce_weights=(np.arange(9) == 2).astype(np.float32),
+        )
+    ]  # fmt: skip
+    batch = pack_samples(samples, seq_len=16).micro_batches
+    tokens = to_tokens(batch[0], torch.zeros(6, device="meta", requires_grad=True))
+    loss = objective_loss(
+        Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=0.0)),
+        tokens,
+        count_of(batch),
+    )
+    assert {"rl", "ce"} < loss.metrics.keys()
+    loss.total.backward()
 
 
 def test_loss_falls_on_repeated_data() -> None:
