@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from meshrl.core.config.report import indent
 from meshrl.launch.preflight.engines import check_engines, check_vllm
@@ -31,8 +32,10 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(plan: Plan) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check(plan)]
+def examine(plan: Plan, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """What all checks find, side by side; takes some seconds, most of them for the imports of environments."""
+    with ThreadPoolExecutor(len(checks), thread_name_prefix="preflight") as pool:
+        return [finding for found in pool.map(lambda check: list(check(plan)), checks) for finding in found]
 
 
 def refusal(findings: Sequence[Finding]) -> str | None:

@@ -8,6 +8,8 @@ import shutil
 import socket
 import struct
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import pytest
 from meshrl.launch.compose import with_values
 from meshrl.launch.main import main
 from meshrl.launch.preflight import engines, machine, models, plugins, services, storage
+from meshrl.launch.preflight.checks import examine
+from meshrl.launch.preflight.findings import Finding, Plan, note
 from preflight_plan import found, plan
 
 NUM_PARAMS = 1000
@@ -292,3 +296,17 @@ def test_a_key_for_wandb_is_looked_for_where_wandb_looks(tmp_path: Path, monkeyp
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert found(machine.check_wandb, online) == []
+
+
+def test_checks_are_made_side_by_side_and_listed_in_their_order() -> None:
+    met = threading.Barrier(2, timeout=30.0)  # of two checks that wait for each other
+
+    def slow(examined: Plan) -> Iterator[Finding]:
+        met.wait()
+        yield note("the first, which ends last")
+
+    def quick(examined: Plan) -> list[Finding]:
+        met.wait()
+        return [note("the second")]
+
+    assert [finding.text for finding in examine(plan(), [slow, quick])] == ["the first, which ends last", "the second"]
