@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-from meshrl.inference.sizing import GIB, ModelShape, engine_size, fits, shape_of
+from meshrl.inference.sizing import GIB, ModelShape, engine_size, fits, graph_sizes, shape_of
 
 H100, H200, SMALL = int(79.1 * GIB), int(139.8 * GIB), int(23.6 * GIB)
 QWEN3 = {
@@ -101,3 +101,14 @@ def test_the_shape_is_read_from_the_models_configuration(config, kv_heads: int |
 def test_a_cache_of_another_form_gets_a_middling_number_of_slots() -> None:
     model = dataclasses.replace(QWEN3["4B"], kv_heads=None)
     assert engine_size(model, gpu_bytes=H100, max_model_len=2048, versions=True).max_num_seqs == 256
+
+
+@pytest.mark.parametrize("slots", [1, 16, 256, 512, 1024, 1000])
+def test_every_batch_up_to_the_slots_has_a_cuda_graph_that_is_little_larger(slots: int) -> None:
+    sizes = graph_sizes(slots)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == slots
+    assert len(sizes) <= 51, "vLLM captures so many by itself"
+    for batch in range(1, slots + 1):
+        graph = next(size for size in sizes if size >= batch)
+        assert graph - batch <= max(7, batch / 8), f"{batch} runs as {graph}"

@@ -12,7 +12,7 @@ import torch
 from loguru import logger
 
 from meshrl.core.config.shared import ModelConfig
-from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, shape_of
+from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, graph_sizes, shape_of
 from meshrl.inference.vllm.installed import VllmError, check_supported
 from meshrl.models.load import empty_model
 from meshrl.wire.values import JsonObject
@@ -58,6 +58,7 @@ def engine_arguments(given: JsonObject, *, versions: bool = False, torch_threads
         "disable_log_stats": True,
         "max_logprobs": MAX_ALTERNATIVES,
         **({"worker_cls": GPU_WORKER} if versions and current_platform.is_cuda_alike() else {}),
+        **(_graphs(given) if current_platform.is_cuda_alike() else {}),
         **given,
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
@@ -114,6 +115,14 @@ def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -
     listed = ", ".join(f"{key} = {value}" for key, value in chosen.items() if key not in given)
     logger.info("chosen for this GPU and model: {} ({}); set them to have others", listed, size.reason)
     return chosen
+
+
+def _graphs(given: JsonObject) -> dict[str, list[int]]:
+    """Batch sizes of CUDA graphs, unless `given` has any setting of them or of how vLLM compiles."""
+    chosen = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "speculative_config"}
+    if chosen & given.keys() or not (slots := given.get("max_num_seqs")):
+        return {}
+    return {"cudagraph_capture_sizes": graph_sizes(int(slots))}
 
 
 def _on_this_device(given: JsonObject, torch_threads: int | None) -> dict[str, bool | str]:
