@@ -110,7 +110,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
         def carry_out(command: Any) -> None:
             if isinstance(command, PublishSetupCommand):
-                snapshotters.append(open_snapshotter(command.settings, model, torch.bfloat16, parallel))
+                snapshotters.append(open_snapshotter(command.settings, learner, run, torch.bfloat16))
             elif isinstance(command, SnapshotCommand):
                 snapshotters[0].capture(run.step_done)
                 run.step_done += 1
@@ -127,7 +127,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     options = PublishOptions(
         model=TrainerModelConfig(name=args.shape),
         broadcast=WeightBroadcastConfig(
-            type=args.transport, address=args.hub, bucket_mib=args.bucket_mib, deltas=args.deltas[0]
+            type=args.transport, address=args.hub, bucket_mib=args.bucket_mib, deltas=args.deltas[0], probe_tokens=0
         ),
         output_dir=Path(args.output_dir),
         hub_deadline_s=240.0,

@@ -27,8 +27,8 @@ from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.program import READY_FILE
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import Adapter
-from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport
-from plain_model import plain_model, plain_state, save_model
+from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport, VersionProbe
+from plain_model import plain_model, plain_probe, plain_state, save_model
 from state_publisher import StatePublisher
 
 API_KEY = "open-sesame"
@@ -57,6 +57,8 @@ class EngineKind:
     device: str = "cpu"
     family: str = "qwen3"
     """The family of its plain model."""
+    module: str = "meshrl.inference.main"
+    """What is run as the `inference` program."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -167,7 +169,7 @@ class EngineMesh:
             "server": {"port": 0},
             "weight_broadcast": {"address": self.hub_address},
         }
-        program = Program(self.kind.python, "meshrl.inference.main", config, self.folder, "inference")
+        program = Program(self.kind.python, self.kind.module, config, self.folder, "inference")
         return program, program.address(r"on (http://\S+)")
 
     def restart_engine(self) -> None:
@@ -193,7 +195,7 @@ class EngineMesh:
     ) -> Activation:
         """Has the plain model of `seed` served as the next version; returns once the engine serves it."""
         state = plain_state(seed, self.kind.dtype, family=self.kind.family)
-        await self.seal(state, transport=transport)
+        await self.seal(state, transport=transport, probe=plain_probe(seed, family=self.kind.family))
         return await self.activate(seed, policy=policy)
 
     async def publish_state(
@@ -202,10 +204,11 @@ class EngineMesh:
         *,
         transport: Transport = Transport.FILESYSTEM,
         adapter: Adapter | None = None,
+        probe: VersionProbe | None = None,
     ) -> Activation:
         """The same with any weights, or an adapter; they may be refused."""
         self.seed = None
-        await self.seal(state, transport=transport, adapter=adapter)
+        await self.seal(state, transport=transport, adapter=adapter, probe=probe)
         return await self.activate(None)
 
     async def seal(
@@ -214,13 +217,14 @@ class EngineMesh:
         *,
         transport: Transport = Transport.FILESYSTEM,
         adapter: Adapter | None = None,
+        probe: VersionProbe | None = None,
     ) -> None:
         """Publishes the next version; the engine prepares it beside its work and serves on with the one before."""
         options = ChannelOptions(unary_deadline_s=30.0, retry_attempts=2, retry_backoff_s=0.05)
         async with WeightSyncClient(self.hub_address, options) as client:
             publisher = StatePublisher(client, transport, self.folder / "broadcasts", adapter=adapter, num_threads=3)
             self.version += 1
-            await publisher.publish(self.version, state)
+            await publisher.publish(self.version, state, probe=probe)
             await publisher.close()
 
     async def until(self, holds: Callable[[EngineInfo], bool], deadline_s: float = 60.0) -> None:

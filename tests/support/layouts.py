@@ -42,6 +42,7 @@ with loading():
     from meshrl.models.routers import RouterChoice
     from meshrl.models.shares import TensorShare
     from meshrl.models.state import gather_state, own_rows
+    from meshrl.trainer.publishing.probes import prober
     from meshrl.trainer.publishing.snapshots import PublishPlan
     from meshrl.training.build import build_learner
     from meshrl.training.checkpoints.checkpointer import Checkpointer
@@ -56,6 +57,7 @@ with loading():
 ROUNDED = __name__ == "__main__" and len(sys.argv) > 3
 DEVICE, DTYPE = sys.argv[3:] if ROUNDED else ("cpu", "float32")
 STEPS = 2
+PROBE_TOKENS = 13  # which two ranks do not divide evenly
 SAVED_AFTER = 1  # steps
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ALONE = "one process"
@@ -237,6 +239,9 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
     except ValueError as error:
         return {"refused": str(error)}
     steps = []
+    probe = prober(training.trained.learner, training.trained.run, PROBE_TOKENS)
+    assert probe is not None
+    probed = probe()
     for step in range(STEPS):
         steps.append(training.step(step)[1])
         if family in (saved_family(), saved_family(*WITHOUT_EXPERTS)) and (case, step + 1) == (SAVED, SAVED_AFTER):
@@ -247,7 +252,8 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
         one_sided = training.step(STEPS, one_sided=True)[0]
         found["one_sided"] = [one_sided.loss, one_sided.grad_norm]
     return found | {
-        "shares_prefixes": training.shares_prefixes, "replayed": replayed, "published": training.published()
+        "shares_prefixes": training.shares_prefixes, "replayed": replayed, "published": training.published(),
+        "probe": probed.logprobs,
     }  # fmt: skip
 
 

@@ -20,11 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from meshrl.models.lora import adapted_layers
 from meshrl.models.state import ROUTER_BIASES, hf_state
+from meshrl.wire.types import VersionProbe
 from trained import apply_lora
 
 VOCAB = 64
 EOS = 0
 MAX_POSITIONS = 2048
+PROBE_TOKENS = 48
 RANK, ALPHA, TARGETS = 4, 6.0, ("q_proj", "down_proj")
 SHAPE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
@@ -126,6 +128,20 @@ def logits_of(model: PreTrainedModel, prompt: Sequence[int], completion: Sequenc
     """(T, V) float32 logits that each token of the completion was sampled from."""
     logits_1SV = model(torch.tensor([[*prompt, *completion]])).logits
     return logits_1SV[0, len(prompt) - 1 : -1]
+
+
+@cache
+def plain_probe(seed: int, *, family: str = "qwen3") -> VersionProbe:
+    """What a trainer gives with it."""
+    return probe_of(plain_model(seed, family=family))
+
+
+def probe_of(model: PreTrainedModel) -> VersionProbe:
+    """Logprobs of a fixed prompt."""
+    first, *others = [index * 37 % VOCAB for index in range(PROBE_TOKENS)]
+    logprobs_TV = logits_of(model, [first], others).log_softmax(-1)
+    logprobs = logprobs_TV.gather(1, torch.tensor(others)[:, None])[:, 0]
+    return VersionProbe(token_ids=(first, *others), logprobs=tuple(logprobs.tolist()))
 
 
 @torch.no_grad()

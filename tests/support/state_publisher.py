@@ -17,7 +17,7 @@ from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
 from meshrl.versions.uploads import RETRY_FOR_S
 from meshrl.wire.manifest import Adapter
-from meshrl.wire.types import Transport
+from meshrl.wire.types import Transport, VersionProbe
 
 
 class StatePublisher:
@@ -54,8 +54,16 @@ class StatePublisher:
         """The manifest and bytes of a version, of which the hub has not heard."""
         return await self._transport.prepare(version, Captured(gathered=GatheredWeights(state)))
 
-    async def publish(self, version: int, state: Mapping[str, torch.Tensor], traceparent: str = "") -> PublishReport:
-        return await self.publisher.publish(version, Captured(gathered=GatheredWeights(state)), traceparent)
+    async def publish(
+        self,
+        version: int,
+        state: Mapping[str, torch.Tensor],
+        traceparent: str = "",
+        *,
+        probe: VersionProbe | None = None,
+    ) -> PublishReport:
+        captured = Captured(gathered=GatheredWeights(state), probe=probe)
+        return await self.publisher.publish(version, captured, traceparent)
 
     async def close(self) -> None:
         await self.publisher.close()

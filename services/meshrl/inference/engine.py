@@ -324,6 +324,16 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def score(self, prompt_ids: tuple[int, ...], policy: str | None = None) -> list[NDArray[np.float32]]:
+        """(P,) logprob of each token of a prompt after those before it, the first NaN, by each copy of the model.
+
+        Ahead of all requests that wait; only while not paused. `policy`: as of `AdapterTable.using`; None is the base
+        model. Raises MeshError ENGINE_FAILED for logprobs that are not finite.
+        """
+
+    async def condemn(self, why: str) -> None:
+        """Pauses and is unfit until another version is applied; requests in flight end."""
+
     def layout(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
 
@@ -352,6 +362,10 @@ class EngineBase:
         def _complete(
             self, request: GenerateRequest, adapter: ServedAdapter[Any] | None
         ) -> AsyncGenerator[TokenChunk, None]: ...
+
+        async def _score(
+            self, prompt_ids: tuple[int, ...], adapter: ServedAdapter[Any] | None
+        ) -> list[NDArray[np.float32]]: ...
 
     def __init__(self, *, max_model_len: int, vocab_size: int, capacity: int, reports_routes: bool) -> None:
         """`capacity` is how many requests may be in flight."""
@@ -415,6 +429,10 @@ class EngineBase:
             async with aclosing(self._complete(request, adapter)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    async def score(self, prompt_ids: tuple[int, ...], policy: str | None = None) -> list[NDArray[np.float32]]:
+        with nullcontext() if policy is None or self.adapters is None else self.adapters.using(policy) as adapter:
+            return await self._score(prompt_ids, adapter)
 
     def check_fit(self) -> None:
         if self.unfit is not None:

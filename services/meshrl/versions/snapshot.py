@@ -22,7 +22,7 @@ from meshrl.versions.collective.plan import Bucket, buckets, sender_bytes
 from meshrl.versions.layout import TORCH_DTYPES, dtype_name
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import plan_tensors
-from meshrl.wire.types import CollectivePlan, TensorEntry
+from meshrl.wire.types import CollectivePlan, TensorEntry, VersionProbe
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,12 +123,13 @@ class Captured:
 
     `gathered`: all weights, where rank 0 gathers them; else each sender rank holds its own snapshot. `digests` (T, 2)
     int64 are the tensors' sums over all senders, for a broadcast; `parts_s`: seconds by part of the capture (snapshot,
-    digest).
+    digest). `probe`: what the model computes with these weights, to go with the version.
     """
 
     gathered: GatheredWeights | None = None
     digests: NDArray[np.int64] | None = None
     parts_s: Mapping[str, float] = field(default_factory=dict)
+    probe: VersionProbe | None = None
 
 
 @torch.no_grad()

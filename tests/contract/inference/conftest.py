@@ -25,7 +25,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def kind_of(name: str, dtype: torch.dtype = torch.float32, *, family: str = "qwen3", **config: Any) -> EngineKind:
+def kind_of(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    family: str = "qwen3",
+    module: str = "meshrl.inference.main",
+    **config: Any,
+) -> EngineKind:
     if name == "vllm" and DEVICE == "cuda":  # its attention kernels take no float32
         dtype, config = torch.bfloat16, {"gpu_memory_utilization": 0.2, **config}
     exact = dtype == torch.float32
@@ -35,6 +42,7 @@ def kind_of(name: str, dtype: torch.dtype = torch.float32, *, family: str = "qwe
         dtype=dtype,
         device=DEVICE,
         family=family,
+        module=module,
         config={**CONFIGS[name], **config},
         clear_margin=1e-3 if exact else 0.1,
         # transformers itself is this far from float32 in bfloat16, at a temperature of 0.7

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from engine_mesh import EngineClient, EngineKind, EngineMesh
+from meshrl.client import WeightSyncClient
 from meshrl.models.lora import adapter_config, adapter_state, peft_state, save_adapter
+from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig, Transport
 from plain_checks import check_greedy
-from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_of, plain_state
+from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_of, plain_state, probe_of
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 LENGTH = 1500
@@ -47,7 +49,11 @@ def weights_of(mesh: EngineMesh, seed: int) -> tuple[dict[str, torch.Tensor], Ad
 
 async def publish(mesh: EngineMesh, seed: int, transport: Transport = Transport.FILESYSTEM) -> None:
     weights, adapter = weights_of(mesh, seed)
-    await mesh.publish_state(weights, transport=transport, adapter=adapter)
+    probe = probe_of(adapted_model(mesh.base_seed, seed))
+    activation = await mesh.publish_state(weights, transport=transport, adapter=adapter, probe=probe)
+    error = activation.engines[0].applied.probe_error
+    assert error is not None
+    assert error <= mesh.kind.logprob_mean
 
 
 async def serves(mesh: EngineMesh, client: EngineClient, seed: int, version: int, **more: Any) -> None:
@@ -65,6 +71,21 @@ async def test_each_adapter_version_takes_the_place_of_the_one_before(
     for seed in (1, 2):
         await publish(lora_mesh, seed, transport)
         await serves(lora_mesh, lora_client, seed, lora_mesh.version)
+
+
+async def test_adapter_that_is_not_computed_with_is_refused_and_the_next_is_served(
+    lora_mesh: EngineMesh, lora_client: EngineClient
+) -> None:
+    """Its probe is that of another one."""
+    weights, adapter = weights_of(lora_mesh, 5)
+    await lora_mesh.seal(weights, adapter=adapter, probe=probe_of(adapted_model(lora_mesh.base_seed, 6)))
+    async with WeightSyncClient(lora_mesh.hub_address) as hub:
+        with pytest.raises(MeshError, match="the engine does not compute with them"):
+            await hub.activate_version(run_id="run", version=lora_mesh.version, prepare_deadline_s=5.0)
+    body = {"model": "run", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1}}
+    assert (await lora_client.post("/inference/v1/generate", body)).status == 503
+    await publish(lora_mesh, 6)
+    await serves(lora_mesh, lora_client, 6, lora_mesh.version)
 
 
 def test_adapters_need_no_second_copy_of_the_weights(lora_mesh: EngineMesh) -> None:

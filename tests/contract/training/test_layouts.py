@@ -42,6 +42,7 @@ def test_a_layout_trains_as_one_process(family: str, case: str, layout: str, fou
     assert here["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
     if "ep" in LAYOUTS[layout].sizes:
         assert here["one_sided"] == pytest.approx(alone["one_sided"], rel=1e-4, abs=1e-5)
+    assert here["probe"] == pytest.approx(alone["probe"], abs=1e-4)
     given, made = here["replayed"]
     assert given == made
     assert (given > 0) == (family != "qwen3" and case != "gspo")

@@ -126,7 +126,7 @@ class FileEntry(_message.Message):
     def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run_id", "epoch", "version", "kind", "transport", "base_version", "base_root", "result_root", "layout_signature", "codec", "tensors", "chunks", "files", "digest_algorithm", "collective", "adapter")
+    __slots__ = ("run_id", "epoch", "version", "kind", "transport", "base_version", "base_root", "result_root", "layout_signature", "codec", "tensors", "chunks", "files", "digest_algorithm", "collective", "adapter", "probe")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class Manifest(_message.Message):
     DIGEST_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     version: int
@@ -159,7 +160,16 @@ class Manifest(_message.Message):
     digest_algorithm: str
     collective: CollectivePlan
     adapter: AdapterConfig
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., base_version: _Optional[int] = ..., base_root: _Optional[bytes] = ..., result_root: _Optional[bytes] = ..., layout_signature: _Optional[bytes] = ..., codec: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., digest_algorithm: _Optional[str] = ..., collective: _Optional[_Union[CollectivePlan, _Mapping]] = ..., adapter: _Optional[_Union[AdapterConfig, _Mapping]] = ...) -> None: ...
+    probe: VersionProbe
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., base_version: _Optional[int] = ..., base_root: _Optional[bytes] = ..., result_root: _Optional[bytes] = ..., layout_signature: _Optional[bytes] = ..., codec: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., digest_algorithm: _Optional[str] = ..., collective: _Optional[_Union[CollectivePlan, _Mapping]] = ..., adapter: _Optional[_Union[AdapterConfig, _Mapping]] = ..., probe: _Optional[_Union[VersionProbe, _Mapping]] = ...) -> None: ...
+
+class VersionProbe(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CollectivePlan(_message.Message):
     __slots__ = ("num_senders", "bucket_bytes", "whole_tensors", "reordered_tensors", "row_order")
@@ -280,20 +290,22 @@ class AgentFault(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ApplyReport(_message.Message):
-    __slots__ = ("version", "root", "pause_s", "prepare_s", "requests_kept", "run_id")
+    __slots__ = ("version", "root", "pause_s", "prepare_s", "requests_kept", "run_id", "probe_error")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_KEPT_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBE_ERROR_FIELD_NUMBER: _ClassVar[int]
     version: int
     root: bytes
     pause_s: float
     prepare_s: float
     requests_kept: int
     run_id: str
-    def __init__(self, version: _Optional[int] = ..., root: _Optional[bytes] = ..., pause_s: _Optional[float] = ..., prepare_s: _Optional[float] = ..., requests_kept: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+    probe_error: float
+    def __init__(self, version: _Optional[int] = ..., root: _Optional[bytes] = ..., pause_s: _Optional[float] = ..., prepare_s: _Optional[float] = ..., requests_kept: _Optional[int] = ..., run_id: _Optional[str] = ..., probe_error: _Optional[float] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("prepare", "commit", "abort", "resume", "drain", "join_group", "sleep", "retire")

@@ -19,7 +19,7 @@ from typing import get_type_hints
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
-from meshrl.wire.values import from_plain, to_plain
+from meshrl.wire.values import YOUNGER, from_plain, to_plain
 
 _TYPES = get_type_hints(Manifest)
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
@@ -52,7 +52,11 @@ def safetensors_header(plans: Sequence[TensorEntry], metadata: Mapping[str, str]
 
 
 def to_json(manifest: Manifest) -> bytes:
-    table = {field.name: to_plain(getattr(manifest, field.name)) for field in fields(manifest)}
+    table = {
+        field.name: to_plain(value)
+        for field in fields(manifest)
+        if (value := getattr(manifest, field.name)) != field.default or field.metadata != YOUNGER
+    }
     described = {"format": "meshrl.manifest.v1", "artifact_id": artifact_id(manifest), **table}
     return json.dumps(described, separators=(",", ":")).encode()
 

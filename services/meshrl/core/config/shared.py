@@ -362,6 +362,15 @@ class WeightBroadcastConfig(BaseConfig):
     lora_adapter_only: bool = True
     """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""
 
+    probe_tokens: int = Field(default=64, ge=0, le=1024)
+    """Tokens of a fixed prompt that the trainer scores with each version, and each engine once it serves it; 0: none.
+    Digests show that the bytes arrived, the probe that the engine computes with them."""
+
+    max_probe_error: Annotated[float, Field(gt=0.0)] | Literal["auto"] = "auto"
+    """Mean distance of an engine's logprobs of the probe from the trainer's, in nats, above which it refuses the
+    version and loads it anew. auto: 8 times the largest of its first 8 versions, at least 0.05; before the fourth
+    version half of the spread of the probe's logprobs."""
+
     @model_validator(mode="after")
     def _folder_only_for_files(self) -> Self:
         if self.type not in ("auto", "filesystem") and self.broadcast_dir is not None:

@@ -86,6 +86,11 @@ VERSIONS = (
     _orchestrator("weights/lag_s", "s", "from the end of the upload until the version was active"),
     _orchestrator("weights/bytes", "bytes", "of the version"),
     _orchestrator("weights/pause_s", "s", "the engines did not decode, at most"),
+    _orchestrator(
+        "weights/probe_error",
+        "nats",
+        "of a token, from an engine's logprobs of the version's probe to the trainer's, mean, at most",
+    ),
     _orchestrator("weights/prepare_s", "s", "an engine needed to load the version beside the one it serves, at most"),
     _orchestrator("weights/requests_kept", "requests", "in flight that went on with the new version"),
 )
@@ -144,7 +149,9 @@ RL_TRAINING = (
     _trainer("time/wait_for_publication", "s", "for the version before to be sealed"),
     _trainer("time/gather_weights", "s", "until the ranks had a snapshot of the new weights"),
     _trainer("time/publish", "s", "from the snapshot until the hub had sealed the version; beside the next step"),
-    _trainer("time/publish_{part}", "s", "of it: snapshot, digest, encode, write, group, stage, seal, wire and keep"),
+    _trainer(
+        "time/publish_{part}", "s", "of it: probe, snapshot, digest, encode, write, group, stage, seal, wire and keep"
+    ),
 )
 
 SUPERVISED = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from loguru import logger
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import Status, StatusCode
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
@@ -27,6 +27,7 @@ from meshrl.core.private_folders import spool_name
 from meshrl.core.telemetry.tracing import SYNC_APPLY_SPAN
 from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, next_within, set_within, unless_stopped
+from meshrl.inference.agent.probe import ProbeRule
 from meshrl.inference.agent.states import (
     Action,
     AgentMachine,
@@ -63,6 +64,7 @@ from meshrl.wire.types import (
 
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 APPLY_DEADLINE_S = 60.0
+PROBE_DEADLINE_S = 10.0  # an engine without room for one more prompt has none until requests end
 SLEEP_DEADLINE_S = 240.0  # to fall asleep or wake up, beyond what an engine gives itself
 STOOD_S = 5.0  # a session that lasted as long was a good one
 
@@ -71,6 +73,8 @@ STOOD_S = 5.0  # a session that lasted as long was a good one
 class LineWork:
     fetcher: VersionFetcher
     loader: VersionLoader
+    probes: ProbeRule
+    failed: str = ""  # the artifact that could not be applied last, which is tried again and again
     fetching: asyncio.Task[None] | None = None
     prepared: PreparedVersion | None = None
 
@@ -86,6 +90,7 @@ class Held:
     began_s: float
     line: LineMachine
     report: ApplyReport
+    prepared: PreparedVersion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +132,9 @@ class WeightAgent:
         spool = None
         if engine.stages_from_files:
             spool = Spool(spool_dir, spool_name(membership.output_dir, self._engine_id))
-        self._downloader = downloader_over(client, membership.broadcast, stall_s=fetch_stall_s)
+        broadcast = membership.broadcast or WeightBroadcastConfig()
+        self._max_probe_error = broadcast.max_probe_error
+        self._downloader = downloader_over(client, broadcast, stall_s=fetch_stall_s)
         self._spool = spool
         self._signature = manifests.layout_signature(engine.layout())
         self._hold_deadline_s = hold_deadline_s
@@ -312,7 +319,9 @@ class WeightAgent:
         if work is None:
             fetcher = VersionFetcher(self._downloader, spool=self._spool)
             loader = VersionLoader(self._client, self._engine, fetcher, self._signature, run_id)
-            work = self._lines[run_id] = LineWork(fetcher=fetcher, loader=loader)
+            work = self._lines[run_id] = LineWork(
+                fetcher=fetcher, loader=loader, probes=ProbeRule(self._max_probe_error)
+            )
         return work
 
     def _let_go(self, run_id: str) -> None:
@@ -397,12 +406,12 @@ class WeightAgent:
                     raise MeshError(Reason.ENGINE_FAILED, f"version {action.version} is not staged")
                 async with asyncio.timeout(APPLY_DEADLINE_S):
                     kept = await self._swap(prepared, action)
-            except (MeshError, TimeoutError) as error:
-                reason = error.reason if isinstance(error, MeshError) else Reason.DEADLINE_PASSED
-                self._poison(action, reason, str(error), span)
-                return
+                swapped_s = time.monotonic()
+                hold = action.hold and not prepared.is_adapter
+                probe_error = None if hold else await self._probe(line.run_id, prepared)
             except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
-                self._poison(action, Reason.ENGINE_FAILED, repr(error), span)
+                span.set_status(Status(StatusCode.ERROR, str(error)))
+                self._poison(line, action.version, prepared, _fault_of_apply(error))
                 return
             work.prepared, root = None, prepared.manifest.result_root
             paused = not (prepared.adopt or prepared.is_adapter)
@@ -410,21 +419,21 @@ class WeightAgent:
                 self._live_root = root
                 work.loader.images.confirm(root)
             span.set_attribute("meshrl.requests_kept", kept)
-            hold = action.hold and not prepared.is_adapter
+            if probe_error is not None:
+                span.set_attribute("meshrl.probe_error", probe_error)
             report = ApplyReport(
                 version=action.version,
                 root=root,
-                pause_s=time.monotonic() - began_s if hold or paused else 0.0,
+                pause_s=swapped_s - began_s if hold or paused else 0.0,
                 prepare_s=prepared.prepare_s,
                 requests_kept=kept,
+                probe_error=probe_error,
             )
             if hold:
-                self._held = Held(began_s=began_s, line=line, report=report)
+                self._held = Held(began_s=began_s, line=line, report=report, prepared=prepared)
                 self._hold_timer = asyncio.create_task(self._end_hold(line, action.version))
             else:
-                logger.info(
-                    "version {} is served, pause {:.4f} s, {} requests kept", action.version, report.pause_s, kept
-                )
+                self._log_served(report)
             self._perform(line.applied(action.artifact_id, report))
 
     async def _swap(self, prepared: PreparedVersion, action: StartApply) -> int:
@@ -455,21 +464,70 @@ class WeightAgent:
             return
         await self._engine.resume()
         report = replace(held.report, pause_s=time.monotonic() - held.began_s)
-        logger.info("version {} is served, held pause {:.4f} s", report.version, report.pause_s)
+        try:
+            report = replace(report, probe_error=await self._probe(held.line.run_id, held.prepared))
+        except MeshError as error:
+            self._poison(held.line, report.version, held.prepared, fault_of(error))
+            return
+        self._log_served(report)
         self._perform(held.line.resumed(report))
 
-    def _poison(self, action: StartApply, reason: Reason, message: str, span: Span) -> None:
-        span.set_status(Status(StatusCode.ERROR, message))
-        logger.error(
-            "applying version {} failed, the engine serves nothing until it is seeded again: {}",
-            action.version,
-            message,
+    async def _probe(self, run_id: str, prepared: PreparedVersion) -> float | None:
+        """Has the engine score the probe of the version that it has just begun to serve; None where there is none.
+
+        Raises MeshError ENGINE_FAILED, with the version served no more, where it does not compute what the trainer
+        computes.
+        """
+        probe, engine, version = prepared.manifest.probe, self._engine, prepared.manifest.version
+        if probe is None:
+            return None
+        try:
+            prompt = probe.token_ids[: engine.max_model_len - 1]
+            policy = f"{run_id}@{version}" if prepared.is_adapter else None
+            scored = await asyncio.wait_for(engine.score(prompt, policy), PROBE_DEADLINE_S)
+            return self._work(run_id).probes.judge(probe, scored)
+        except (MeshError, TimeoutError, RuntimeError) as error:
+            if not isinstance(error, MeshError) or error.reason is not Reason.ENGINE_FAILED:  # no room, or no memory
+                why = f"no answer in {PROBE_DEADLINE_S:g} s" if isinstance(error, TimeoutError) else error
+                logger.warning("version {} is served, but could not be probed: {}", version, why)
+                return None
+            if engine.lost is None:
+                if not prepared.is_adapter:
+                    await engine.condemn(f"version {version} is refused: {error.message}")
+                elif engine.adapters is not None:
+                    engine.adapters.retire(run_id)
+            raise
+
+    def _log_served(self, report: ApplyReport) -> None:
+        logger.info(
+            "version {} is served, pause {:.4f} s, {} requests kept, probe {}",
+            report.version,
+            report.pause_s,
+            report.requests_kept,
+            "none" if report.probe_error is None else f"{report.probe_error:.2g} nats off",
         )
-        work = self._work(action.run_id)
-        if work.prepared is None or not work.prepared.is_adapter:
-            self._live_root = b""
+
+    def _poison(self, line: LineMachine, version: int, prepared: PreparedVersion | None, fault: AgentFault) -> None:
+        work = self._work(line.run_id)
         work.prepared = None
-        self._perform(self.machine.lines[action.run_id].apply_failed(AgentFault(reason=reason.name, message=message)))
+        again = prepared is not None and prepared.artifact_id == work.failed
+        logger.log(
+            "DEBUG" if again else "ERROR",
+            "applying version {} failed, the engine serves nothing until it is seeded again: {}",
+            version,
+            fault.message,
+        )
+        work.failed = "" if prepared is None else prepared.artifact_id
+        if prepared is None or not prepared.is_adapter:
+            self._live_root = b""
+        self._perform(line.apply_failed(fault))
+
+
+def _fault_of_apply(error: Exception) -> AgentFault:
+    if isinstance(error, MeshError):
+        return AgentFault(reason=error.reason.name, message=str(error))
+    reason = Reason.DEADLINE_PASSED if isinstance(error, TimeoutError) else Reason.ENGINE_FAILED
+    return AgentFault(reason=reason.name, message=repr(error))
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from meshrl.inference.adapters import AdapterTable, ServedAdapter
@@ -155,7 +156,7 @@ class EmbeddedEngine(EngineBase):
             try:
                 prompt = None
                 if params.prompt_logprobs is not None:
-                    prompt = await self._score_prompt(request, params.prompt_logprobs, row.adapter)
+                    prompt = await self._score_prompt(request.prompt_ids, params.prompt_logprobs, row.adapter)
                 self._steps.submit(row)
                 submitted = True
                 while not over:
@@ -177,10 +178,15 @@ class EmbeddedEngine(EngineBase):
                 if submitted and not over:
                     self._steps.cancel(row)
 
-    async def _score_prompt(self, request: GenerateRequest, asked: int, adapter: int) -> PromptScores:
+    async def _score(
+        self, prompt_ids: tuple[int, ...], adapter: ServedAdapter[LoadedAdapter] | None
+    ) -> list[NDArray[np.float32]]:
+        return [(await self._score_prompt(prompt_ids, 1, BASE if adapter is None else adapter.number)).logprobs]
+
+    async def _score_prompt(self, prompt_ids: tuple[int, ...], asked: int, adapter: int) -> PromptScores:
         top_k = asked if asked > 1 else 0
         runner = self._steps.runner
-        found = await self._steps.call(lambda: runner.score_prompt(request.prompt_ids, top_k=top_k, adapter=adapter))
+        found = await self._steps.call(lambda: runner.score_prompt(prompt_ids, top_k=top_k, adapter=adapter))
         if not np.isfinite(found.logprobs[1:]).all():
             message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
             raise MeshError(Reason.ENGINE_FAILED, message)
@@ -245,6 +251,14 @@ class EmbeddedEngine(EngineBase):
 
         await self._steps.call(swap)
         self._staging.drop()
+
+    async def condemn(self, why: str) -> None:
+        def give_up() -> None:
+            self._steps.paused, self._paused_at = True, time.monotonic()
+            self._steps.unfit = why
+            self._steps.fail_all(MeshError(Reason.ENGINE_FAILED, why))
+
+        await self._steps.call(give_up)
 
     async def adopt(self, version: int, root: bytes) -> None:
         self.check_fit()

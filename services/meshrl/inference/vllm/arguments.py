@@ -149,6 +149,8 @@ def engine_config(arguments: AsyncEngineArgs, *, headless: bool = False) -> Vllm
     """vLLM's whole configuration, with the scheduler that hands over whole completions. Raises VllmError."""
     from vllm.usage.usage_lib import UsageContext
 
+    from meshrl.inference.vllm.whole_completions import PROBE_SEATS
+
     try:
         config = arguments.create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT, headless=headless)
     except (ValueError, RuntimeError, OSError) as error:
@@ -156,4 +158,5 @@ def engine_config(arguments: AsyncEngineArgs, *, headless: bool = False) -> Vllm
     asynchronous = bool(config.scheduler_config.async_scheduling)
     name = "OverlappedScheduler" if asynchronous else "SerialScheduler"
     config.scheduler_config.scheduler_cls = f"meshrl.inference.vllm.whole_completions.{name}"
+    config.scheduler_config.max_num_seqs += PROBE_SEATS
     return config

@@ -10,10 +10,13 @@ import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from loguru import logger
+from numpy.typing import NDArray
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -27,6 +30,7 @@ from meshrl.inference.engine import (
     EngineStats,
     GenerateRequest,
     HostVersion,
+    SamplingParams,
     TokenChunk,
 )
 from meshrl.inference.sleep import Sleeper
@@ -35,6 +39,7 @@ from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_of
 from meshrl.inference.vllm.requests import RequestCodec, RoutedLayers
 from meshrl.inference.vllm.version_clock import VersionClock
+from meshrl.inference.vllm.whole_completions import AHEAD, PROBE_SEATS
 from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.versions.placement import check_parts
 from meshrl.wire.errors import MeshError, Reason
@@ -63,7 +68,8 @@ class VllmEngine(EngineBase):
         """
         config = llm.vllm_config
         parallel = config.parallel_config
-        self.num_slots: int = config.scheduler_config.max_num_seqs * parallel.data_parallel_size
+        self._copies = parallel.data_parallel_size
+        self.num_slots: int = (config.scheduler_config.max_num_seqs - PROBE_SEATS) * self._copies
         super().__init__(
             max_model_len=config.model_config.max_model_len,
             vocab_size=vocab_size,
@@ -182,8 +188,14 @@ class VllmEngine(EngineBase):
     # --- requests ---------------------------------------------------------------------------
 
     async def _complete(
-        self, request: GenerateRequest, adapter: ServedAdapter[LoRARequest] | None
+        self,
+        request: GenerateRequest,
+        adapter: ServedAdapter[LoRARequest] | None,
+        *,
+        copy: int | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[TokenChunk, None]:
+        """`copy`: of the model, by its number; None: vLLM chooses."""
         sampling = request.sampling
         changed = sampling.reweighted or sampling.truncated or sampling.temperature not in (0.0, 1.0)
         if sampling.raw_logprobs and changed:
@@ -200,6 +212,7 @@ class VllmEngine(EngineBase):
                 outputs = self._llm.generate(
                     prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
                     lora_request=None if adapter is None else adapter.loaded,
+                    data_parallel_rank=copy, priority=priority,
                 )  # fmt: skip
                 start = 0
                 async for output in outputs:
@@ -218,6 +231,21 @@ class VllmEngine(EngineBase):
                 raise MeshError(Reason.ENGINE_FAILED, "vLLM's engine process is gone; its log says why") from error
             except self._client_errors as error:
                 raise MeshError(Reason.INVALID_REQUEST, f"vLLM refuses the request: {error}") from error
+
+    async def _score(
+        self, prompt_ids: tuple[int, ...], adapter: ServedAdapter[LoRARequest] | None
+    ) -> list[NDArray[np.float32]]:
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+        request = GenerateRequest(request_id="probe", prompt_ids=prompt_ids, sampling=sampling)
+
+        async def by(copy: int | None) -> NDArray[np.float32]:
+            async with aclosing(self._complete(request, adapter, copy=copy, priority=AHEAD)) as chunks:
+                async for chunk in chunks:
+                    if chunk.prompt_logprobs is not None:
+                        return chunk.prompt_logprobs
+            raise MeshError(Reason.NOT_SUPPORTED, "vLLM sent no logprobs of the probe, as some of its parts do")
+
+        return await asyncio.gather(*(by(copy if self._copies > 1 else None) for copy in range(self._copies)))
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -334,6 +362,10 @@ class VllmEngine(EngineBase):
         self._unfit = None
         self._root = root
         self._clock.serve(version)
+
+    async def condemn(self, why: str) -> None:
+        self._unfit, self._paused, self._paused_at = why, True, time.monotonic()
+        await self._calls.core(self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False))
 
     async def adopt(self, version: int, root: bytes) -> None:
         self.check_fit()

@@ -31,6 +31,13 @@ RECORD_KEY = "meshrl"
 WHOLE_KEY = "meshrl_whole"
 """Key in SamplingParams.extra_args of requests that want their answer in one piece."""
 
+AHEAD = -1
+"""Priority of a request that goes ahead of all that wait, whatever vLLM's scheduling policy."""
+
+PROBE_SEATS = 1
+"""Sequences beyond the configured ones that may run: with all of these full, a version could not be probed for as long
+as they take."""
+
 
 @dataclass(kw_only=True, slots=True)
 class UnfinishedRequest:
@@ -74,6 +81,10 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         end_with_parent()
         self._unfinished: dict[str, UnfinishedRequest] = {}
         self._pauses = 0  # that have ended
+        # Until 0.32 there is one number for the sequences that may run and for those that there is room for.
+        self._seats = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
+        self._most_running = min(int(getattr(self, self._seats)), self.max_num_running_reqs - PROBE_SEATS)
+        self._ahead: set[str] = set()  # requests that go ahead and are not finished
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
@@ -84,8 +95,14 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
                 first_pause=self._pauses,
             )
         super().add_request(request)
+        if request.priority == AHEAD:
+            self._ahead.add(request.request_id)
+            self.waiting.remove_request(request)
+            self.waiting.prepend_request(request)
 
     def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
+        self._ahead &= self.requests.keys()
+        setattr(self, self._seats, max(self._most_running + min(len(self._ahead), PROBE_SEATS), len(self.running)))
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         for begun in output.scheduled_new_reqs:
             if (unfinished := self._unfinished.get(begun.req_id)) is not None and not unfinished.started_s:

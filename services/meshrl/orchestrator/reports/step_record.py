@@ -212,6 +212,9 @@ def activation_metrics(activation: Activation | None, *, skipped: bool = False) 
         metrics["weights/pause_s"] = max(report.pause_s for report in applied)
         metrics["weights/prepare_s"] = max(report.prepare_s for report in applied)
         metrics["weights/requests_kept"] = sum(report.requests_kept for report in applied)
+    errors = [report.probe_error for report in applied if report.probe_error is not None]
+    if errors:
+        metrics["weights/probe_error"] = max(errors)
     return metrics
 
 

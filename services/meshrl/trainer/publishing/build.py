@@ -143,6 +143,7 @@ async def decide(
         num_threads=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // parallel.plan.local_world_size)),
         backend="nccl" if on_gpu else "gloo",
         deadline_s=broadcast.transfer_deadline_s,
+        probe_tokens=broadcast.probe_tokens,
     )
 
 
@@ -198,10 +199,9 @@ def open_run(
     store: Store | None = None,
 ) -> tuple[Publication, Captured]:
     """Opens the snapshotters of all ranks for a run and captures its first version; on the training thread."""
-    parallel = parts.parallel
     commands.send(PublishSetupCommand(run_id=run.run_id, settings=decided))
     parts.learner.take_up(run)
-    snapshotter = open_snapshotter(decided, parts.learner.model, parts.compute_dtype, parallel)
+    snapshotter = open_snapshotter(decided, parts.learner, run, parts.compute_dtype)
     transport = _transport(decided, options, parts, run.run_id, client, snapshotter, store)
     commands.send(SnapshotCommand(run_id=run.run_id))
     initial = snapshotter.capture(run.step_done)

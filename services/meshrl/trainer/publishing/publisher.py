@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loguru import logger
@@ -30,10 +30,10 @@ from meshrl.wire.types import VersionKind
 class PublishReport:
     """How a version was published.
 
-    `parts_s` has the seconds of each part that the transport has: `snapshot` (rows cast and copied aside, on
-    the training thread), `digest` (digests joined over the ranks), `encode` (digested, and made a delta, by all ranks),
-    `write` (hashed and written or packed), `group` (engines met), `stage` (taken by the hub), `seal`, `wire`
-    (broadcast), `keep` (kept for the next delta).
+    `parts_s` has the seconds of each part that the transport has: `probe` (scored), `snapshot` (rows cast and copied
+    aside, on the training thread), `digest` (digests joined over the ranks), `encode` (digested, and made a delta, by
+    all ranks), `write` (hashed and written or packed), `group` (engines met), `stage` (taken by the hub), `seal`,
+    `wire` (broadcast), `keep` (kept for the next delta).
     """
 
     version: int
@@ -82,16 +82,17 @@ class Publisher:
         """
         async with self._busy:
             prepared = await self._transport.prepare(version, captured)
+            manifest = replace(prepared.manifest, probe=captured.probe)
             began_s = time.monotonic()
             try:
-                staged = await self._uploader.stage(prepared.manifest, prepared.buffer)
+                staged = await self._uploader.stage(manifest, prepared.buffer)
             except MeshError as error:
-                if prepared.manifest.kind is not VersionKind.DELTA or error.reason is not Reason.UNKNOWN_VERSION:
+                if manifest.kind is not VersionKind.DELTA or error.reason is not Reason.UNKNOWN_VERSION:
                     raise
                 logger.warning("{}", error)  # the hub has lost its base: the next try goes in full
                 prepared = await self._transport.prepare(version, captured)
-                staged = await self._uploader.stage(prepared.manifest, prepared.buffer)
-            manifest = prepared.manifest
+                manifest = replace(prepared.manifest, probe=captured.probe)
+                staged = await self._uploader.stage(manifest, prepared.buffer)
             staged_s = time.monotonic()
             await self._uploader.seal(manifest, staged.artifact_id, traceparent, prepared.buffer)
             hub_s = {"stage": staged_s - began_s, "seal": time.monotonic() - staged_s}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,10 @@ from torch import nn
 
 from meshrl.models.lora import adapter_state, peft_state
 from meshrl.models.state import gather_state, own_rows, published_tensors
+from meshrl.trainer.publishing.probes import prober
+from meshrl.training.learner import Learner
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.run_state import RunState
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.layout import dtype_name
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
@@ -26,7 +29,7 @@ from meshrl.versions.transports.filesystem import FileShare
 from meshrl.versions.transports.rank_calls import RankCallThread
 from meshrl.versions.transports.stream import StreamShare
 from meshrl.wire.manifest import layout_signature, plan_tensors
-from meshrl.wire.types import CollectivePlan, TensorEntry, Transport
+from meshrl.wire.types import CollectivePlan, TensorEntry, Transport, VersionProbe
 
 STORE_DEADLINE_S = 60.0
 
@@ -99,6 +102,7 @@ class PublicationSettings:
     backend: str
     deadline_s: float
     store_address: str = ""
+    probe_tokens: int = 0
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -112,10 +116,16 @@ class Snapshotter:
     """Captures one rank's weights. `share` publishes them, where each sender rank publishes its own rows."""
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        parallel: RankGroup,
+        settings: PublicationSettings,
+        probe: Callable[[], VersionProbe] | None = None,
     ) -> None:
+        """`probe` makes that of each version; collective. None: versions have none."""
         self.share: FileShare | BroadcastShare | StreamShare
-        self._model, self._dtype, self._parallel = model, dtype, parallel
+        self._model, self._dtype, self._parallel, self._probe = model, dtype, parallel, probe
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
         senders = parallel.plan.num_senders
         self._is_sender = parallel.rank < senders
@@ -147,6 +157,13 @@ class Snapshotter:
 
     def capture(self, version: int) -> Captured:
         """Copies the current weights; collective. Rank 0 gives the publisher what this returns."""
+        began_s = time.perf_counter()
+        probe = None if self._probe is None else self._probe()
+        probe_s = {} if probe is None else {"probe": time.perf_counter() - began_s}
+        captured = self._copy(version)
+        return replace(captured, probe=probe, parts_s={**probe_s, **captured.parts_s})
+
+    def _copy(self, version: int) -> Captured:
         if not self._in_shares:
             # The whole weights, or the whole adapter, on rank 0; the other ranks keep nothing of them.
             keep = self._parallel.rank == 0
@@ -182,11 +199,11 @@ class Snapshotter:
         return Captured(digests=digests, parts_s=parts_s)
 
 
-def open_snapshotter(
-    settings: PublicationSettings, model: nn.Module, dtype: torch.dtype, parallel: RankGroup
-) -> Snapshotter:
-    """This rank's snapshotter; on the sender ranks but the first it comes with the thread that does its share."""
-    snapshotter = Snapshotter(model, dtype, parallel, settings)
+def open_snapshotter(settings: PublicationSettings, learner: Learner, run: RunState, dtype: torch.dtype) -> Snapshotter:
+    """This rank's snapshotter of a run; on the sender ranks but the first it comes with the thread that does its
+    share."""
+    parallel = learner.parallel
+    snapshotter = Snapshotter(learner.model, dtype, parallel, settings, prober(learner, run, settings.probe_tokens))
     if settings.in_shares and 0 < parallel.rank < parallel.plan.num_senders:
         store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
         RankCallThread(snapshotter.share, store, rank=parallel.rank)

@@ -85,9 +85,7 @@ class RankWorker:
                 self._release()
             case PublishSetupCommand():
                 self._learner.take_up(run.state)
-                run.snapshotter = open_snapshotter(
-                    command.settings, self._learner.model, self._publish_dtype, self._learner.parallel
-                )
+                run.snapshotter = open_snapshotter(command.settings, self._learner, run.state, self._publish_dtype)
             case SaveCommand():
                 try:
                     if command.in_background:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meshrl.v1 import tensor_pb2
 from meshrl.wire import tensors
 from meshrl.wire.errors import FieldViolation, MeshError, invalid
-from meshrl.wire.types import MessageSpan, Sample, VersionSpan
+from meshrl.wire.types import MessageSpan, Sample, VersionProbe, VersionSpan
 from meshrl.wire.types.routes import Routes
 from meshrl.wire.values import Array
 
@@ -89,5 +89,15 @@ def _check_content(reader: FieldReader, span: MessageSpan, field: str) -> None:
         reader.check(within, field, f"content [{start}, {end}) is not within the message [{span.start}, {span.end})")
 
 
-CHECKS: Mapping[type, Callable[[Any, FieldReader, str], None]] = {Sample: _check_sample}
+def _check_probe(probe: VersionProbe, reader: FieldReader, path: str) -> None:
+    tokens = len(probe.token_ids)
+    reader.check(tokens >= 2, f"{path}token_ids", f"must have at least 2 elements, got {tokens}")
+    reader.check(
+        len(probe.logprobs) == tokens - 1,
+        f"{path}logprobs",
+        f"must have one element less than token_ids, {tokens - 1}, got {len(probe.logprobs)}",
+    )
+
+
+CHECKS: Mapping[type, Callable[[Any, FieldReader, str], None]] = {Sample: _check_sample, VersionProbe: _check_probe}
 """Rules beyond the types of a message's fields, by the dataclass that it becomes."""

@@ -77,6 +77,7 @@ from meshrl.wire.types.weights import (
     VersionEvent,
     VersionInfo,
     VersionKind,
+    VersionProbe,
     VersionState,
 )
 
@@ -153,6 +154,7 @@ __all__ = [
     "VersionEvent",
     "VersionInfo",
     "VersionKind",
+    "VersionProbe",
     "VersionSpan",
     "VersionState",
 ]

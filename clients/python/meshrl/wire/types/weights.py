@@ -97,8 +97,16 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VersionProbe:
+    """A prompt of P tokens, and P - 1 logprobs in nats of all but the first, as the trainer computes them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The identity of a version's content; `manifest.artifact_id` hashes it."""
+    """The identity of a version's content; `manifest.artifact_id` hashes all of it but the `probe`."""
 
     run_id: str
     epoch: int
@@ -116,6 +124,7 @@ class Manifest:
     digest_algorithm: str = ""
     collective: CollectivePlan | None = None
     adapter: AdapterConfig | None = None
+    probe: VersionProbe | None = field(default=None, metadata=YOUNGER)
 
     @property
     def num_bytes(self) -> int:
@@ -175,7 +184,9 @@ class AgentFault:
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyReport:
-    """`pause_s`: generation stood still; `prepare_s`: fetch and verify."""
+    """`pause_s`: generation stood still; `prepare_s`: fetch and verify.
+
+    `probe_error` is the mean distance in nats of the engine's logprobs from those of the version's probe."""
 
     version: int
     root: bytes
@@ -183,6 +194,7 @@ class ApplyReport:
     prepare_s: float
     requests_kept: int
     run_id: str = ""
+    probe_error: float | None = field(default=None, metadata=YOUNGER)
 
 
 @dataclass(frozen=True, kw_only=True)
