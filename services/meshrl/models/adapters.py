@@ -270,7 +270,7 @@ def mounted_set(model: nn.Module) -> AdapterSet | None:
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    parts = zip(flat.split(list(map(_padded, shapes))), shapes, strict=True)
+    parts = zip(flat.split_with_sizes(list(map(_padded, shapes))), shapes, strict=True)
     return [part[: math.prod(shape)].view(shape) for part, shape in parts]
 
 
