@@ -29,6 +29,7 @@ def row(shape: str, seq_len: int, *flags: str, keep: str | None = None) -> list[
 
 
 ROWS: dict[str, list[str]] = {
+    "0.6b-full-640": row("qwen3-0.6b", 640),
     "0.6b-full-16k": row("qwen3-0.6b", 16384),
     "0.6b-full-64k": row("qwen3-0.6b", 65536, keep="selective"),
     "0.6b-lora-16k": row("qwen3-0.6b", 16384, *LORA),

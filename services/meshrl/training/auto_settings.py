@@ -254,12 +254,14 @@ def resolve_auto(
         decisions.append(f"model.compile {'on' if chosen.compiled else 'off'}")
     if config.pass_tokens == "auto":
         changes["pass_tokens"] = None
-        for times in (8, 4, 2) if on_gpu else ():
+        times = PASS_TOKENS // seq_len if on_gpu else 1
+        while times > 1:
             more = planned(need, seq_len=times * seq_len, given=given)
-            if times * seq_len <= PASS_TOKENS and more.fits and more.ac == chosen.ac:
+            if more.fits and more.ac == chosen.ac:
                 changes["pass_tokens"], chosen = times * row_tokens, more
                 decisions.append(f"model.pass_tokens {times * row_tokens}")
                 break
+            times //= 2
     if config.reshard_after_forward == "auto":
         gathered = parallel.mesh is not None and chosen.gathered
         changes["reshard_after_forward"] = not gathered

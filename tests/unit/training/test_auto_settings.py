@@ -113,7 +113,7 @@ def test_parameters_stay_gathered_over_a_step_where_they_fit(
 
 @pytest.mark.parametrize(
     ("shape", "seq_len", "expected"),
-    [("0.6b", 1024, 8192), ("0.6b", 4096, 16384), ("0.6b", 10000, None), ("4b", 4096, None)],
+    [("0.6b", 640, 16000), ("0.6b", 1024, 16384), ("0.6b", 4096, 16384), ("0.6b", 10000, None), ("4b", 4096, None)],
 )
 def test_short_rows_go_together_as_far_as_that_takes_no_more_checkpointing(
     shape: str, seq_len: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
