@@ -3,6 +3,7 @@
     python tests/benchmarks/bench_deltas.py                                       sizes on synthetic changes
     python tests/benchmarks/bench_deltas.py --versions A.safetensors B.safetensors    two versions of a run
     python tests/benchmarks/bench_deltas.py --device cuda --shape qwen3-4b        AdamW steps on a GPU
+    python tests/benchmarks/bench_deltas.py --device cuda --shape qwen3-0.6b --steps 60    a policy that learns
 
 With a shape the weights are random, float32 with bfloat16 published; gradients are noise with a small steady part, and
 AdamW (0.9, 0.95) has made some steps before the ones that are measured. Versions are made by what a publisher uses
@@ -27,6 +28,7 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.deltas.codec import Packed, Rows, encode, write_stream
@@ -220,10 +222,18 @@ def applied(
 class Weights:
     """Float32 weights with AdamW's state, a flat buffer each, on a device."""
 
-    def __init__(self, num_values: int, device: torch.device) -> None:
+    def __init__(self, plan: tuple[TensorEntry, ...], device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        num_values = sum(entry.num_bytes for entry in plan) // 2
         self.master = torch.empty(num_values, device=device).normal_(0, 0.02)
         self.mean, self.square = (torch.zeros_like(self.master) for _ in range(2))
         self.steps = 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            entry.name: self.master[entry.offset // 2 : (entry.offset + entry.num_bytes) // 2].view(entry.shape)
+            for entry in self.plan
+        }
 
     def published(self) -> torch.Tensor:
         """(bytes,) the weights in bfloat16."""
@@ -243,10 +253,91 @@ class Weights:
             self.master[part].addcdiv_(mean, spread, value=-scale)
 
 
+class Policy:
+    """A model of a shape in float32 with AdamW, on random texts that it first learns to read backwards."""
+
+    LENGTH, ROWS, SYMBOLS = 48, 32, 512
+
+    def __init__(self, shape: str, device: torch.device) -> None:
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(Path(__file__).parent / "shapes" / shape)
+        with device:
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self.device, self.optimizer = (
+            device,
+            torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0),
+        )
+        self.right = 0.0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def published(self) -> torch.Tensor:
+        """(bytes,) the weights in bfloat16, in the order of the byte stream."""
+        own = self.tensors()
+        plan = plan_tensors((name, "bfloat16", tuple(tensor.shape)) for name, tensor in own.items())
+        return torch.cat([own[entry.name].detach().bfloat16().reshape(-1).view(torch.uint8) for entry in plan])
+
+    def step(self, rate: float, *, by_reward: bool) -> None:
+        """By the texts themselves, or by a reward of 1 for each right token of a policy gradient's own choice."""
+        text = torch.randint(1, self.SYMBOLS, (self.ROWS, self.LENGTH), device=self.device)
+        ids = torch.cat([text, text.new_zeros(self.ROWS, 1), text.flip(1)], dim=1)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(ids[:, :-1], use_cache=False).logits[:, self.LENGTH :].float()
+        logprobs, targets = torch.log_softmax(logits, dim=-1), ids[:, self.LENGTH + 1 :]
+        chosen = targets
+        if by_reward:
+            chosen = torch.distributions.Categorical(logits=logits.detach()).sample()
+        reward = (chosen == targets).float()
+        weight = (reward - reward.mean()) / (reward.std() + 1e-6) if by_reward else torch.ones_like(reward)
+        self.right = float((logits.argmax(-1) == targets).float().mean())
+        loss = -(weight * logprobs.gather(-1, chosen[..., None]).squeeze(-1)).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+
+async def trained(shape: str, device: torch.device, num_threads: int, steps: int, warm_up: int) -> None:
+    """Versions of a policy that learns from rewards at a rate of 1e-6, after a warm-up from random weights."""
+    policy = Policy(shape, device)
+    for _ in range(warm_up):
+        policy.step(1e-4, by_reward=False)
+    policy.optimizer.state.clear()
+    plan = plan_tensors((name, "bfloat16", tuple(tensor.shape)) for name, tensor in policy.tensors().items())
+    total = sum(entry.num_bytes for entry in plan)
+    print(f"{shape}: {total:,} bytes in full, {warm_up} steps of warm-up: {policy.right:.1%} right\n", flush=True)
+    table(
+        "version", "kind", "changed", "tensors that change", "bytes", "of full", "right", *(f"{p} s" for p in SECONDS)
+    )
+    trainer, old = Trainer(plan, policy, num_threads), None
+    shares = []
+    for version in range(steps + 1):
+        if version:
+            policy.step(1e-6, by_reward=True)
+        made, _, seconds = await trainer.publish(slice(0, 0))
+        new = policy.published()
+        if old is not None:
+            differs = old.view(torch.int16) != new.view(torch.int16)
+            touched = sum(bool(differs[e.offset // 2 : (e.offset + e.num_bytes) // 2].any()) for e in plan)
+            shares.append((float(differs.float().mean()), made.manifest.payload_bytes / total))
+            row(
+                version, made.manifest.kind.value, f"{shares[-1][0]:.3%}", f"{touched} of {len(plan)}",
+                f"{made.manifest.payload_bytes:,}", f"1/{1 / shares[-1][1]:.1f}", f"{policy.right:.1%}",
+                *(seconds[part] for part in SECONDS),
+            )  # fmt: skip
+        old = new
+    changed, sizes = (sorted(column) for column in zip(*shares, strict=True))
+    print(f"\nmedian: {changed[len(changed) // 2]:.3%} changed, 1/{1 / sizes[len(sizes) // 2]:.1f} of the full bytes")
+    await trainer.close()
+
+
 class Trainer:
     """Rank 0 of a trainer of one process: its share and its transport, and an engine's copy of the weights."""
 
-    def __init__(self, plan: tuple[TensorEntry, ...], weights: Weights, num_threads: int) -> None:
+    def __init__(self, plan: tuple[TensorEntry, ...], weights: Weights | Policy, num_threads: int) -> None:
         self.plan, self.weights, self.num_threads = plan, weights, num_threads
         self.share = StreamShare(Path(), epoch=1, num_threads=num_threads)
         self.transport = StreamTransport(
@@ -261,11 +352,7 @@ class Trainer:
 
     async def publish(self, sample: slice) -> tuple[Prepared, Bytes, dict[str, float]]:
         """A version of the weights as they are, brought into the engine's copy; its sample and the seconds."""
-        master, device = self.weights.master, self.weights.master.device
-        own = {
-            entry.name: master[entry.offset // 2 : (entry.offset + entry.num_bytes) // 2].view(entry.shape)
-            for entry in self.plan
-        }
+        own, device = self.weights.tensors(), self.weights.device
         wait(device)
         began_s = time.perf_counter()
         whole = CollectivePlan(num_senders=1, bucket_bytes=2**28)
@@ -297,7 +384,7 @@ class Trainer:
     async def close(self) -> None:
         assert self.image is not None
         served = torch.from_numpy(self.image.held.parts[0][1])
-        same = torch.equal(served.to(self.weights.master.device), self.weights.published())
+        same = torch.equal(served.to(self.weights.device), self.weights.published())
         self.image.close()
         await self.transport.close()
         assert same, "the image is not the version"
@@ -315,7 +402,7 @@ async def published(shape: str, device: torch.device, num_threads: int) -> None:
         flush=True,
     )
     table("lr", "kind", "changed", "XOR + zstd", "index + value", "this", "bytes", *(f"{part} s" for part in SECONDS))
-    weights = Weights(total // 2, device)
+    weights = Weights(plan, device)
     trainer = Trainer(plan, weights, num_threads)
     sample = slice(total // 4 // 4 * 4, total // 4 // 4 * 4 + min(SAMPLE_BYTES, total // 2) // 4 * 4)
     with ThreadPoolExecutor(num_threads) as threads:
@@ -348,13 +435,17 @@ def wait(device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--shape")
     parser.add_argument("--versions", nargs=2, type=Path)
+    parser.add_argument("--steps", type=int, help="train a shape for so many steps at 1e-6, and publish each")
+    parser.add_argument("--warm-up", type=int, default=80, help="steps before those, at 1e-4")
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
     with ThreadPoolExecutor(asked.threads) as threads:
         if asked.versions:
             of_versions(asked.versions[0], asked.versions[1], threads)
+        elif asked.shape and asked.steps:
+            asyncio.run(trained(asked.shape, torch.device(asked.device), asked.threads, asked.steps, asked.warm_up))
         elif asked.shape:
             asyncio.run(published(asked.shape, torch.device(asked.device), asked.threads))
         else:
