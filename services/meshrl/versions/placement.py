@@ -10,7 +10,7 @@ Legend: C changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,11 @@ class Move:
         return _dense(self.shape) == [
             stride for size, stride in zip(self.shape, self.from_stride, strict=True) if size > 1
         ]
+
+    def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The view of the parameter."""
+        held = parameters[self.parameter]
+        return held.as_strided(self.shape, self.to_stride, held.storage_offset() + self.to_offset)
 
     def locate(self, at_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of elements of the tensor: which of them are in this part, and where these lie in the parameter."""
@@ -175,6 +180,25 @@ class WeightPlacement:
         for move in moves:
             self._moves.setdefault(move.tensor, []).append(move)
 
+    @property
+    def tensors(self) -> Collection[str]:
+        """The tensors of which this rank holds parts."""
+        return self._moves.keys()
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Copies whole tensors to where their parts belong, as what was watched did."""
+        pairs = [
+            (
+                move.of(parameters),
+                whole.as_strided(move.shape, move.from_stride, whole.storage_offset() + move.from_offset),
+            )
+            for name, whole in tensors
+            for move in self._moves.get(name, ())
+        ]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
     @torch.no_grad()
     def patch(
         self,
@@ -219,8 +243,7 @@ class WeightPlacement:
         for tensor, moves in self._moves.items():
             found[tensor] = {}
             for move in moves:
-                view = parameters[move.parameter].view(-1).as_strided(move.shape, move.to_stride, move.to_offset)
-                found[tensor][move.part] = (move.values, _lanes(move, view))
+                found[tensor][move.part] = (move.values, _lanes(move, move.of(parameters)))
         lanes = iter(torch.stack([lanes for parts in found.values() for _, lanes in parts.values()]).tolist())
         return {
             tensor: {part: (values, next(lanes)) for part, (values, _) in parts.items()}

@@ -128,6 +128,21 @@ def test_a_delta_in_place_has_the_bits_of_the_version_in_full(ranks: int, share:
     assert all(set(found) == set(old) for found in parts)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whole_tensors_are_copied_to_where_loading_put_them(ranks: int) -> None:
+    old = state_of(0)
+    new = moved(old, 0.5)
+    for rank in range(ranks):
+        engine, whole = Engine(rank, ranks), Engine(rank, ranks)
+        placement = placement_of(engine, old)
+        for name, tensor in new.items():
+            placement.fill([(name, torch.stack([tensor, tensor])[1])], engine.parameters)
+        whole.load(new)
+        for name, parameter in engine.parameters.items():
+            assert torch.equal(parameter.view(torch.int16), whole.parameters[name].view(torch.int16)), name
+        assert set(placement.tensors) == set(old)
+
+
 def test_one_bit_too_many_on_one_rank_is_found_and_named() -> None:
     state, engines = state_of(0), [Engine(rank, 2) for rank in range(2)]
     placements = [placement_of(engine, state) for engine in engines]

@@ -59,6 +59,8 @@ class WeightsExtension:
         self._meshrl_staged: int | None = None
         self._meshrl_placement: WeightPlacement | None = None
         self._meshrl_tracer: PlacementTracer | None = None
+        self._meshrl_loaded: WorkerShadow | None = None  # what vLLM has loaded a version into
+        self._meshrl_missing: set[str] | None = None  # tensors of a version that is copied, until they come
         self._meshrl_found: PartDigests = {}
         worker = self._meshrl_worker
         if self._meshrl_device().type == "cpu":
@@ -155,7 +157,7 @@ class WeightsExtension:
         free_bytes, job = self.meshrl_free_bytes(), self._meshrl_job
         if job is not None and not job.join(APPLY_WAIT_S):
             raise RuntimeError("the weight job before does not end")
-        self._meshrl_shadow = self._meshrl_staged = self._meshrl_job = None
+        self._meshrl_shadow = self._meshrl_staged = self._meshrl_job = self._meshrl_loaded = None
         gc.collect()
         if self._meshrl_device().type == "cuda":
             torch.cuda.empty_cache()
@@ -195,24 +197,42 @@ class WeightsExtension:
         ).hex()
 
     def _meshrl_begin(self, shadow: WorkerShadow) -> Callable[[Named], None]:
-        """Begins a version in full; the result takes its tensors. The first one shows where they lie, for deltas."""
-        shadow.begin()
-        tracer = self._meshrl_tracer = None
-        if isinstance(shadow, ParameterShadow) and self._meshrl_placement is None:
-            tracer = self._meshrl_tracer = PlacementTracer(shadow.parameters)
+        """Begins a version in full; the result takes its tensors.
 
-        def add(tensors: Named) -> None:
+        vLLM loads the first one, which shows where a version's weights lie: later ones are copied there.
+        """
+        placement, tracer = self._meshrl_placement, None
+        if isinstance(shadow, ParameterShadow):
+            if placement is not None and self._meshrl_loaded is shadow:
+                missing = self._meshrl_missing = set(placement.tensors)
+                parameters = shadow.parameters
+
+                def copy(tensors: Named) -> None:
+                    placement.fill(tensors, parameters)
+                    missing.difference_update(name for name, _ in tensors)
+
+                return copy
+            if placement is None:
+                tracer = PlacementTracer(shadow.parameters)
+        self._meshrl_missing, self._meshrl_tracer = None, tracer
+        shadow.begin()
+
+        def load(tensors: Named) -> None:
             with nullcontext() if tracer is None else tracer.sources(tensors):
                 shadow.add(self._meshrl_known(tensors))
 
-        return add
+        return load
 
     def _meshrl_finish(self, shadow: WorkerShadow, version: int) -> None:
-        shadow.finish()
-        if (tracer := self._meshrl_tracer) is not None:
-            self._meshrl_placement, self._meshrl_tracer = tracer.placement(), None
-            if tracer.obstacle:
-                logger.info("this worker applies no deltas: {}", tracer.obstacle)
+        if self._meshrl_missing is None:
+            shadow.finish()
+            self._meshrl_loaded = shadow
+            if (tracer := self._meshrl_tracer) is not None:
+                self._meshrl_placement, self._meshrl_tracer = tracer.placement(), None
+                if tracer.obstacle:
+                    logger.info("this worker applies no deltas: {}", tracer.obstacle)
+        elif self._meshrl_missing:
+            raise ValueError(f"{len(self._meshrl_missing)} tensors did not come, first {min(self._meshrl_missing)!r}")
         self._meshrl_staged = version
 
     def _meshrl_known(self, tensors: Weights) -> Weights:
