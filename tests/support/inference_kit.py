@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from aiohttp import web
 from aiohttp.test_utils import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -33,6 +34,7 @@ def line_of(agent: WeightAgent) -> LineMachine:
 
 EngineFactory = Callable[..., Any]
 Start = Callable[..., Awaitable[TestClient]]
+ClientOf = Callable[[web.Application], Awaitable[TestClient]]
 
 
 def make_model(seed: int = 0, **changes: Any) -> PreTrainedModel:

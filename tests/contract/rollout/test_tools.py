@@ -42,20 +42,26 @@ async def tools_url() -> AsyncIterator[str]:
     await task
 
 
-async def test_tool_calls_run_and_their_results_go_back_to_the_model(start_mesh, make_group, engine, tokens, tools_url):
-    def call(name: str, arguments: str) -> list[int]:
-        text = f'{{"name": "{name}", "arguments": {arguments}}}'
-        return [TOOL_CALL, *tokens(text), TOOL_CALL_END]
-
-    replies = [call("text_length", json.dumps({"word": "house"})), call("text_width", "{}"), tokens("5")]
-    engine.reply = lambda request: replies[len(engine.requests) - 1]
-    mesh = await start_mesh(
+@pytest.fixture
+def start_tools(start_mesh, engine, tools_url):
+    """Starts a service whose environment has the tools."""
+    return lambda: start_mesh(
         [engine],
         env=[{"id": "mesh_tools", "args": {"tools_url": tools_url}}],
         renderer={"name": "default", "tool_parser": "qwen3"},
         sampling={"max_tokens": 100},
         seq_len=1024,
     )
+
+
+async def test_tool_calls_run_and_their_results_go_back_to_the_model(start_tools, make_group, engine, tokens):
+    def call(name: str, arguments: str) -> list[int]:
+        text = f'{{"name": "{name}", "arguments": {arguments}}}'
+        return [TOOL_CALL, *tokens(text), TOOL_CALL_END]
+
+    replies = [call("text_length", json.dumps({"word": "house"})), call("text_width", "{}"), tokens("5")]
+    engine.reply = lambda request: replies[len(engine.requests) - 1]
+    mesh = await start_tools()
     request = make_group(environment="mesh_tools")
     events = [event async for event in mesh.client.run_rollouts(request)]
     rollout = events[0]
@@ -70,23 +76,17 @@ async def test_tool_calls_run_and_their_results_go_back_to_the_model(start_mesh,
     assert "tool" in roles
 
 
-async def test_a_rollout_whose_tool_is_late_names_the_tool(start_mesh, make_group, engine, tokens, tools_url):
+async def test_a_rollout_whose_tool_is_late_names_the_tool(start_tools, make_group, engine, tokens):
     call = [TOOL_CALL, *tokens('{"name": "text_wait", "arguments": {}}'), TOOL_CALL_END]
     engine.reply = lambda request: call
-    mesh = await start_mesh(
-        [engine],
-        env=[{"id": "mesh_tools", "args": {"tools_url": tools_url}}],
-        renderer={"name": "default", "tool_parser": "qwen3"},
-        sampling={"max_tokens": 100},
-        seq_len=1024,
-    )
+    mesh = await start_tools()
     request = make_group(environment="mesh_tools", deadline_s=3.0)
     failure, _ = [event async for event in mesh.client.run_rollouts(request)]
     assert failure.message.startswith("not finished within deadline_s = 3: it was in a call of tool text_wait")
 
 
 async def test_rollouts_share_the_connection_to_a_shared_tool_server(
-    start_mesh, make_group, engine, tokens, tools_url, monkeypatch
+    start_tools, make_group, engine, tokens, monkeypatch
 ):
     """Kept from one rollout to the next, but not after a call on it was broken off."""
     opened, serve = [], MCPConnection.serve
@@ -96,13 +96,7 @@ async def test_rollouts_share_the_connection_to_a_shared_tool_server(
         await serve(self, *args)
 
     monkeypatch.setattr(MCPConnection, "serve", watched)
-    mesh = await start_mesh(
-        [engine],
-        env=[{"id": "mesh_tools", "args": {"tools_url": tools_url}}],
-        renderer={"name": "default", "tool_parser": "qwen3"},
-        sampling={"max_tokens": 100},
-        seq_len=1024,
-    )
+    mesh = await start_tools()
 
     async def play(tool: str, arguments: str, deadline_s: float = 120.0) -> object:
         engine.requests.clear()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -15,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.sentences import sentences
 from safetensors.numpy import load_file
 
 from meshrl.core.config import dump_toml
@@ -25,16 +22,6 @@ from meshrl.sft.program import train
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl_examples.model import create_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sft")
-    create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
-    rows = demonstrations(sentences("train")[:64], share=1.0, source=random.Random(0))
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def configure(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from meshrl.environments.reverse_text.demonstrations import demonstrations
-from meshrl.environments.reverse_text.sentences import sentences
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -20,18 +17,8 @@ from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl_examples.model import create_model
 
 TIMES = ("time/", "perf/")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sft")
-    create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
-    rows = demonstrations(sentences("train")[:64], share=1.0, source=random.Random(0))
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 def run(folder: Path, output_dir: Path, lora: LoraConfig | None, data: DataConfig | None = None, **ckpt: Any) -> None:

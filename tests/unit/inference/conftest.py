@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from inference_kit import EngineFactory, Start, make_model, make_tokenizer
+from inference_kit import ClientOf, EngineFactory, Start, make_model, make_tokenizer
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
@@ -51,9 +52,19 @@ async def start_engine(model: PreTrainedModel) -> AsyncIterator[EngineFactory]:
 
 
 @pytest.fixture
-async def serve(start_engine: EngineFactory) -> AsyncIterator[Start]:
-    """Starts HTTP servers over an engine, by default a new one; gives a client of each, closed after the test."""
-    clients: list[TestClient] = []
+async def client_of() -> AsyncIterator[ClientOf]:
+    """Serves applications; gives a client of each, closed after the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(app: web.Application) -> TestClient:
+            return await stack.enter_async_context(TestClient(TestServer(app)))
+
+        yield start
+
+
+@pytest.fixture
+def serve(start_engine: EngineFactory, client_of: ClientOf) -> Start:
+    """Starts HTTP servers over an engine, by default a new one; gives a client of each."""
     codec = TextCodec(make_tokenizer())
 
     async def start(engine: EmbeddedEngine | None = None, base_model: str = "", **settings: Any) -> TestClient:
@@ -61,14 +72,9 @@ async def serve(start_engine: EngineFactory) -> AsyncIterator[Start]:
         server = InferenceServer(
             engine, model_name="tiny", codec=codec, loader=WeightLoader(engine, base_model), **settings
         )
-        client = TestClient(TestServer(server.app()))
-        await client.start_server()
-        clients.append(client)
-        return client
+        return await client_of(server.app())
 
-    yield start
-    for client in clients:
-        await client.close()
+    return start
 
 
 @pytest.fixture

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from inference_kit import EngineFactory, full_forward, make_model
+from inference_kit import ClientOf, EngineFactory, full_forward, make_model
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
@@ -33,18 +33,12 @@ Senders = Callable[..., GroupSenders]
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Start]:
-    clients: list[TestClient] = []
-
+def serve(client_of: ClientOf) -> Start:
     async def start(engine: EmbeddedEngine, **settings: Any) -> TestClient:
         server = InferenceServer(engine, model_name="m", codec=None, loader=WeightLoader(engine, ""), **settings)
-        clients.append(TestClient(TestServer(server.app())))
-        await clients[-1].start_server()
-        return clients[-1]
+        return await client_of(server.app())
 
-    yield start
-    for client in clients:
-        await client.close()
+    return start
 
 
 async def post(client: TestClient, path: str, body: Any, **more: Any) -> tuple[int, Any]:

@@ -2,14 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from inference_kit import EngineFactory, make_tokenizer
+from inference_kit import ClientOf, EngineFactory, make_tokenizer
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.inference.http.tokenizer_pool import TokenizerPool
@@ -21,19 +21,13 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 
 
 @pytest.fixture
-async def serve(start_engine: EngineFactory) -> AsyncIterator[Start]:
-    clients: list[TestClient] = []
-
+def serve(start_engine: EngineFactory, client_of: ClientOf) -> Start:
     async def start(tokenizer: PreTrainedTokenizerFast | None = None, **settings: Any) -> TestClient:
         codec = TextCodec(tokenizer or make_tokenizer(), **settings)
         server = InferenceServer(await start_engine(), model_name="tiny", codec=codec, loader=None)
-        clients.append(TestClient(TestServer(server.app())))
-        await clients[-1].start_server()
-        return clients[-1]
+        return await client_of(server.app())
 
-    yield start
-    for client in clients:
-        await client.close()
+    return start
 
 
 async def post(client: TestClient, path: str, body: Any) -> tuple[int, str]:

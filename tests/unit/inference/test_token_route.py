@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
-from inference_kit import EngineFactory, unpack
+from inference_kit import ClientOf, EngineFactory, unpack
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.runs import Serving
@@ -26,21 +26,14 @@ PATH = "/inference/v1/generate"
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Start]:
-    clients: list[TestClient] = []
-
+def serve(client_of: ClientOf) -> Start:
     async def start(engine: Any) -> TestClient:
         app = web.Application()
         serving = Serving(engine, model_name="tiny", max_model_len=96, request_deadline_s=10.0)
         app.router.add_post(PATH, TokenRoute(serving).handle)
-        client = TestClient(TestServer(app))
-        await client.start_server()
-        clients.append(client)
-        return client
+        return await client_of(app)
 
-    yield start
-    for client in clients:
-        await client.close()
+    return start
 
 
 async def test_a_frame_holds_what_the_json_answer_holds(serve: Start, start_engine: EngineFactory) -> None:

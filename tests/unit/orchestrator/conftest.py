@@ -1,14 +1,20 @@
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
 
 from meshrl.core import sqlite_files
+from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
+from rl_streams import rl_streams
 
 MakeRollout = Callable[..., Rollout]
 MakeGroup = Callable[..., RolloutGroup]
+FinishGroup = Callable[[Journal, str, int], RolloutGroup]
+BatchGroup = Callable[[Journal, RolloutGroup, int], Awaitable[None]]
 
 
 @pytest.fixture(params=["disk", "nfs"])
@@ -74,3 +80,40 @@ def make_group() -> MakeGroup:
         return RolloutGroup(ticket=ticket, rollouts=list(rollouts))
 
     return make
+
+
+@pytest.fixture
+def finish_group(make_group: MakeGroup, make_rollout: MakeRollout) -> FinishGroup:
+    """Dispatches a group of 3 rollouts, of which so many come back with rewards 0, 1, 2."""
+
+    def finish(journal: Journal, name: str, count: int) -> RolloutGroup:
+        rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(count))
+        group = make_group(name, rollouts, size=3)
+        journal.dispatch(group.ticket)
+        for rollout in rollouts:
+            journal.record_event(group.ticket, rollout)
+        journal.close_group(group, cancelled_for="stale")
+        return group
+
+    return finish
+
+
+@pytest.fixture
+def batch_group() -> BatchGroup:
+    """Makes the batch of a step of one group."""
+
+    async def batch(journal: Journal, group: RolloutGroup, step: int) -> None:
+        assembled = assemble(
+            [group.rollouts],
+            run_id="main",
+            step=step,
+            streams=rl_streams([group.rollouts], lambda rewards, lengths: np.asarray(rewards)),
+            environments={"echo": 64},
+            seq_len=64,
+            dp_size=1,
+            traceparent="00-1-2-01",
+        )
+        ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
+        await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
+
+    return batch

@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ledger_audit import audit, main
@@ -17,14 +16,10 @@ from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.screening import ReadyGroup
-from meshrl.sampling.groups import RolloutGroup
-from rl_streams import rl_streams
 
 
 @pytest.fixture
-async def run(tmp_path: Path, make_group, make_rollout) -> Path:
+async def run(tmp_path: Path, finish_group, batch_group) -> Path:
     """Two steps of one group each, a group without signal and one that was cancelled; ended."""
     layout = Layout(tmp_path)
     store = LedgerStore(layout.ledger)
@@ -33,34 +28,14 @@ async def run(tmp_path: Path, make_group, make_rollout) -> Path:
     start = StartingPoint(recorded=0, logged=0, unlogged_from=1, records={}, drawn={}, next_sequence=0)
     journal = Journal(Ledger(store.record), store, start, layout=layout, durable=0, checkpoints=False)
 
-    def finished(name: str) -> RolloutGroup:
-        rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(2))
-        group = make_group(name, rollouts, size=3)
-        journal.dispatch(group.ticket)
-        for rollout in rollouts:
-            journal.record_event(group.ticket, rollout)
-        journal.close_group(group, cancelled_for="stale")
-        return group
-
     lines = []
     for step in (1, 2):
-        group = finished(f"g{step}")
-        assembled = assemble(
-            [group.rollouts],
-            run_id="main",
-            step=step,
-            streams=rl_streams([group.rollouts], lambda rewards, lengths: np.asarray(rewards)),
-            environments={"echo": 64},
-            seq_len=64,
-            dp_size=1,
-        )
-        ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
-        await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
+        await batch_group(journal, finish_group(journal, f"g{step}", 2), step)
         journal.trained(step)
         journal.logged(step)
         counted = {f"progress/{name}": float(count) for name, count in asdict(journal.progress(step)).items()}
         lines.append({"step": step, "time/step": 1.0, **counted, "progress/total_tokens": 10.0 * step})
-    for rollout in finished("g3").rollouts:
+    for rollout in finish_group(journal, "g3", 2).rollouts:
         journal._ledger.drop(rollout.rollout_id, "zero_signal")
     lines.append({"step": 2, "eval/echo/avg@1": 0.5})
     layout.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ledger_audit import audit
@@ -17,12 +16,9 @@ from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.screening import ReadyGroup, RunTotals
-from meshrl.sampling.groups import RolloutGroup
+from meshrl.orchestrator.work.screening import RunTotals
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import RunInfo, TrainerInfo
-from rl_streams import rl_streams
 
 pytestmark = pytest.mark.usefixtures("ledger_disk")
 
@@ -37,34 +33,13 @@ def reopened(folder: Path, trainer_step: int) -> Journal:
 
 
 @pytest.fixture
-async def folder(tmp_path: Path, make_group, make_rollout) -> Path:
+async def folder(tmp_path: Path, finish_group, batch_group) -> Path:
     """Three groups have come back, two of them as the batches of steps 1 and 2; the trainer has not trained yet."""
     journal = reopened(tmp_path, 0)
 
-    def finished(name: str) -> RolloutGroup:
-        rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(3))
-        group = make_group(name, rollouts, size=3)
-        journal.dispatch(group.ticket)
-        for rollout in rollouts:
-            journal.record_event(group.ticket, rollout)
-        journal.close_group(group, cancelled_for="stale")
-        return group
-
     for step in (1, 2):
-        group = finished(f"g{step}")
-        assembled = assemble(
-            [group.rollouts],
-            run_id="main",
-            step=step,
-            streams=rl_streams([group.rollouts], lambda rewards, lengths: np.asarray(rewards)),
-            environments={"echo": 64},
-            seq_len=64,
-            dp_size=1,
-            traceparent="00-1-2-01",
-        )
-        ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
-        await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
-    finished("g3")
+        await batch_group(journal, finish_group(journal, f"g{step}", 3), step)
+    finish_group(journal, "g3", 3)
     journal.close()
     return tmp_path
 
