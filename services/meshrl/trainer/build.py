@@ -100,16 +100,14 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         parallel = RankGroup.start(environment, device=device, **layout)
         lifeline = Lifeline.tie(parallel, environment)
         check_fits(config.model, config.optim, parallel, publishes=True)
-        given = config.model
-        if config.release_memory and given.pass_tokens == "auto":  # an engine will take what is free now
-            given = given.model_copy(update={"pass_tokens": None})
         model, logits_bytes = resolve_auto(
-            given,
+            config.model,
             config.optim,
             parallel,
             seq_len=config.seq_len,
             max_logits_mib=config.max_logits_mib,
             publishes=True,
+            beside_engine=config.release_memory,
         )
         started = time.perf_counter()
         learner = build_learner(

@@ -139,9 +139,10 @@ def choose(
     free_bytes: int | None,
     itemsize: int,
     given: AcMode | Literal["auto"] | None = "auto",
+    beside_engine: bool = False,
 ) -> Chosen:
     """The least checkpointing that fits, or the `given` one, and what goes with it. `free_bytes` is before the model is
-    loaded.
+    loaded; `beside_engine`: an engine will take some of it.
 
     If the free memory is unknown, everything is taken to fit.
     """
@@ -163,7 +164,7 @@ def choose(
     # Where gradients of a row's logits fit as well, the head keeps them for the backward pass; a frozen one makes none.
     kept = math.ceil(seq_len * shape.vocab * itemsize / KEPT_SHARE)
     taken = planned[mode] + max(kept, 2 * logits) + whole * gathered
-    if fitting and not need.of_set and (room is None or taken <= room):
+    if fitting and not need.of_set and not beside_engine and (room is None or taken <= room):
         logits = max(logits, kept)
     return Chosen(
         ac=mode,
@@ -211,12 +212,13 @@ def resolve_auto(
     seq_len: int,
     max_logits_mib: int | None,
     publishes: bool = False,
+    beside_engine: bool = False,
 ) -> tuple[TrainerModelConfig, int]:
     """The configuration with every `auto` resolved, and the bytes of logits at once; the same on every rank.
 
     `seq_len` counts the tokens of a row, of which each of the ranks that share it has its part. `publishes` as in
-    `memory_need`. Collective. Raises ModelError when there is no such model, and ValueError for adapters that do not
-    fit it.
+    `memory_need`, `beside_engine` as in `choose`. Collective. Raises ModelError when there is no such model, and
+    ValueError for adapters that do not fit it.
     """
     row_tokens, seq_len = seq_len, -(-seq_len // parallel.plan.cp)
     on_gpu = parallel.device.type == "cuda"
@@ -228,7 +230,9 @@ def resolve_auto(
     model = empty_model(config, dtype=torch.bfloat16)
     need = memory_need(config, optim, parallel, publishes=publishes)
     shape = BlockShape.of(model, parallel.plan.tp)
-    planned = functools.partial(choose, shape, on_gpu=on_gpu, free_bytes=least, itemsize=dtype.itemsize)
+    planned = functools.partial(
+        choose, shape, on_gpu=on_gpu, free_bytes=least, itemsize=dtype.itemsize, beside_engine=beside_engine
+    )
     given = config.ac.mode if isinstance(config.ac, ActivationCheckpointConfig) else config.ac
     chosen = planned(need, seq_len=seq_len, given=given)
     if config.ac == "auto" and not chosen.fits and parallel.plan.leads:
@@ -254,7 +258,7 @@ def resolve_auto(
         decisions.append(f"model.compile {'on' if chosen.compiled else 'off'}")
     if config.pass_tokens == "auto":
         changes["pass_tokens"] = None
-        times = PASS_TOKENS // seq_len if on_gpu else 1
+        times = PASS_TOKENS // seq_len if on_gpu and not beside_engine else 1
         while times > 1:
             more = planned(need, seq_len=times * seq_len, given=given)
             if more.fits and more.ac == chosen.ac:

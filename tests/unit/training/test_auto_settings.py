@@ -12,6 +12,7 @@ from meshrl.models.logprobs import KEPT_SHARE
 from meshrl.training import auto_settings
 from meshrl.training.auto_settings import (
     LOGITS_CPU,
+    LOGITS_GPU,
     BlockShape,
     Chosen,
     choose,
@@ -126,6 +127,10 @@ def test_short_rows_go_together_as_far_as_that_takes_no_more_checkpointing(
     assert found.pass_tokens == expected
     on_a_cpu, _ = resolve_auto(config, OptimConfig(), RankGroup(), seq_len=seq_len, max_logits_mib=None)
     assert on_a_cpu.pass_tokens is None
+    options = {"seq_len": seq_len, "max_logits_mib": None, "beside_engine": True}
+    beside, logits = resolve_auto(config, OptimConfig(), group, **options)  # type: ignore[arg-type]  # mixed
+    assert beside.pass_tokens is None
+    assert logits <= LOGITS_GPU
 
 
 def test_logits_shrink_with_the_room_and_never_exceed_the_row() -> None:
