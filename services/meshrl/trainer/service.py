@@ -223,7 +223,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                     f"this trainer trains {held} and takes no more runs; start one with trainer.max_concurrent_runs",
                 )
             spec = from_proto(RunSpec, request.spec) if request.HasField("spec") else None
-            settings = self.host.settings_of(spec)
+            settings = self.host.settings_of(request.run_id, spec)
             caller = CALLER.get()
             return await self.host.create(
                 request.run_id,

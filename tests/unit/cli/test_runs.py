@@ -45,3 +45,7 @@ def test_a_run_is_made_listed_suspended_resumed_saved_and_deleted(trainer: tuple
     meshrl("delete", "a", "--keep-checkpoints", "--yes")
     assert list(runs.runs) == ["main"]
     assert "give its --rank" in meshrl("create", "b", "--alpha", "2", code=2).output
+    assert "a start must be RUN or RUN@STEP" in meshrl("create", "b", "--start-from", "a@newest", code=2).output
+    meshrl("create", "b", "--start-from", "a@40", "--with-optimizer")
+    start = runs.runs["b"].spec.start_from
+    assert (start.run_id, start.step, start.with_optimizer) == ("a", 40, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from meshrl.trainer.runs.settings import RunSettings
 from meshrl.training.learner import Learner, RunRows
 from meshrl.training.run_state import PassResult
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunPhase, RunSpec, StepState
+from meshrl.wire.types import AdapterSpec, Batch, LossSpec, OptimizerSpec, RunPhase, RunSpec, StartPoint, StepState
 from tiny_qwen3 import save_tiny_qwen3
 
 STEPS = 5
@@ -99,6 +100,57 @@ async def test_a_trainer_that_starts_again_brings_each_run_back_at_its_durable_s
         await asyncio.gather(*(mesh.train(name, range(4, STEPS + 1)) for name in RUNS))
         for name, weights in alone.items():
             assert torch.equal(mesh.weights(name), weights), name
+
+
+def starting(mesh: ManyRuns, name: str, of: str, step: int | None = None, *, with_optimizer: bool) -> RunSettings:
+    point = StartPoint(run_id=of, step=step, with_optimizer=with_optimizer)
+    return mesh.host.settings_of(name, RunSpec(start_from=point))
+
+
+async def test_a_run_that_starts_with_the_optimizer_of_another_becomes_what_that_becomes(
+    model: str, tmp_path: Path, alone: dict[str, torch.Tensor]
+) -> None:
+    def as_the_other(name: str, step: int) -> Batch:
+        return replace(batch("dropped", step), run_id=name)
+
+    async with many_runs(load(model), tmp_path) as mesh:
+        await mesh.create("dropped", SAVING)
+        await mesh.train("dropped", [1, 2, 3])
+        await mesh.when(lambda: mesh.table.find("dropped").book.durable_step == 3)
+        settings = starting(mesh, "fork", "dropped", 3, with_optimizer=True)
+        made = await mesh.host.create("fork", settings.model_copy(update={"seed": 7}))
+        assert (made.step, made.durable_step, made.spec and made.spec.start_from) == (
+            3, 3, StartPoint(run_id="dropped", step=3, with_optimizer=True),
+        )  # fmt: skip
+        await mesh.host.delete("dropped")
+        await mesh.submit("fork", 4, made=as_the_other("fork", 4))
+        await mesh.until("fork", 4)
+    async with many_runs(load(model), tmp_path) as mesh:  # what it started from is gone, and its own checkpoint is here
+        await mesh.host.bring_back()
+        assert mesh.table.find("fork").book.durable_step == 3
+        for step in (4, 5):
+            await mesh.submit("fork", step, made=as_the_other("fork", step))
+        await mesh.until("fork", 5)
+        assert torch.equal(mesh.weights("fork"), alone["dropped"])
+
+
+async def test_a_run_starts_from_the_weights_of_another_alone(model: str, tmp_path: Path) -> None:
+    async with many_runs(load(model), tmp_path) as mesh:
+        await mesh.create("odd", SAVING)
+        await mesh.train("odd", [1, 2])
+        await mesh.when(lambda: mesh.table.find("odd").book.durable_step == 2)
+        settings = starting(mesh, "fork", "odd", with_optimizer=False)
+        assert settings.lora == RunSettings.model_validate(RUNS["odd"]).lora  # the adapter that the weights are of
+        made = await mesh.host.create("fork", settings)
+        assert (made.step, made.tokens) == (0, 0)
+        assert torch.equal(mesh.weights("fork"), mesh.weights("odd"))
+        with pytest.raises(MeshError, match="has checkpoints of steps 1, 2; save one with `meshrl run checkpoint odd`"):
+            starting(mesh, "another", "odd", 9, with_optimizer=False)
+        with pytest.raises(MeshError, match="run 'main' has checkpoints of steps none"):
+            starting(mesh, "another", "main", with_optimizer=False)
+        wide = settings.model_copy(update={"lora": RunSettings.model_validate(RUNS["wide"]).lora})
+        with pytest.raises(MeshError, match="cannot start from a checkpoint"):
+            await mesh.host.create("another", wide)
 
 
 # --- rows of several runs in one pass -------------------------------------------------------------------

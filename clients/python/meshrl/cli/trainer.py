@@ -23,7 +23,7 @@ from meshrl.cli.command import (
 from meshrl.cli.members import init
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client import TrainerClient
-from meshrl.wire.types import AdapterSpec, OptimizerSpec, RunInfo, RunSpec
+from meshrl.wire.types import AdapterSpec, OptimizerSpec, RunInfo, RunSpec, StartPoint
 
 _T = TypeVar("_T")
 
@@ -165,6 +165,10 @@ def _in_words(value: object) -> object:
 @click.option("--lr", "learning_rate", type=click.FloatRange(min=0.0, min_open=True), help="Peak learning rate.")
 @click.option("--share", type=click.FloatRange(min=0.0, min_open=True),
               help="Its share of the trainer's time, relative to the other runs' 1.")  # fmt: skip
+@click.option("--start-from", metavar="RUN[@STEP]",
+              help="Start from the newest checkpoint of another run, or that of the step.")  # fmt: skip
+@click.option("--with-optimizer", is_flag=True,
+              help="Go on with its optimizer, schedule and step as well, not its weights alone.")  # fmt: skip
 @json_option
 def create(
     folder: RunFolder,
@@ -175,6 +179,8 @@ def create(
     targets: tuple[str, ...],
     learning_rate: float | None,
     share: float | None,
+    start_from: str | None,
+    with_optimizer: bool,
     as_json: bool,
 ) -> None:
     """Add a run to the trainer; what is left out is as in the trainer's own configuration."""
@@ -182,8 +188,14 @@ def create(
         raise click.UsageError("--alpha and --target are of an adapter of its own: give its --rank as well")
     adapter = None if rank is None else AdapterSpec(rank=rank, alpha=alpha or 2.0 * rank, target_modules=targets)
     optimizer = None if learning_rate is None else OptimizerSpec(type="adamw", learning_rate=learning_rate)
-    given = (adapter, optimizer, share) != (None, None, None)
-    spec = RunSpec(adapter=adapter, optimizer=optimizer, share=share) if given else None
+    if with_optimizer and start_from is None:
+        raise click.UsageError("--with-optimizer is of a run to start from: give --start-from as well")
+    try:
+        start = None if start_from is None else StartPoint.read(start_from, with_optimizer=with_optimizer)
+    except ValueError as error:
+        raise click.UsageError(f"--start-from: {error}") from error
+    spec: RunSpec | None = RunSpec(adapter=adapter, optimizer=optimizer, share=share, start_from=start)
+    spec = None if spec == RunSpec() else spec
     _told(_ask(folder, address, lambda client: client.create_run(run_id, spec)), as_json)
 
 

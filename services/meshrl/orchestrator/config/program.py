@@ -27,7 +27,7 @@ from meshrl.diagnosis.causes import CAUSES
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
-from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunSpec, ScheduleSpec
+from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunSpec, ScheduleSpec, StartPoint
 
 
 class FilterConfig(BaseConfig):
@@ -137,8 +137,22 @@ class NewRunConfig(BaseConfig):
     share: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Its share of the trainer's time while other runs have work, relative to theirs."""
 
+    start_from: str | None = None
+    """Another run, as RUN or RUN@STEP, from whose newest checkpoint or that of the step it starts; None is the base
+    model. A run with checkpoints of its own goes on from these."""
+
+    start_with_optimizer: bool = False
+    """Go on with the optimizer, schedule and step of start_from as well, not with its weights alone."""
+
     delete: bool = False
     """Delete the run from the trainer once it is trained to its end. Its checkpoints stay."""
+
+    @field_validator("start_from")
+    @classmethod
+    def _is_a_start(cls, text: str | None) -> str | None:
+        if text is not None:
+            StartPoint.read(text)
+        return text
 
     def spec(self, of_trainer: AdapterSpec | None = None) -> RunSpec:
         """How the trainer is to train it; what is left out is as in the trainer's own configuration.
@@ -178,6 +192,9 @@ class NewRunConfig(BaseConfig):
             ),
             loss=None if self.loss is None else LossSpec(name=self.loss.name, constants=self.loss.constants),
             share=self.share,
+            start_from=None
+            if self.start_from is None
+            else StartPoint.read(self.start_from, with_optimizer=self.start_with_optimizer),
         )
 
 

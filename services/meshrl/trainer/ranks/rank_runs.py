@@ -46,17 +46,17 @@ class RunMaker:
     ) -> None:
         """`base_name` is the model that adapters are of, as their files name it."""
         self.hooks = hooks or RunHooks()
-        self.learner, self._output_dir, self._base_name = learner, output_dir, base_name
+        self.learner, self.output_dir, self._base_name = learner, output_dir, base_name
         self._optim_cpu_offload = optim_cpu_offload
 
     @property
     def runs_folder(self) -> Path:
         """Where runs have their folders, unless their settings name another."""
-        return self._output_dir / RUNS
+        return self.output_dir / RUNS
 
-    def folder(self, run_id: str, settings: RunSettings) -> Path:
+    def folder(self, run_id: str, settings: RunSettings | None) -> Path:
         """Where a run has its checkpoints, weights and epoch."""
-        return self._output_dir / settings.folder if settings.folder else self.runs_folder / run_id
+        return self.output_dir / settings.folder if settings and settings.folder else self.runs_folder / run_id
 
     def forget(self, run: RankRun, other: RankRun) -> None:
         """Ends a run on this rank, so that its memory is free; `other` is taken up in its place."""
@@ -75,7 +75,7 @@ class RunMaker:
         return adapter_set.flat.numel() * torch.float32.itemsize * (4 if settings.optim.type == "adamw" else 3)
 
     def make(self, run_id: str, settings: RunSettings) -> RankRun:
-        """A run at its newest checkpoint, or at step 0 where it has none. Collective.
+        """A run at its newest checkpoint, or where its settings start it if it has none. Collective.
 
         Raises ValueError, with all other runs as they were, on every rank, when its adapter cannot be made, its
         checkpoint not be read, or memory is short.
@@ -115,7 +115,9 @@ class RunMaker:
         try:
             if checkpointer.has_checkpoint():
                 checkpointer.restore(-1)
+            elif (start := settings.start_from) is not None:
+                checkpointer.start_from(Path(start.checkpoints), start.step, with_optimizer=start.with_optimizer)
         except CheckpointError as error:
-            raise ValueError(f"run {run_id!r} cannot go on from its checkpoint: {error}") from error
+            raise ValueError(f"run {run_id!r} cannot start from a checkpoint: {error}") from error
         self.hooks.created(run_id)
         return RankRun(state=state, checkpointer=checkpointer)

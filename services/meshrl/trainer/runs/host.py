@@ -24,12 +24,14 @@ from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.trainer.ranks.commands import CommandSender, CreateCommand, DeleteCommand
 from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
 from meshrl.trainer.run_training import RunTraining
-from meshrl.trainer.runs.settings import RunSettings
+from meshrl.trainer.runs.settings import RunSettings, StartFrom
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
+from meshrl.training.model_config import LoraConfig
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
-from meshrl.wire.types import RunInfo, RunPhase, RunSpec, Suspension
+from meshrl.wire.saved_steps import steps_in
+from meshrl.wire.types import RunInfo, RunPhase, RunSpec, StartPoint, Suspension
 
 INDEX = "index.json"
 EPOCH = "epoch"
@@ -141,9 +143,34 @@ class RunHost:
         """Why a run is suspended, if it is."""
         return self._table.find(run_id).book.suspension
 
-    def settings_of(self, spec: RunSpec | None) -> RunSettings:
+    def settings_of(self, run_id: str, spec: RunSpec | None) -> RunSettings:
         """What a spec asks for, with the own run's settings for the rest. Raises MeshError INVALID_REQUEST."""
-        return RunSettings.from_spec(spec, self._settings)
+        start = None if spec is None or spec.start_from is None else self._start(run_id, spec.start_from)
+        return RunSettings.from_spec(spec, self._settings, start)
+
+    def _start(self, run_id: str, point: StartPoint) -> tuple[StartFrom, LoraConfig | None] | None:
+        """The checkpoint at that point, and the adapter of its run; None for what the new run's folder goes on from."""
+        source, added = point.run_id or run_id, self._added.get(point.run_id)
+        settings = self._settings if source == self._own.state.run_id else None if added is None else added.row.settings
+        folder = self._maker.output_dir if settings is self._settings else self._maker.folder(source, settings)
+        steps = steps_in(folder / "checkpoints", "trainer")
+        step = point.step if point.step is not None else max(steps, default=None)
+        if source == run_id and step == max(steps, default=None):
+            return None
+        problem = f"run {source!r} has checkpoints of steps {', '.join(map(str, steps)) or 'none'}"
+        if source == run_id:
+            problem += " and goes on from the newest; leave spec.start_from.step out, or give the new run another name"
+        elif step not in steps:
+            problem += f"; save one with `meshrl run checkpoint {source}`, or name another step"
+        else:
+            start = StartFrom(
+                run_id=source,
+                step=step,
+                with_optimizer=point.with_optimizer,
+                checkpoints=str((folder / "checkpoints").absolute()),
+            )
+            return start, None if settings is None else settings.lora
+        raise invalid([FieldViolation("spec.start_from", problem)], "the new run")
 
     # --- what clients ask -------------------------------------------------------------------------
 

@@ -33,6 +33,22 @@ _SCHEDULE = {
 }  # fmt: skip
 
 
+class StartFrom(BaseConfig):
+    """A checkpoint of another run."""
+
+    run_id: str
+    """The run."""
+
+    step: int
+    """Its step."""
+
+    with_optimizer: bool
+    """Whether optimizer, schedule and step go on; else the weights start at step 0."""
+
+    checkpoints: str
+    """The folder of the run's checkpoints."""
+
+
 class RunSettings(BaseConfig):
     """How a run is trained, with every setting filled in."""
 
@@ -69,6 +85,9 @@ class RunSettings(BaseConfig):
     labels: dict[str, str] = Field(default_factory=dict)
     """Words of the caller's own."""
 
+    start_from: StartFrom | None = None
+    """Where it starts without a checkpoint of its own; None is the base model."""
+
     folder: str = ""
     """Folder of output_dir with its checkpoints, weights and epoch; empty: runs/<run_id>."""
 
@@ -88,8 +107,13 @@ class RunSettings(BaseConfig):
         )
 
     @classmethod
-    def from_spec(cls, spec: RunSpec | None, own: RunSettings) -> RunSettings:
-        """Those of a new run. Raises MeshError INVALID_REQUEST with each field that cannot be trained."""
+    def from_spec(
+        cls, spec: RunSpec | None, own: RunSettings, start: tuple[StartFrom, LoraConfig | None] | None = None
+    ) -> RunSettings:
+        """Those of a new run; `start` is what the spec starts from, and the adapter of that run if it is here.
+
+        Raises MeshError INVALID_REQUEST with each field that cannot be trained.
+        """
         spec = spec or RunSpec()
         if own.lora is None:
             raise MeshError(
@@ -97,17 +121,13 @@ class RunSettings(BaseConfig):
                 "this trainer trains every parameter of its model, which only its own run can; set trainer.model.lora"
                 " and trainer.max_concurrent_runs to train several runs",
             )
-        problems = [
-            FieldViolation(f"spec.{name}", f"must be left out: {why}")
-            for name, given, why in (
-                ("drive", spec.drive is RunDrive.COMMANDS, "this trainer trains batches only"),
-                ("start_from", spec.start_from not in (None, StartPoint()), "this trainer starts runs from the base"),
-            )
-            if given
-        ]
-        if problems:
-            raise invalid(problems, "the new run")
+        if spec.drive is RunDrive.COMMANDS:
+            problem = FieldViolation("spec.drive", "must be left out: this trainer trains batches only")
+            raise invalid([problem], "the new run")
         values = own.model_dump(exclude={"ckpt": {"resume_step"}})
+        if start is not None:
+            values["start_from"], adapter = start
+            values["lora"] = values["lora"] if adapter is None else adapter.model_dump()
         if spec.adapter is not None:
             values["lora"] |= {
                 "rank": spec.adapter.rank,
@@ -184,6 +204,9 @@ class RunSettings(BaseConfig):
             seed=self.seed,
             share=self.share,
             max_queued_batches=self.max_queued_batches,
+            start_from=None
+            if (start := self.start_from) is None
+            else StartPoint(run_id=start.run_id, step=start.step, with_optimizer=start.with_optimizer),
             checkpoints=None
             if ckpt is None
             else CheckpointPolicy(interval=ckpt.interval, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval),

@@ -243,34 +243,52 @@ class Checkpointer:
         all ranks, when there is none to resume from, or when it is damaged or one of another model.
         """
         step, manifest = self._found(step)
+        self._read(self._folder(step), manifest, with_optimizer=True)
+        self.durable_step = step
+        self._own |= {self._folder(step), self._weights_folder(step)}
+        self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
+        return step
+
+    def start_from(self, checkpoints: Path, step: int, *, with_optimizer: bool) -> None:
+        """Goes on from a checkpoint of another run, below `checkpoints`, and saves that as this run's first.
+
+        Without `with_optimizer` only its weights are taken, for step 0. Raises CheckpointError as `restore` and `save`.
+        """
+        folder = step_folder(checkpoints, step) / self._part
+        manifest = self._group.together("read the checkpoint", lambda: CheckpointContents.read(folder, step=step))
+        self._read(folder, manifest, with_optimizer=with_optimizer)
+        self.save()
+
+    def _read(self, folder: Path, manifest: CheckpointContents, *, with_optimizer: bool) -> None:
         self._learner.take_up(self._run)
-        folder, group = self._folder(step), self._group
+        group = self._group
         names = group.plan.share(sorted(manifest.files))
         self._group.together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
         optimizer = train_state.optimizer_kind(self._run)
-        if manifest.optimizer != optimizer:
+        if with_optimizer and manifest.optimizer != optimizer:
             raise CheckpointError(
                 f"{folder} was trained with the optimizer {manifest.optimizer}, this run has {optimizer}; set "
                 "optim.type as it was"
             )
         reader, control = FileSystemReader(folder), self._group.control
         with self._run.optimizer.state_open():
-            tensors = train_state.tensors_to_fill(self._learner.model, self._run, reader.read_metadata(), folder)
+            tensors = train_state.tensors_to_fill(
+                self._learner.model, self._run, reader.read_metadata(), folder, with_optimizer=with_optimizer
+            )
             try:
                 state_dict_loader.load(tensors, storage_reader=reader, process_group=control, no_dist=not control)
             except CheckpointException as error:  # a BaseException, as torch has it
                 raise files.damaged(folder, reason(error)) from error
             train_state.take_over(self._learner.model, self._run, tensors)
-        random_state.seed_rank(self._seed, step, group.plan.rank // group.plan.tp)
+        self._run.drop_gradient()  # of the weights before
+        if not with_optimizer:
+            return
+        random_state.seed_rank(self._seed, manifest.step, group.plan.rank // group.plan.tp)
         if manifest.ranks == group.plan.world_size:
             saved = random_state.read_random_state(folder / random_state.random_file(group.plan.rank))
             random_state.restore_random_state(saved, self._learner.device)
-        self._run.drop_gradient()  # of the weights before
-        self._run.step_done = self.durable_step = step
+        self._run.step_done = manifest.step
         self.progress = TrainingProgress(tokens=manifest.tokens, samples=manifest.samples, data=manifest.data)
-        self._own |= {folder, self._weights_folder(step)}
-        self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
-        return step
 
     def has_checkpoint(self) -> bool:
         """Whether there is one to resume from. Collective."""

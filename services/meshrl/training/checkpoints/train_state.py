@@ -55,7 +55,9 @@ def _owners(run: RunState) -> dict[torch.Tensor, torch.optim.Optimizer]:
     }
 
 
-def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Path) -> dict[str, torch.Tensor]:
+def tensors_to_fill(
+    model: nn.Module, run: RunState, saved: Metadata, folder: Path, *, with_optimizer: bool = True
+) -> dict[str, torch.Tensor]:
     """Where the tensors of a saved state go: into the run's own, and new ones for an optimizer that has none yet.
 
     Raises CheckpointError when the state is one of another model, or of other trainable parameters.
@@ -73,7 +75,7 @@ def tensors_to_fill(model: nn.Module, run: RunState, saved: Metadata, folder: Pa
         if group.get("fused") or group.get("capturable")
         for p in group["params"]
     }
-    for full_name in sorted(found.keys() - held.keys()):
+    for full_name in sorted(found.keys() - held.keys()) if with_optimizer else ():
         entry, name = found[full_name], full_name.split("/", 2)[2]
         parameter = parameters.get(name)
         if parameter is None or parameter not in owners or not isinstance(entry, TensorStorageMetadata):

@@ -62,6 +62,14 @@ class StartPoint:
     step: int | None = None
     with_optimizer: bool = False
 
+    @classmethod
+    def read(cls, text: str, *, with_optimizer: bool = False) -> StartPoint:
+        """That of RUN or RUN@STEP. Raises ValueError for other text."""
+        run_id, at, step = text.partition("@")
+        if not run_id or (at and not step.isdecimal()):
+            raise ValueError(f"a start must be RUN or RUN@STEP, such as letters@40, got {text!r}")
+        return cls(run_id=run_id, step=int(step) if at else None, with_optimizer=with_optimizer)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
