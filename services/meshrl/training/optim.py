@@ -6,6 +6,7 @@ Parameters may be sharded: a rank holds and updates its own part, and what is me
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +22,7 @@ from meshrl.training.config import OptimConfig
 from meshrl.training.muon import Muon
 
 CPU = torch.device("cpu")
+COUNTED_AT_ONCE = 2**18  # scalars of a tensor: for smaller ones a call each costs more than a copy
 OFFLOAD_PART_NUMEL = 64 * 2**20  # parameters whose state is on the device at once, with optim_cpu_offload
 
 
@@ -186,18 +188,19 @@ def gradient_zeros(parameters: Iterable[nn.Parameter]) -> tuple[torch.Tensor, fl
     Of this rank's parts; one that n ranks have counts as 1 / n on each. A high share means a dead path or a wrong mask.
     """
     of_all = 0.0
-    nonzero: list[torch.Tensor] = []
-    parts: list[float] = []
+    gradients: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         alike = copies(parameter)
         of_all += local(parameter).numel() / alike
         if parameter.grad is not None:
-            nonzero.append(torch.count_nonzero(local(parameter.grad)))
-            parts.append(1.0 / alike)
-    if not nonzero:
-        return torch.full((), of_all, dtype=torch.float64), of_all
-    counts = torch.stack(nonzero).double()
-    return of_all - (counts * counts.new_tensor(parts)).sum(), of_all
+            gradients[alike, parameter.grad.dtype].append(local(parameter.grad).flatten())
+    nonzero = torch.zeros((), dtype=torch.float64)
+    for (alike, _), found in gradients.items():
+        small = [each for each in found if each.numel() <= COUNTED_AT_ONCE]
+        large = [each for each in found if each.numel() > COUNTED_AT_ONCE]
+        for each in [torch.cat(small), *large] if small else large:
+            nonzero = nonzero.to(each.device) + torch.count_nonzero(each).double() / alike
+    return of_all - nonzero, of_all
 
 
 def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
