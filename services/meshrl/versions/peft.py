@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from meshrl.versions.layout import layout_of
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import plan_tensors
+from meshrl.wire.manifest_file import safetensors_header
 from meshrl.wire.types import AdapterConfig
 from meshrl.wire.values import JsonObject
 
@@ -94,10 +97,16 @@ def config_of(table: JsonObject) -> AdapterConfig:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor], table: Mapping[str, object]) -> None:
-    """Writes a folder that PEFT and vLLM load, of tensors in PEFT's names. Raises OSError, SafetensorError."""
+    """Writes a folder that PEFT and vLLM load, of tensors in PEFT's names. Raises OSError.
+
+    Other threads go on meanwhile, where safetensors' own `save_file` holds them up for a tenth of a second.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    plans = plan_tensors(layout_of(tensors))
+    with (folder / WEIGHTS_FILE).open("wb") as file:
+        file.write(safetensors_header(plans, {"format": "pt"}))
+        for plan in plans:
+            file.write(tensors[plan.name].contiguous().flatten().view(torch.uint8).numpy().data)
     (folder / CONFIG_FILE).write_text(json.dumps(table, indent=2) + "\n")
 
 

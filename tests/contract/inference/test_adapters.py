@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ async def test_each_adapter_version_takes_the_place_of_the_one_before(
     for seed in (1, 2):
         await publish(lora_mesh, seed, transport)
         await serves(lora_mesh, lora_client, seed, lora_mesh.version)
+    if lora_mesh.kind.name == "vllm":
+        parts = re.findall(r"is loaded, (\d+) parts between steps", lora_mesh.engine.log.read_text())
+        assert len(parts) >= 2
+        assert all(int(each) > 2 for each in parts)
 
 
 async def test_adapter_that_is_not_computed_with_is_refused_and_the_next_is_served(

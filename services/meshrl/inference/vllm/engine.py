@@ -326,12 +326,17 @@ class VllmEngine(EngineBase):
         number = await adapters.room(host.run_id)
         folder = await asyncio.to_thread(store.write, host, self._layout, number)
         request = LoRARequest(f"{host.run_id}@{host.version}", number, str(folder))
+        began_s = time.monotonic()
         try:
-            await self._calls.core(self._llm.add_lora(request))
+            parts = await self._calls.rpc("meshrl_open_adapter", number, str(folder))
+            for part in range(parts):
+                await self._calls.rpc("meshrl_load_adapter", part)  # the engine makes a step between two of them
         except BaseException:
-            store.remove(number)
+            self._unload(ServedAdapter(run_id=host.run_id, version=host.version, number=number, loaded=request))
             raise
         adapters.add(host.run_id, host.version, number, request)
+        took_s = time.monotonic() - began_s
+        logger.info("adapter {} is loaded, {} parts between steps in {:.2f} s", request.lora_name, parts, took_s)
 
     def _unload(self, adapter: ServedAdapter[LoRARequest]) -> None:
         async def unload() -> None:

@@ -19,6 +19,7 @@ from loguru import logger
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.sizing import GIB
+from meshrl.inference.vllm.adapter_parts import AdapterParts
 from meshrl.inference.vllm.file_reader import Named, PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
 from meshrl.inference.vllm.shadow import ParameterShadow, Weights, WorkerShadow, build_shadow, tested_shadow
@@ -83,6 +84,17 @@ class WeightsExtension:
         self._meshrl_reader = PortionReader(self._meshrl_device())
         shadow = type(self._meshrl_shadow).__name__
         return {"shadow": shadow, "device": device, "phases": self._meshrl_phases}
+
+    def meshrl_open_adapter(self, number: int, folder: str) -> int:
+        """Begins to load an adapter under this number, which no other has; returns how many parts it has."""
+        manager = self._meshrl_worker.model_runner.lora_manager
+        self._meshrl_parts = AdapterParts(manager, number, Path(folder), self._meshrl_device())
+        return len(self._meshrl_parts)
+
+    def meshrl_load_adapter(self, part: int) -> bool:
+        """Loads a part of the adapter that was opened last; vLLM has it with the last one."""
+        self._meshrl_parts.load(part)
+        return True
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
         shadow = self._meshrl_ready_shadow()

@@ -1,0 +1,126 @@
+"""Loads an adapter into a vLLM worker in parts, between the engine's steps, so that no step waits for all of it.
+
+vLLM's own way reads, pins and copies the whole adapter in one call, for which all requests of the engine wait.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from meshrl.versions.peft import WEIGHTS_FILE
+
+
+class AdapterParts:
+    """One adapter on its way into a slot of vLLM's adapter manager. A part has the layers of one block's attention, or
+    of its MLP, whose matrices vLLM packs together.
+
+    The slot is the adapter's from the start; no request names it before the last part is in.
+    """
+
+    def __init__(self, worker_manager: Any, number: int, folder: Path, device: torch.device) -> None:
+        from vllm.lora.peft_helper import PEFTHelper
+
+        self._of_worker, self._manager = worker_manager, worker_manager._adapter_manager
+        self._number, self._device = number, device
+        self._file = safe_open(folder / WEIGHTS_FILE, framework="pt")  # type: ignore[no-untyped-call]
+        names = defaultdict(list)
+        for name in self._file.keys():  # noqa: SIM118 - it is no mapping
+            names[part_of(name)].append(name)
+        self._names = list(names.values())
+        self._peft = PEFTHelper.from_local_dir(str(folder), worker_manager.max_position_embeddings)
+        self._peft.validate_legal(worker_manager.lora_config)
+        packed = self._manager.packed_modules_mapping
+        self._expected = {name for each in self._manager.supported_lora_modules for name in packed.get(each, [each])}
+        self._whole: Any = None  # vLLM's LoRAModel
+        self._filled: set[str] = set()
+        if len(self._manager._active_adapters) >= self._manager.lora_slots:
+            self._manager._active_adapters.remove_oldest()
+        self._slot = self._manager.lora_index_to_id.index(None)
+        self._manager.lora_index_to_id[self._slot] = number
+        self._manager._active_adapters[number] = None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def load(self, part: int) -> None:
+        """Reads a part and copies it to the device; with the last one vLLM has the adapter.
+
+        Raises ValueError for a layer that vLLM does not adapt.
+        """
+        manager, of_worker = self._manager, self._of_worker
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        with _unpinned():
+            made = of_worker._lora_model_cls.from_lora_tensors(
+                self._number,
+                {name: self._file.get_tensor(name) for name in self._names[part]},
+                self._peft,
+                device="cpu",
+                dtype=of_worker.lora_config.lora_dtype,
+                model_vocab_size=of_worker.vocab_size,
+                weights_mapper=mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper,
+                skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+            )
+            if strange := [name for name in made.loras if name.rpartition(".")[2] not in self._expected]:
+                raise ValueError(
+                    f"vLLM takes no adapter for {strange[0]}, only for {', '.join(sorted(self._expected))}"
+                )
+            manager._create_merged_loras_inplace(made)
+        for name, module in manager.modules.items():
+            weights = manager._get_lora_layer_weights(made, name)
+            if weights is None:
+                continue
+            self._filled.add(name)
+            if manager.lora_index_to_id[self._slot] == self._number:  # else vLLM fills one when a request comes
+                module.set_lora(self._slot, self._pinned(weights.lora_a), self._pinned(weights.lora_b))
+        if self._whole is None:
+            self._whole = made
+        else:
+            self._whole.loras.update(made.loras)
+        if part == len(self._names) - 1:
+            self._finish()
+
+    def _finish(self) -> None:
+        manager = self._manager
+        if manager.lora_index_to_id[self._slot] == self._number:
+            for name in manager.modules.keys() - self._filled:
+                manager.modules[name].reset_lora(self._slot)
+        if len(manager) >= manager.capacity:
+            manager.remove_oldest_adapter()
+        manager._registered_adapters[self._number] = self._whole
+
+    def _pinned(self, matrices: Any) -> Any:
+        """Copies from which the device reads while the engine goes on. torch gives their memory out again."""
+        if isinstance(matrices, list):
+            return [self._pinned(each) for each in matrices]
+        return matrices if matrices is None or self._device.type == "cpu" else matrices.pin_memory()
+
+
+def part_of(name: str) -> str:
+    """Where a tensor belongs: model.layers.3.self_attn of model.layers.3.self_attn.q_proj.lora_A.weight, and "" for a
+    tensor of no block."""
+    names = name.split(".")
+    number = next((place for place, each in enumerate(names) if each.isdigit()), None)
+    return "" if number is None else ".".join(names[: number + 2])
+
+
+@contextmanager
+def _unpinned() -> Iterator[None]:
+    """vLLM would pin each matrix for as long as the adapter lives: a call to the driver each, and the GPU waits."""
+    from vllm.lora import lora_model, model_manager
+
+    pinning = {"PIN_MEMORY": False, "is_pin_memory_available": lambda: False}  # by release
+    before = [(m, name, getattr(m, name)) for m in (lora_model, model_manager) for name in pinning if hasattr(m, name)]
+    for module, name, _ in before:
+        setattr(module, name, pinning[name])
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
