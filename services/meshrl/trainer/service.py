@@ -111,6 +111,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             adapter_bytes_total=None if self.host is None else self.host.room_bytes,
             adapter_bytes_used=None if self.host is None else self.host.used_bytes,
             losses=tuple(name for name in CONSTANTS if name != "custom"),
+            default_adapter=None if self.host is None else self.host.own_settings.spec.adapter,
         )
         answer: pb.GetTrainerResponse = to_proto(
             info, contract_version=CONTRACT_VERSION, capabilities=capabilities.TRAINER

@@ -46,7 +46,7 @@ class GetTrainerRequest(_message.Message):
     def __init__(self, contract_version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetTrainerResponse(_message.Message):
-    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes", "min_shared_prefix", "router_replay", "capabilities", "max_runs", "max_adapter_rank", "adapter_bytes_total", "adapter_bytes_used", "losses")
+    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes", "min_shared_prefix", "router_replay", "capabilities", "max_runs", "max_adapter_rank", "adapter_bytes_total", "adapter_bytes_used", "losses", "default_adapter")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class GetTrainerResponse(_message.Message):
     ADAPTER_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     world_size: int
     dp_size: int
@@ -85,7 +86,8 @@ class GetTrainerResponse(_message.Message):
     adapter_bytes_total: int
     adapter_bytes_used: int
     losses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., min_shared_prefix: _Optional[float] = ..., router_replay: _Optional[_Union[RoutedShape, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., max_runs: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ..., adapter_bytes_total: _Optional[int] = ..., adapter_bytes_used: _Optional[int] = ..., losses: _Optional[_Iterable[str]] = ...) -> None: ...
+    default_adapter: _runs_pb2.AdapterSpec
+    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., min_shared_prefix: _Optional[float] = ..., router_replay: _Optional[_Union[RoutedShape, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., max_runs: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ..., adapter_bytes_total: _Optional[int] = ..., adapter_bytes_used: _Optional[int] = ..., losses: _Optional[_Iterable[str]] = ..., default_adapter: _Optional[_Union[_runs_pb2.AdapterSpec, _Mapping]] = ...) -> None: ...
 
 class RoutedShape(_message.Message):
     __slots__ = ("layers", "per_token", "experts")

@@ -29,7 +29,7 @@ class AdapterParts:
 
         self._of_worker, self._manager = worker_manager, worker_manager._adapter_manager
         self._number, self._device = number, device
-        self._file = safe_open(folder / WEIGHTS_FILE, framework="pt")  # type: ignore[no-untyped-call]
+        self._file: Any = safe_open(folder / WEIGHTS_FILE, framework="pt")
         names = defaultdict(list)
         for name in self._file.keys():  # noqa: SIM118 - it is no mapping
             names[part_of(name)].append(name)
@@ -55,7 +55,7 @@ class AdapterParts:
         Raises ValueError for a layer that vLLM does not adapt.
         """
         manager, of_worker = self._manager, self._of_worker
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        mapper: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
         with _unpinned():
             made = of_worker._lora_model_cls.from_lora_tensors(
                 self._number,

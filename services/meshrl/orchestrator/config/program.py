@@ -154,14 +154,14 @@ class NewRunConfig(BaseConfig):
             StartPoint.read(text)
         return text
 
-    def spec(self, of_trainer: AdapterSpec | None = None) -> RunSpec:
+    def spec(self, default: AdapterSpec | None = None) -> RunSpec:
         """How the trainer is to train it; what is left out is as in the trainer's own configuration.
 
-        `of_trainer` is the adapter of the trainer's own run. Raises ValueError for an adapter without a rank.
+        `default` is the trainer's adapter. Raises ValueError for an adapter without a rank.
         """
         adapter, optim, schedule = None, self.optim, self.scheduler
         if self.lora is not None:
-            rank = self.lora.rank or (None if of_trainer is None else of_trainer.rank)
+            rank = self.lora.rank or (None if default is None else default.rank)
             if rank is None:
                 raise ValueError(
                     "orchestrator.run.lora.rank is missing, and the trainer reports none of its own; set it"

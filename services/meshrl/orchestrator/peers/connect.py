@@ -159,12 +159,11 @@ async def the_run(
     trainer holds as many runs as it may."""
     if any(run.run_id == run_id for run in trainer.runs) or (own is None and control is None):
         return find_run(run_id, trainer)
-    adapter = trainer.runs[0].spec.adapter if trainer.runs and trainer.runs[0].spec is not None else None
     deadline, told = time.monotonic() + place_s, False
     while True:
         try:
             if own is not None:
-                made = await client.create_run(run_id, own.spec(adapter))
+                made = await client.create_run(run_id, own.spec(trainer.default_adapter))
                 logger.info(f"made the run {made.run_id} at the trainer")
                 return made
             assert control is not None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.wire.types.routes import Routes
-from meshrl.wire.types.runs import RunInfo
+from meshrl.wire.types.runs import AdapterSpec, RunInfo
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,6 +129,7 @@ class TrainerInfo:
     adapter_bytes_total: int | None = None  # with their gradients and optimizers
     adapter_bytes_used: int | None = None
     losses: tuple[str, ...] = ()  # that a LossSpec may name
+    default_adapter: AdapterSpec | None = None  # of a run whose spec has none
 
 
 class StepState(enum.Enum):
