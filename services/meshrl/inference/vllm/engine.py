@@ -326,15 +326,27 @@ class VllmEngine(EngineBase):
         number = await adapters.room(host.run_id)
         folder = await asyncio.to_thread(store.write, host, self._layout, number)
         request = LoRARequest(f"{host.run_id}@{host.version}", number, str(folder))
-        began_s = time.monotonic()
         try:
-            parts = await self._calls.rpc("meshrl_open_adapter", number, str(folder))
-            for part in range(parts):
-                await self._calls.rpc("meshrl_load_adapter", part)  # the engine makes a step between two of them
+            await self._load_parts(request)
+        except MeshError as error:
+            logger.warning("{} is loaded at once, and other requests wait meanwhile: {}", request.lora_name, error)
+            try:
+                await self._calls.core(self._llm.remove_lora(number))
+                await self._calls.core(self._llm.add_lora(request))
+            except BaseException:
+                store.remove(number)
+                raise
         except BaseException:
             self._unload(ServedAdapter(run_id=host.run_id, version=host.version, number=number, loaded=request))
             raise
         adapters.add(host.run_id, host.version, number, request)
+
+    async def _load_parts(self, request: LoRARequest) -> None:
+        """Loads an adapter a part at a time; the engine makes a step between two of them."""
+        began_s = time.monotonic()
+        parts = await self._calls.rpc("meshrl_open_adapter", request.lora_int_id, request.lora_path)
+        for part in range(parts):
+            await self._calls.rpc("meshrl_load_adapter", part)
         took_s = time.monotonic() - began_s
         logger.info("adapter {} is loaded, {} parts between steps in {:.2f} s", request.lora_name, parts, took_s)
 
