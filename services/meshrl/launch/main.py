@@ -98,6 +98,13 @@ def programs(
     ]
 
 
+def guests(layout: Layout, parts: Sequence[Part]) -> list[str]:
+    """The runs that others train in this mesh at this moment, by the folders that their orchestrators write to."""
+    own = {part.config.output_dir.name for part in parts if isinstance(part.config, OrchestratorConfig)}
+    found = [folder for folder in layout.output_dir.glob("run_*") if folder.name not in own]
+    return sorted(folder.name for folder in found if RunFolder(folder).is_running())
+
+
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
     folder = Layout(output_dir).checkpoints
     for step in reversed(steps_in(folder, "trainer")):
@@ -242,6 +249,7 @@ def _supervise(
         lock_fd=lock.fd,
         temporary=temporary_folders(parts),
         landmarks=(layout.lock, layout.configs),
+        guests=lambda: guests(layout, parts),
     )
     code = run(supervisor.run)
     logger.info(

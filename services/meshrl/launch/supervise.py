@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
@@ -99,10 +100,13 @@ class Supervisor:
         lock_fd: int | None = None,
         temporary: Sequence[Path] = (),
         landmarks: Sequence[Path] = (),
+        guests: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
-        """`landmarks` are in the run's folder from its beginning to its end: once none is left the run has failed."""
+        """`landmarks` are in the run's folder from its beginning to its end: once none is left the run has failed.
+        `guests` are runs of others at this moment, for which the programs go on after the last leader.
+        """
         self._programs = programs
-        self._landmarks = landmarks
+        self._landmarks, self._guests = landmarks, guests
         self._lock_fd = lock_fd
         self._temporary = temporary
         self._grace = grace or Grace()
@@ -241,8 +245,9 @@ class Supervisor:
             missed = missed + 1 if await asyncio.to_thread(self._folder_is_lost) else 0
 
     async def _watch(self, stop: asyncio.Event, leading: asyncio.Future[int] | None, losing: asyncio.Task[None]) -> int:
-        ends = [] if leading is None else [leading]
-        failed_leaders = 0
+        ends: list[asyncio.Future[Any]] = [] if leading is None else [leading]
+        staying: asyncio.Task[None] | None = None  # for the runs of others, once the leaders have ended
+        failed_leaders, led = 0, any(program.leader for program in self._programs)
         while True:
             exits = [child.exited for child in self._children.values() if child.exited is not None]
             await stop_or_first(stop, losing, *exits, *ends)
@@ -256,15 +261,19 @@ class Supervisor:
             if stop.is_set():
                 logger.info("ending all programs")
                 return await self._end_in_order()
+            if staying is not None and staying.done():
+                logger.info("ending the other programs")
+                return await self._end_in_order() or min(failed_leaders, 1)
             others = [running for running in exits if not running.done()]
             if others and all(child.program.leader and child.process.returncode for child in self._ended()):
                 await asyncio.wait(others, timeout=self._grace.cause_s, return_when=asyncio.FIRST_COMPLETED)
             for child in self._ended():
                 self._kill_rest(child)
                 leaders = any(other.program.leader for other in self._children.values())
+                stays = child.program.leader and (leaders or bool(self._guests()))
                 if child.program.leader and child.process.returncode == 0:
-                    logger.info("{} is done{}", child.program.name, "" if leaders else "; ending the other programs")
-                    if leaders:
+                    logger.info("{} is done{}", child.program.name, "" if stays else "; ending the other programs")
+                    if stays:
                         continue
                     return await self._end_in_order() or min(failed_leaders, 1)
                 failed = 0 if child.ready.exists() else child.failed_starts + 1
@@ -273,13 +282,25 @@ class Supervisor:
                     self._report_loss()
                     return 1
                 if child.restarts_left == 0 or hopeless:
-                    goes_on = child.program.leader and leaders
-                    self._report(child, failed, "Other runs go on" if goes_on else "Ending all other programs")
-                    if not goes_on:
+                    self._report(child, failed, "Other runs go on" if stays else "Ending all other programs")
+                    if not stays:
                         return 1  # the caller's way out ends the others
                     failed_leaders += 1
                     continue
                 await self._restart(child, failed)
+            if staying is None and led and not any(child.program.leader for child in self._children.values()):
+                staying = asyncio.create_task(self._until_alone())
+                self._held.add(staying)
+                ends.append(staying)
+
+    async def _until_alone(self) -> None:
+        """Returns once no run of others is left in the mesh."""
+        told: Sequence[str] = ()
+        while guests := self._guests():
+            if guests != told:
+                logger.info("the mesh goes on for {}, and ends after them; Ctrl-C ends it now", ", ".join(guests))
+            told = guests
+            await asyncio.sleep(LOST_POLL_S)
 
     def _ended(self) -> list[_Child]:
         """A leader that is done comes first, a leader that failed (perhaps by others) last."""

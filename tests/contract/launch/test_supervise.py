@@ -146,6 +146,24 @@ async def test_the_run_is_over_when_every_leader_has_ended_and_one_that_fails_le
     assert {"second | two\n", "third | three\n"} <= set(shown)
 
 
+@pytest.mark.parametrize("code", [0, 3])
+async def test_the_programs_go_on_for_the_runs_of_others_after_the_last_leader(
+    programs: Programs, messages: list[str], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(supervise_module, "LOST_POLL_S", 0.05)
+    programs.add("server", SLEEP)
+    programs.add("own", f"sys.exit({code})", leader=True)
+    others = ["run_letters"]
+    supervising = asyncio.create_task(Supervisor(programs.listed, grace=Grace(), show=str, guests=lambda: others).run(
+        asyncio.Event()
+    ))  # fmt: skip
+    await until(lambda: any("the mesh goes on for run_letters, and ends after them" in line for line in messages))
+    assert programs.alive() == ["server"]
+    others.clear()
+    assert await supervising == min(code, 1)
+    assert gone(programs)
+
+
 @pytest.mark.parametrize("how", ["deleted", "deleted and made again", "moved", "deleted, and a program dies of it"])
 async def test_a_run_whose_folder_is_lost_ends_and_names_it(
     programs: Programs,

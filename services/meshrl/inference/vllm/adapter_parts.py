@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -29,7 +29,7 @@ class AdapterParts:
 
         self._of_worker, self._manager = worker_manager, worker_manager._adapter_manager
         self._number, self._device = number, device
-        self._file: Any = safe_open(folder / WEIGHTS_FILE, framework="pt")
+        self._file = cast("Any", safe_open(folder / WEIGHTS_FILE, framework="pt"))
         names = defaultdict(list)
         for name in self._file.keys():  # noqa: SIM118 - it is no mapping
             names[part_of(name)].append(name)
