@@ -1,19 +1,26 @@
 """TrainerService through a real channel: what conformance and the tests of bad input do not look at."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshrl.client.trust import Role, Scope
+from meshrl.client import ChannelOptions, TrainerClient
+from meshrl.client.credentials import CredentialFiles, TokenCredentials, credentials_of
+from meshrl.client.trust import Role, Scope, TrustFile
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.guard import CALLER, Caller
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.trainer.runs.quotas import Quotas
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.v1 import trainer_pb2 as pb
+from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.convert import batch_to_messages
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import StepState
@@ -74,12 +81,47 @@ async def test_drain_finishes_the_queue_refuses_more_and_ends_watches(mesh: Mesh
     assert states == [StepState.QUEUED, StepState.RUNNING, StepState.DONE]
 
 
-async def test_a_batch_that_comes_twice_at_once_counts_once_for_its_tenant(tmp_path: Path) -> None:
+def counting(file: Path) -> TrainerServicer:
+    """A service of the run main that trains nothing and counts what tenants send in a file."""
     facts = TrainerFacts(
         world_size=1, dp_size=1, seq_len=32, vocab_size=VOCAB, objective="aipo", model="tiny", max_queued_batches=2
     )
-    table, quotas = RunTable(StepBook(run_id="main", epoch=1)), Quotas(tmp_path / "quotas.json")
-    servicer, both = TrainerServicer(table, facts, on_drained=lambda: None, quotas=quotas), asyncio.Barrier(2)
+    table = RunTable(StepBook(run_id="main", epoch=1))
+    return TrainerServicer(table, facts, on_drained=lambda: None, quotas=Quotas(file))
+
+
+async def test_the_batches_of_a_token_are_counted_by_the_token_over_a_real_channel(tmp_path: Path) -> None:
+    trust = TrustFile(tmp_path / "trust.sqlite")
+    trust.create()
+    quota = trust.add_token(Role.TENANT, runs=["main"], tokens_per_day=10)  # those of one batch
+    free = trust.add_token(Role.TENANT, runs=["main"])
+    other = trust.add_token(Role.TENANT, runs=["other-*"])
+    credentials = credentials_of(CredentialFiles(trust=trust.path))
+    server = GrpcServer(ServerConfig(host="127.0.0.1", port=0), credentials=credentials)
+    servicer = counting(tmp_path / "quotas.json")
+    server.add("meshrl.v1.TrainerService", add_TrainerServiceServicer_to_server, servicer)
+    address = f"127.0.0.1:{await server.start()}"
+
+    async def send(token: str, step: int) -> int:
+        async with TrainerClient(address, ChannelOptions(credentials=TokenCredentials(token))) as client:
+            return await client.submit_batch(replace(batch(step), run_id="main"))
+
+    try:
+        assert await send(quota, 1) == 1
+        with pytest.raises(MeshError, match=r"tenant/.* may train 10 tokens a day .* has trained 10 today") as refused:
+            await send(quota, 2)
+        assert refused.value.reason is Reason.OVERLOADED
+        assert refused.value.retry_after_s is not None
+        with pytest.raises(MeshError, match="may use the runs other-"):
+            await send(other, 2)
+        assert await send(free, 2) == 2
+        assert json.loads((tmp_path / "quotas.json").read_text())["tokens"] == {quota.partition(".")[0]: 10}
+    finally:
+        await server.drain(0.0)
+
+
+async def test_a_batch_that_comes_twice_at_once_counts_once_for_its_tenant(tmp_path: Path) -> None:
+    servicer, both = counting(tmp_path / "quotas.json"), asyncio.Barrier(2)
 
     async def upload(step: int, *, waits: bool) -> pb.SubmitBatchResponse:
         async def stream() -> AsyncIterator[pb.SubmitBatchRequest]:
