@@ -96,11 +96,15 @@ def compose(
     # Two that load a model onto one GPU at once take each other's room: vLLM counts what is free while it starts.
     shared = [part.name for number, part in enumerate(engines) if run.placement.shared(number)]
     rollout = _with_port(run.rollout(), free_port)
-    taught = run.teacher_rollout(rollout)
     addresses = {"trainer": reach(trainer.server), "weights": run.hub, **running.model_dump(exclude_none=True)}
     addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
     orchestrators: dict[str, OrchestratorConfig] = {}
+    teachers: dict[str, RolloutConfig] = {}
     for section in config.orchestrators.values():
+        joined = f"_{section.run_id}" if isinstance(section, RunSection) else ""
+        taught = run.teacher_rollout(section, rollout, f"teacher{joined}")
+        if taught is not None:
+            teachers[f"teacher{joined}"] = taught
         values: dict[str, object] = {
             "services": addresses,
             **run.deadlines(section.deadlines, ENGINE_START_S if shared else 0.0),
@@ -109,7 +113,6 @@ def compose(
         }
         if isinstance(section, RunSection) and section.output_dir == config.output_dir:
             values["output_dir"] = Layout(config.output_dir).run_folder(section.run_id)
-        joined = f"_{section.run_id}" if isinstance(section, RunSection) else ""
         orchestrators[f"orchestrator{joined}"] = run.orchestrator(section, values)
     given_key = None if config.inference is None else config.inference.api_key
     engine_key = key_environ(given_key, rollout.client.api_key_var)
@@ -141,16 +144,10 @@ def compose(
             restarts=config.restarts,
         ),
     ]
-    if taught is not None:
-        parts.append(
-            Part(
-                name="teacher",
-                module="meshrl.rollout.main",
-                config=taught,
-                end_stage=CLIENTS,
-                restarts=config.restarts,
-            )
-        )
+    parts += [
+        Part(name=name, module="meshrl.rollout.main", config=taught, end_stage=CLIENTS, restarts=config.restarts)
+        for name, taught in teachers.items()
+    ]
     for name, orchestrator in orchestrators.items():
         scores = any(algo.type in ("opsd", "custom") for algo in orchestrator.algos.values())
         parts.append(
@@ -215,9 +212,9 @@ class _Composition:
             values |= {"checkpoint_interval": ckpt.interval, "checkpoint_at_end": True}
         return with_values(orchestrator_of(section), values)
 
-    def teacher_rollout(self, rollout: RolloutConfig) -> RolloutConfig | None:
-        """The rollout program in which the teacher plays; None where it plays nothing, or one runs already."""
-        names, teacher = self.config.orchestrator.taught_environments, self.config.orchestrator.teacher
+    def teacher_rollout(self, section: OrchestratorConfig, rollout: RolloutConfig, name: str) -> RolloutConfig | None:
+        """The rollout program in which a run's teacher plays; None where it plays nothing, or one runs already."""
+        names, teacher = section.taught_environments, section.teacher
         if not names or teacher is None or teacher.rollout is not None:
             return None
         values: dict[str, object] = {
@@ -234,7 +231,7 @@ class _Composition:
             "model.name": teacher.model.name or rollout.model.name,
             "text_samples": True,
             "server.port": self.free_port(rollout.server.host),
-            "output_dir": rollout.output_dir / "teacher",
+            "output_dir": rollout.output_dir / name,
         }
         return with_values(rollout, values)
 

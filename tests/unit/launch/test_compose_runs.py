@@ -56,6 +56,17 @@ def test_each_run_has_an_orchestrator_and_the_mesh_what_all_need(tmp_path: Path)
     assert parts["inference"].config.lora_rank == 32
 
 
+def test_the_teacher_of_a_run_gets_a_rollout_program_of_its_own(tmp_path: Path) -> None:
+    flags = ["--runs.1.training-mode", "sft", "--runs.1.teacher.client.base-url", "http://t:1"]
+    parts = parts_of(mesh(tmp_path, *flags, "--runs.1.teacher.model.name", "big"))
+    assert [name for name in parts if name.startswith("teacher")] == ["teacher_long"]
+    played = parts["teacher_long"].config
+    assert (played.model.name, played.output_dir) == ("big", parts["rollout"].config.output_dir / "teacher_long")
+    assert [env.resolved_name for env in played.env] == ["letters"]
+    assert parts["orchestrator_long"].config.teacher.rollout == [f"127.0.0.1:{played.server.port}"]
+    assert parts["orchestrator_short"].config.teacher is None
+
+
 def test_a_flag_beats_the_runs_of_a_file_and_may_name_one(tmp_path: Path) -> None:
     parts = parts_of(mesh(tmp_path, "--max-steps", "3", "--runs.1.batch-size", "64"))
     assert [parts[f"orchestrator_{name}"].config.max_steps for name in ("short", "long")] == [3, 3]
