@@ -17,8 +17,6 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over tasks, with the bounds of its 95% interval."""
-
     value: float
     low: float
     high: float
@@ -105,7 +103,7 @@ def score(
 
 def pass_at_k(tried: int, passed: int, k: int) -> float:
     """The chance that one of `k` rollouts drawn from those `tried` is among those that `passed`, without replacement.
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq."""
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374): 1 - C(n - c, k) / C(n, k)."""
     return 1.0 - comb(tried - passed, k) / comb(tried, k)
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Console script `sft`."""
     rank_main(
         "sft",
         lambda: load_config(SFTConfig, prog="sft", instead=submit_sft, spellings=PrimeRLKeys(SFTConfig, "sft")),

@@ -30,7 +30,6 @@ class RowFilter:
     keep_truncated: bool
 
     def why_dropped(self, row: JsonObject) -> str | None:
-        """Why a rollout is not kept; None when it is."""
         if self.min_reward is not None and row["reward"] < self.min_reward:
             return "reward"
         if row["truncated"] and not self.keep_truncated:

@@ -63,7 +63,6 @@ def _report(run: TrialRun, dataset: ConversationDataset) -> None:
 
 
 def main() -> None:
-    """Console script `synthesize`."""
     config = load_config(SynthesisConfig, prog="synthesize", spellings=PrimeRLKeys(SynthesisConfig))
     derived = (SUMMARY, "dataset.jsonl", "dataset.parquet") if config.dataset is None else (SUMMARY,)
     settings = config.result_settings(

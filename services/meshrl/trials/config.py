@@ -143,7 +143,6 @@ class TrialsConfig(BaseConfig):
         return self.num_examples if env.num_examples is None else env.num_examples
 
     def result_settings(self, **more: object) -> JsonObject:
-        """What makes results comparable, as JSON has it."""
         environments = {
             env.resolved_name: {
                 "id": env.id,
@@ -165,7 +164,6 @@ class TrialsConfig(BaseConfig):
 
     @property
     def engine_urls(self) -> tuple[str, ...]:
-        """Base URLs of the servers that run already, without a trailing /v1."""
         if self.inference is not None:
             return ()
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.client.base_url)

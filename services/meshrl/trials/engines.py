@@ -32,8 +32,6 @@ OURS = "logprobs_mode"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """The servers' descriptions of themselves."""
-
     urls: tuple[str, ...]
     """As configured for chat servers, without /v1 for engines."""
     api: Api
@@ -41,9 +39,8 @@ class ServerFacts:
 
 
 class PolicyEndpoints:
-    """The servers of one command. Use as an async context manager. `urls` are without a trailing /v1. `started` means
-    that they are started by this command, and with the base `model`. `seq_len` is the longest sequence in tokens; None
-    takes the engines' limit."""
+    """`urls` are without a trailing /v1. `started` means that they are started by this command, and with the base
+    `model`."""
 
     def __init__(
         self,

@@ -13,8 +13,6 @@ MAX_SEED = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One rollout to be played."""
-
     environment: str
     task: int
     number: int

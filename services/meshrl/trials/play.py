@@ -91,7 +91,6 @@ class TrialPlayer:
 
 
 def why_failed(group: RolloutGroup) -> str:
-    """Why a trial has no rollout, for a person."""
     if group.failures:
         return f"{group.failures[-1].reason}: {group.failures[-1].message}"
     return group.cut_short or "the rollout was cancelled"

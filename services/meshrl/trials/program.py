@@ -1,7 +1,4 @@
-"""Starts what plays trials (an engine where one is asked for, the rollout service), runs the work, stops them again.
-
-The work is that of `eval` or `synthesize`. A signal ends it in order; the same command then continues where it ended.
-"""
+"""Starts what plays trials (an engine where one is asked for, the rollout service), runs the work, stops them again."""
 
 from __future__ import annotations
 
@@ -44,8 +41,6 @@ TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRun:
-    """What the work of a command plays with: servers, environments, player and results."""
-
     seed: int
     endpoints: PolicyEndpoints
     facts: ServerFacts
@@ -77,7 +72,6 @@ class TrialRun:
             )  # fmt: skip
 
     def left(self, checkpoint: str) -> int:
-        """Trials of a checkpoint that are not done."""
         return len(plan_trials(self.spans, seed=0, checkpoint=checkpoint, done=self.results.done))
 
 
@@ -87,8 +81,6 @@ Work = Callable[[TrialRun], Coroutine[None, None, int]]
 def run_trials(
     name: str, config: TrialsConfigT, results: TrialResults, work: Work, *, conversations: bool = False
 ) -> NoReturn:
-    """Runs a whole program as `serve_trials` does, and ends the process with its exit code."""
-
     async def serve(config: TrialsConfigT, stop: asyncio.Event, tracer: Tracer) -> int:
         return await serve_trials(config, results, work, stop, tracer, conversations=conversations)
 

@@ -41,7 +41,6 @@ class TrialProgress:
                 )
 
     def ended(self, environment: str, reward: float | None) -> None:
-        """A rollout has ended, with this reward; None is one that failed."""
         count = self._counts[environment]
         if reward is None:
             count.failed += 1
@@ -57,7 +56,6 @@ class TrialProgress:
             logger.info("{}", self.line())
 
     def line(self) -> str:
-        """How far it is in one sentence: rollouts by environment, rate, time left."""
         took_s = max(1e-9, time.monotonic() - self._began_s)
         ended = sum(count.done + count.failed for count in self._counts.values())
         left = sum(count.total - count.before - count.done - count.failed for count in self._counts.values())

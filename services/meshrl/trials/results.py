@@ -72,7 +72,6 @@ class TrialResults:
         return rows
 
     def stored(self) -> RowFile:
-        """The file with every row whole."""
         return self._results
 
     def _check_settings(self) -> None:

@@ -1,8 +1,5 @@
-"""The file of results: a line for each rollout that was played, written as it ends, read again when a command resumes.
-
-What counts is what is in the file: a rollout whose line is there is never played again. A process that is killed loses
-what it was playing; a line that a power cut left half written is cut off.
-"""
+"""The file of results: a line for each rollout that was played, written as it ends, read again when a command
+resumes."""
 
 from __future__ import annotations
 
@@ -84,6 +81,5 @@ def key_of(row: JsonObject) -> TrialKey:
 
 
 def whole_episodes(rows: Sequence[JsonObject]) -> set[TrialKey]:
-    """The trials of which every line is there."""
     lines = Counter(key_of(row) for row in rows)
     return {key for row in rows if lines[key := key_of(row)] >= row[ROLLOUTS_OF_EPISODE]}

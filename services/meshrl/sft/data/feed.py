@@ -1,7 +1,4 @@
-"""Brings each step's rows to every rank: rank 0 reads and tokenizes, and sends the others what it packed.
-
-A row is tokenized once for the whole group, and while a step trains where processes of the loader run ahead.
-"""
+"""Brings each step's rows to every rank: rank 0 reads and tokenizes, and sends the others what it packed."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ _ROWS, _ERROR = b"R", b"E"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRows:
-    """A rank's input for a step: all ranks' rows, and on rank 0 the rows that were dealt."""
-
     micro_batches: Sequence[MicroBatch]
     batch: SFTBatch | None
 

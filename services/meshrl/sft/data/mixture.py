@@ -17,8 +17,6 @@ StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Cursor:
-    """Whole epochs, and rows of the one that has begun."""
-
     epoch: int = 0
     position: int = 0
 

@@ -43,8 +43,6 @@ def _chat_template(given: str) -> str:
 
 
 class Renderers:
-    """Renderers of one tokenizer, one for each set of chat_template_kwargs."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
         """Raises ModelError when the options name no renderer, or one that does not fit the tokenizer."""
         self._tokenizer, self._options = tokenizer, options

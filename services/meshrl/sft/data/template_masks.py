@@ -1,9 +1,4 @@
-"""Finds what is learned among the tokens that a chat template made of a conversation; used by `tokenization`.
-
-A template with `generation` marks has the answer already. Of any other only the prefixes that bound a learned message
-are rendered: the messages before it with the generation prompt, and the messages up to it. Both must begin the whole
-conversation, or it is not certain which tokens the message contributed.
-"""
+"""Finds what is learned among the tokens that a chat template made of a conversation; used by `tokenization`."""
 
 from __future__ import annotations
 
@@ -37,8 +32,6 @@ class PrefixError(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """How a template ends an assistant's turn: with a special token of its own, or with the next message's header."""
-
     end: int | None = None
     ends_with_header: bool = False
 
