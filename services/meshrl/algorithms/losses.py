@@ -169,7 +169,9 @@ class SequenceLoss:
 
 
 def load_custom_loss(import_path: str, kwargs: Mapping[str, object], *, key: str = "loss") -> Loss:
-    """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence."""
+    """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence. Raises
+    ValueError here for a function that cannot be imported or called so, and from the loss for what is no
+    SequenceLoss."""
     function = load_function(import_path, kwargs, key=key, positional=("sequence",))
 
     def custom_loss(inputs: LossInputs) -> LossOutput:

@@ -218,6 +218,7 @@ class FolderGuardian:
         )
 
     def close(self) -> None:
+        """Has the guardian do its work now; blocking."""
         try:
             self._process.communicate(timeout=CLOSE_DEADLINE_S)
         except subprocess.TimeoutExpired:  # a large folder: it goes on by itself

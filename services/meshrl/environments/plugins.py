@@ -45,6 +45,7 @@ def plugin_id(module_id: str) -> str:
 
 
 def split_choice(taskset_id: str) -> tuple[str, dict[str, str]]:
+    """Raises ValueError for a colon behind a taskset that takes none."""
     family, colon, choice = taskset_id.partition(":")
     if not colon:
         return taskset_id, {}

@@ -113,6 +113,7 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def read_adapter(folder: Path, version: int) -> HostVersion:
+    """A LoRA adapter in PEFT's format, as a version. Raises MeshError INVALID_REQUEST, NOT_SUPPORTED."""
     try:
         table, tensors = peft.read_folder(folder)
         adapter = peft.config_of(table)

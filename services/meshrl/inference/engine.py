@@ -435,6 +435,7 @@ class EngineBase:
             return await self._score(prompt_ids, adapter)
 
     def check_fit(self) -> None:
+        """Raises MeshError ENGINE_FAILED for an engine that may hold torn weights."""
         if self.unfit is not None:
             raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
 

@@ -169,6 +169,7 @@ def _vllm(configs: Path) -> tuple[str, ...]:
 
 
 def empty(folder: Path) -> None:
+    """Raises DemoError for a folder with anything else than an earlier demo in it."""
     if not folder.exists():
         return
     strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in MADE_HERE)

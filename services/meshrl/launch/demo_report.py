@@ -77,6 +77,7 @@ class Curves:
 
 
 def read_records(path: Path) -> list[JsonObject]:
+    """Raises ReportError when there is no such file."""
     if not path.exists():
         raise ReportError(f"{path} is missing: the run ended before its first step; see the logs beside it")
     return list(json_records(GrowingFile(path).read_on()))

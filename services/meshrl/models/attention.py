@@ -144,6 +144,7 @@ class PackedLayout:
 
     @property
     def lengths(self) -> list[int]:
+        """(S,) tokens of each sample."""
         found: list[int] = self.offsets.diff().tolist()
         return found
 

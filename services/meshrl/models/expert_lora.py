@@ -66,6 +66,7 @@ class ExpertAdapter(AdapterHolder):
 def merge(
     weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor, *, scale: float, transposed: bool
 ) -> torch.Tensor:
+    """W + scale B A of all experts in float32; `transposed`: W is (E, in, out), not (E, out, in)."""
     added = torch.bmm(high.float(), low.float())
     return torch.add(weight.float(), added.transpose(1, 2) if transposed else added, alpha=scale)
 

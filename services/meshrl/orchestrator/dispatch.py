@@ -183,7 +183,8 @@ class LostGroups:
         self._since_s = 0.0
 
     async def judge(self, group: RolloutGroup) -> None:
-        """After a lost group: waits, longer each time in a row."""
+        """After a lost group: waits, longer each time in a row. Raises RunError after too many; while an engine or the
+        service is away, only once it has had `unreachable_s`."""
         if len(group.rollouts) >= self._least[group.ticket.task.environment] or not group.errors:
             self._in_a_row = 0
             self._backoff.reset()

@@ -144,6 +144,7 @@ class Run:
     # --- what the uploader needs (UploadedRun) ------------------------------------------------------
 
     async def batch(self, step: int) -> Batch:
+        """The batch of a step, from memory or from the journal. Raises RunError when neither has it."""
         known = self._submitted.get(step)
         return known.assembled.batch if known is not None else await self.journal.load_batch(step)
 
@@ -151,6 +152,8 @@ class Run:
         return self.traces.span(step)
 
     def go_back(self, step: int, done: int) -> None:
+        """The trainer restarted at `step`: those after it, up to `done`, are done again. Raises RunError when the batch
+        of one is no longer kept."""
         self.journal.go_back(step, done)
         self.plan.rolled_back(step)
 

@@ -87,6 +87,7 @@ class GroupTable:
         return tuple(self._groups.values())
 
     def refuse(self, request: RolloutRequest, now: float) -> None:
+        """Raises the MeshError for which a group cannot be admitted now, if there is one."""
         size, run_id = request.group_size, request.run_id
         if self.draining:
             raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")

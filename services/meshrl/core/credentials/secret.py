@@ -40,6 +40,7 @@ def read_secret(
 
 
 def checked(secret: str, source: str) -> str:
+    """Raises ConfigError when it is empty, or has other characters than ASCII's visible ones."""
     if not secret or any(not "!" <= character <= "~" for character in secret):
         raise ConfigError(
             f"{source}: a key has at least one character, all of them letters, digits or signs of ASCII without spaces;"

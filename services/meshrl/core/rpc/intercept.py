@@ -55,6 +55,8 @@ class _Method:
         return self.parse(data, caller)
 
     def parse(self, data: bytes, caller: Caller | None) -> object:
+        """Raises INVALID_REQUEST for bytes that are none of this method or break its schema, PERMISSION_DENIED for
+        another run than the caller's."""
         try:
             message = self.deserialize(data)
             if caller is not None and caller.scope.runs:

@@ -90,7 +90,8 @@ class HubFollower:
     async def follow(self, hub: str, url: str, token: str = "") -> None:
         """Follows the hub at `hub` from now on, and registers this engine there at `url`; returns once the hub has
         answered. `token` is what the hub wants to be shown; empty shows it what this program has. With another token it
-        is another hub at the same address, that of the next run."""
+        is another hub at the same address, that of the next run. Raises MeshError: RUN_LIMIT_REACHED while another hub
+        is there, UNREACHABLE for one that does not answer."""
         async with self._changing:
             now = self._following
             if now is not None and (now.hub, now.token) == (hub, token) and not now.task.done():

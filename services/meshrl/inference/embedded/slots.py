@@ -200,6 +200,7 @@ class SlotTable:
     # --- decoding ---------------------------------------------------------------------------
 
     def decode_inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(R,) tokens to feed and their positions."""
         rows = self.decoding
         positions_R = self.slots["cached"][:rows].copy()
         return self.tokens_SM[np.arange(rows), positions_R].astype(np.int64), positions_R

@@ -92,6 +92,7 @@ class Serving:
         return model if "@" in model or model in adapters.newest else ""
 
     def room(self, prompt_tokens: int) -> int:
+        """Tokens that fit behind a prompt. Raises: MeshError INVALID_REQUEST when none does."""
         room = self.max_model_len - prompt_tokens
         if room < 1 or prompt_tokens < 1:
             raise MeshError(
@@ -159,7 +160,8 @@ async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
 async def interleave(
     spans: CompletionSpans, requests: list[GenerateRequest]
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Chunks of several completions as they come, each with the index of its request."""
+    """Chunks of several completions as they come, each with the index of its request. Raises: whatever one of the
+    completions fails with, at once; the others end with it."""
     ready: asyncio.Queue[tuple[int, TokenChunk] | Exception] = asyncio.Queue()
 
     async def pump(index: int, request: GenerateRequest) -> None:

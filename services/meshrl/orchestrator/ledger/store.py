@@ -254,5 +254,6 @@ class LedgerStore:
         return found
 
     def groups(self, group_ids: Sequence[str]) -> dict[str, PastGroup]:
+        """Groups by id, without their rollouts. Blocks."""
         with ledger_file(self._path) as connection:
             return rows_of_groups(connection, list(group_ids))

@@ -109,6 +109,7 @@ class ThreadedWriter:
         return done
 
     def close(self, deadline_s: float) -> None:
+        """Commits what is queued and stops. Raises LedgerFileError when something could not be written."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)

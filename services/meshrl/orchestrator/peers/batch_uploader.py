@@ -136,6 +136,7 @@ class BatchUploader:
             await self._changed.next()
 
     async def next(self) -> tuple[int, StepEvent] | None:
+        """The next step that is done, and its event; None after the last one. Raises RunError."""
         while True:
             if self._steps.trained < self._steps.recorded:
                 step = self._steps.trained + 1

@@ -156,7 +156,7 @@ async def the_run(
 ) -> RunInfo:
     """The run to feed, which is made where the trainer does not have it and it may be. With `control`, the folder by
     which the trainer finds the run, it is the trainer that makes it. It is waited for up to `place_s`, also while the
-    trainer holds as many runs as it may."""
+    trainer holds as many runs as it may. Raises RunError."""
     if any(run.run_id == run_id for run in trainer.runs) or (own is None and control is None):
         return find_run(run_id, trainer)
     deadline, told = time.monotonic() + place_s, False

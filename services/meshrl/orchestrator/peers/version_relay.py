@@ -121,7 +121,7 @@ class VersionRelay:
     async def activate_or_skip(self, uploader: BatchUploader, version: int, artifact_id: str = "") -> Activation | None:
         """As `activate`, over restarts of the trainer; None when engines keep the version before. A trainer that comes
         back at an earlier step makes the version again, and it is activated then. One that comes back at a later step
-        never does, so the version is skipped: a later one is activated."""
+        never does, so the version is skipped: a later one is activated. Raises RunError when the hub is gone."""
         give_up_at_s = self._clock.now() + self._settings.deadlines.startup_s
         while uploader.came_back_at <= version:
             epoch = uploader.epoch

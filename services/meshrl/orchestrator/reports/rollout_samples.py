@@ -52,7 +52,7 @@ class RolloutSamplesWriter:
 
     def write(self, step: SubmittedStep, logprobs: Logprobs) -> None:
         """Writes a step's file when its turn has come, with the trainer's logprobs (StepEvent.logprobs) where it gave
-        them. Blocks."""
+        them. Blocks. Raises nothing of the disk's."""
         if step.step % self._config.interval:
             return
         lines = within(chosen(step, self._config, logprobs), round(self._config.max_mib * 2**20))

@@ -39,6 +39,7 @@ AlgorithmState = Mapping[str, Mapping[str, float]]
 
 class Recipes:
     def __init__(self, algos: Mapping[str, AlgoConfig], of_rewards: AdvantageConfig, *, seq_len: int) -> None:
+        """From the configured algorithm of each environment. Raises RunError for a custom one that cannot be made."""
         self.by_environment = {name: _build_recipe(algo, of_rewards, seq_len) for name, algo in algos.items()}
         for name, recipe in self.by_environment.items():
             if recipe.sampler is Actor.TEACHER and algos[name].type != "sft":

@@ -38,6 +38,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 def refuse_training(request: RolloutRequest) -> None:
+    """Raises MeshError INVALID_REQUEST for rollouts that are to be trained on."""
     if not request.scores_only:
         raise MeshError(
             Reason.INVALID_REQUEST,
@@ -123,6 +124,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         session_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> RelayReply:
+        """A completion that a harness reads as it is made. Raises ProviderError."""
         return await self._ask(
             self._session(session_id), lambda client: client.relay(dialect, body, session_id, headers)
         )

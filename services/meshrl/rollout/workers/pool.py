@@ -38,7 +38,8 @@ class PooledPlayer:
         return self._fleet.info(self._environment)
 
     async def open(self, request: RolloutRequest) -> PooledGroup:
-        """Returns at once: the worker that plays the first rollout finds the task, and may still refuse the group."""
+        """Returns at once: the worker that plays the first rollout finds the task, and may still refuse the group.
+        Raises MeshError UNKNOWN_TASK where there is none at its index."""
         refuse_unknown(self._environment, self.info.num_tasks, request.task_index or 0)
         return PooledGroup(self._fleet, request, self.info, self._failover_s)
 
@@ -61,6 +62,7 @@ class PooledGroup:
         self._doing: dict[int, tuple[WorkerProcess | None, float]] = {}
 
     async def play(self, index: int) -> EpisodeResult:
+        """Raises the worker's MeshError where that refuses the group."""
         tries, missing = Tries(), Patience(unreachable_s=0.0, retry_s=self._failover_s, base_s=0.1, most_s=1.0)
         try:
             while (left_s := self._ends_s - time.monotonic()) > 0.0:

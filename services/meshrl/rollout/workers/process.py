@@ -124,6 +124,7 @@ def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSetti
 
 
 def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
+    """The exit code of a process that ends within the deadline, else None; blocking."""
     wait([process.sentinel], deadline_s)
     with _ONE_AT_A_TIME:
         return process.exitcode

@@ -100,6 +100,7 @@ class ShownRun:
         return {**found, "pieces": self.pieces.of(found["token_ids"])}
 
     def summary(self) -> JsonObject:
+        """A line about the run. Blocks."""
         last, config = self.folder.last_step() or {}, self.folder.config("orchestrator")
         live, most = self.folder.is_running(), config.get("max_steps")
         return {
