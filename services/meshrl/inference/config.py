@@ -24,6 +24,9 @@ VLLM_KEYS = (
 BOTH_ENGINES = ("max_num_seqs", "max_num_batched_tokens")
 """Keys of both engines that are passed to vLLM when they are set, under vLLM's own names."""
 
+ROUTER_DTYPE = "meshrl_router_dtype"
+"""Key of vLLM's additional_config for our routers, and part of the hash of what vLLM compiles."""
+
 SHARED_GPU_UTILIZATION = 0.5
 DEFAULT_LORA_RANK = 16
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -143,6 +146,10 @@ class InferenceConfig(BaseConfig):
     """vLLM: type of the logits. float32 sums them as the trainer does, which lowers the mismatch of a model in
     bfloat16; model rounds them to the model's own type, and is needed where lm_head is quantized."""
 
+    router_dtype: Literal["float32", "model"] = "model"
+    """vLLM: type of the logits of a mixture's routers, which should be the trainer's (trainer.model.router_dtype):
+    float32 does not round what is summed, model leaves it to the family."""
+
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
     embedded engine takes both. `rl` sets it."""
@@ -239,6 +246,8 @@ class InferenceConfig(BaseConfig):
             for key in self.vllm
             if key in (*VLLM_KEYS, *BOTH_ENGINES) and self._own(key) is not None
         ]
+        if self.router_dtype == "float32" and "additional_config" in self.vllm:
+            problems.append("inference.router_dtype is passed on in vLLM's additional_config; leave one of the two out")
         overrides = self.vllm.get("hf_overrides", {})
         if "head_dtype" in overrides:
             problems.append("inference.vllm.hf_overrides.head_dtype is spelled inference.head_dtype here; set that one")
@@ -275,6 +284,7 @@ class InferenceConfig(BaseConfig):
         own = [key for key in VLLM_KEYS if self._own(key) is not None]
         own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
         own += ["head_dtype"] if self.head_dtype == "model" else []
+        own += ["router_dtype"] if self.router_dtype == "float32" else []
         return (*own, *(f"vllm.{key}" for key in self.vllm))
 
     @property
@@ -316,6 +326,8 @@ class InferenceConfig(BaseConfig):
             "seed": self.seed,
         }
         overrides = {"head_dtype": self.head_dtype, **self.vllm.get("hf_overrides", {})}
+        if self.router_dtype == "float32":
+            given["additional_config"] = {ROUTER_DTYPE: self.router_dtype}
         return {
             **{key: value for key, value in given.items() if value is not None},
             **self.vllm,

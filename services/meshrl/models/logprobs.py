@@ -88,6 +88,7 @@ class PackedPolicy(nn.Module):
         one_pass: bool = False,
         context: ContextShare | None = None,
         tensor: TensorShare | None = None,
+        wide_routers: bool = False,
     ) -> None:
         """`autocast` is off where the parameters themselves come in compute_dtype; `device` where the model is meta.
 
@@ -102,7 +103,7 @@ class PackedPolicy(nn.Module):
                 f"a model of type {model.config.model_type!r} cannot be trained: {reason}; take another one"
             )
         self.model = model
-        self.routers = Routers(model)
+        self.routers = Routers(model, wide=wide_routers)
         self.unpacked_reason = unpacked_reason(model)
         self.packed = self.unpacked_reason is None
         self._fixed_positions = positions_grow_beyond(model.config.get_text_config())

@@ -21,6 +21,9 @@ from meshrl.wire.types import RoutedShape
 UNKNOWN = -1
 """In place of an expert: nothing is known of this choice, so the router makes its own."""
 
+NARROW = ("dbrx", "llama4_text")
+"""Families whose experts take no scores of another type than their inputs."""
+
 Inputs = ParamSpec("Inputs")
 Result = TypeVar("Result")
 
@@ -42,8 +45,12 @@ class Routers:
     A watcher is called after each choice. Without one, and without routes, they cost nothing.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Puts itself between each router and its `forward`; names of parameters stay."""
+    def __init__(self, model: PreTrainedModel, *, wide: bool = False) -> None:
+        """Puts itself between each router and its `forward`; names of parameters stay.
+
+        `wide`: logits are float32 sums of products of the computing type, and not rounded to it.
+        """
+        self._wide = wide and model.config.get_text_config().model_type not in NARROW
         self.watchers: list[Callable[[RouterChoice], None]] = []
         self._given: torch.Tensor | None = None
         found = _router_modules(model)
@@ -81,10 +88,10 @@ class Routers:
         return run
 
     def _run(self, number: int, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        if torch.compiler.is_compiling() or (self._given is None and not self.watchers):
+        if torch.compiler.is_compiling() or not (self._wide or self.watchers or self._given is not None):
             return forward(*args, **kwargs)
         given = None if self._given is None else self._given[:, number]
-        with _Choosing(self.experts[number], given) as choosing:
+        with _Choosing(self.experts[number], given, wide=self._wide) as choosing:
             output = forward(*args, **kwargs)
         chosen = choosing.chosen
         if chosen is None:  # chosen without topk: by the token's id, or in a way of the family's own
@@ -117,9 +124,9 @@ class Routers:
 class _Choosing(TorchFunctionMode):
     """While a router runs: answers its topk with the given experts, and keeps its logits and what it chose."""
 
-    def __init__(self, experts: int, given_NK: torch.Tensor | None) -> None:
+    def __init__(self, experts: int, given_NK: torch.Tensor | None, *, wide: bool = False) -> None:
         super().__init__()
-        self._experts = experts
+        self._experts, self._wide = experts, wide
         self._given = given_NK
         self.chosen: torch.Tensor | None = None
         self.own: torch.Tensor | None = None
@@ -128,7 +135,10 @@ class _Choosing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        if self._wide and func is F.linear and args[1].shape[0] == self._experts:
+            output = _wide_linear(*args, **(kwargs or {}))
+        else:
+            output = func(*args, **(kwargs or {}))
         if func in (F.linear, torch.matmul, torch.Tensor.matmul):
             if self.logits is None and output.shape[-1] == self._experts:
                 self.logits = output.detach().flatten(0, -2)
@@ -152,6 +162,15 @@ class _Choosing(TorchFunctionMode):
         known_N1 = (given_NK >= 0).all(dim=1, keepdim=True)
         self.own, self.chosen = own_NK, torch.where(known_N1, given_NK, own_NK)
         return torch.return_types.topk((scores_NE.gather(1, self.chosen), self.chosen))
+
+
+def _wide_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer in float32 of what it would multiply."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        bias = None if bias is None else bias.float()
+        return F.linear(hidden.to(dtype).float(), weight.to(dtype).float(), bias)
 
 
 def _router_modules(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:

@@ -75,6 +75,7 @@ def build_learner(
         one_pass=not parallel.plan.is_alone,
         context=parallel.context,
         tensor=None if parallel.tensor is None else TensorShare.of(parallel.tensor.get_group()),
+        wide_routers=config.router_dtype == "float32" and compute_dtype is not torch.float32,
     )
     partial = [] if parallel.tensor is None else divide_layers(model, parallel.tensor)
     divided = [] if parallel.experts is None else divide_experts(model, parallel.experts, parallel.tensor)

@@ -112,6 +112,10 @@ class TrainerModelConfig(ModelConfig):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers in which gradients are summed over ranks."""
 
+    router_dtype: Literal["float32", "model"] = "model"
+    """Type of the logits of a mixture's routers, which should be the engines' (inference.router_dtype): float32 does
+    not round what is summed, model leaves it to the family."""
+
     lora: LoraConfig | None = None
     """Train adapters instead of the model; off unless given."""
 

@@ -32,7 +32,10 @@ def mixture_mesh(request: pytest.FixtureRequest, start_mesh: Callable[..., Engin
     engine, family = request.param
     if (engine, family) == ("vllm", "minimax_m2") and not torch.cuda.is_available():
         pytest.skip("vLLM 0.32 computes no sigmoid routers on a CPU")
-    return start_mesh(engine, family=family)
+    mesh = start_mesh(engine, family=family, **({"router_dtype": "float32"} if engine == "vllm" else {}))
+    widened = "routers have logits in float32" in mesh.engine.log.read_text()
+    assert widened == (engine == "vllm")
+    return mesh
 
 
 @pytest.fixture(scope="module", params=["embedded", "vllm"])

@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.core.config import dump_toml, load_config
 from meshrl.inference.build import EngineChoice, choose_engine, cost_of, decide
-from meshrl.inference.config import InferenceConfig
+from meshrl.inference.config import ROUTER_DTYPE, InferenceConfig
 
 
 def load(*argv: str) -> InferenceConfig:
@@ -23,6 +23,7 @@ def test_arguments_of_vllm_are_what_is_set_and_the_model() -> None:
     config = load(
         "--model.name", "m", "--model.dtype", "bfloat16", "--max-model-len", "64", "--seed", "3",
         "--tensor-parallel-size", "2", "--enforce-eager", "--max-num-seqs", "8", "--kv-cache-bytes", "1024",
+        "--router-dtype", "float32",
         "--vllm.block-size", "32", "--vllm.enable_prefix_caching", "false", "--vllm.hf-overrides.rope_theta", "1e4",
     )  # fmt: skip
     assert config.vllm_arguments() == {
@@ -38,6 +39,7 @@ def test_arguments_of_vllm_are_what_is_set_and_the_model() -> None:
         "block_size": 32,
         "enable_prefix_caching": False,
         "hf_overrides": {"head_dtype": "float32", "rope_theta": 1e4},
+        "additional_config": {ROUTER_DTYPE: "float32"},
     }
 
 

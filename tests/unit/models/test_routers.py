@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from meshrl.models.routers import UNKNOWN, RouterChoice, Routers
+from meshrl.models.routers import NARROW, UNKNOWN, RouterChoice, Routers
 from tiny_families import tiny_model
 
 # Routers of their own class, gates, and blocks that choose themselves; groups of experts, biases, experts without work.
@@ -46,6 +46,27 @@ def routes_of(routers: Routers, seen: list[RouterChoice]) -> torch.Tensor:
     for choice in seen:
         routes[:, choice.router] = choice.chosen.to(torch.int16)
     return routes
+
+
+SCORING = [family for family in REPLAYED if family != "inkling_text"]  # by a linear layer
+
+
+@pytest.mark.parametrize(
+    ("family", "pure"), [*((family, True) for family in SCORING), ("qwen3_moe", False), ("deepseek_v3", False)]
+)
+def test_wide_routers_do_not_round_their_logits(family: str, pure: bool) -> None:
+    """With parameters in bfloat16, as FSDP computes, and with float32 ones under autocast."""
+    model, seen = tiny_model(family), []
+    if pure:
+        model.bfloat16()
+    Routers(model, wide=True).watchers.append(seen.append)
+    ids = torch.randint(2, 60, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", torch.bfloat16, enabled=not pure):
+        model(input_ids=ids, use_cache=False).logits.float().square().sum().backward()
+    logits = seen[0].logits
+    assert logits is not None
+    rounded = torch.equal(logits.float(), logits.bfloat16().float())
+    assert rounded == (family in NARROW)
 
 
 @pytest.mark.parametrize("family", REPLAYED)

@@ -22,6 +22,7 @@ from meshrl.inference.sizing import GIB
 from meshrl.inference.vllm.adapter_parts import AdapterParts
 from meshrl.inference.vllm.file_reader import Named, PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
+from meshrl.inference.vllm.layers.routers import register
 from meshrl.inference.vllm.shadow import ParameterShadow, Weights, WorkerShadow, build_shadow, tested_shadow
 from meshrl.models.folder import as_in_files, renamed_in_layers
 from meshrl.models.load import ModelError, empty_model
@@ -42,6 +43,8 @@ PATCH_THREADS = 8  # that decompress a delta
 
 WorkerPhase = tuple[str, float, float]
 """Of a worker's start: its name, its begin and its end, of time.time()."""
+
+register()  # before the model is built: vLLM imports this module first
 
 
 class WeightsExtension:
