@@ -267,3 +267,20 @@ def test_a_delta_for_other_weights_is_refused(threads: ThreadPoolExecutor) -> No
         image.check()
     finally:
         image.close()
+
+
+def test_tensors_that_do_not_change_cost_no_bytes() -> None:
+    source = np.random.default_rng(0)
+    plan = plan_tensors([(f"expert.{number:03}", "bfloat16", (2**16,)) for number in range(64)])
+    old = source.integers(0, 2**16, 64 * 2**16).astype(np.uint16)
+    touched = np.repeat(np.arange(64) % 8 == 3, 2**16)
+    with ThreadPoolExecutor(1) as threads:
+
+        def size(changed: NDArray[np.bool_]) -> int:
+            new = old + np.where(changed, source.choice([1, 65535], len(old)), 0).astype(np.uint16)
+            pairs = encode(Rows(plan), old.view(np.uint8), new.view(np.uint8), threads)
+            return len(write_stream([packed for _, packed in pairs]))
+
+        assert size(np.zeros(len(old), dtype=bool)) == len(write_stream([])) < 32
+        share = size((source.random(len(old)) < 0.004) & touched) / (2 * len(old))  # 0.05% of all, in an eighth of them
+    assert share < 1 / 2000
