@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,11 @@ class Move:
         return math.prod(self.shape)
 
     @property
+    def extent(self) -> int:
+        """Elements of the tensor from the first of the part to the last."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.from_stride, strict=True))
+
+    @property
     def part(self) -> str:
         """Names the part of the tensor: ranks that hold the same one have the same name for it."""
         return f"{self.from_offset}:{self.shape}:{self.from_stride}"
@@ -60,9 +65,7 @@ class Move:
     @property
     def is_run(self) -> bool:
         """Whether the part has no gaps in the tensor."""
-        return _dense(self.shape) == [
-            stride for size, stride in zip(self.shape, self.from_stride, strict=True) if size > 1
-        ]
+        return self.from_stride == (1,)
 
     def of(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The view of the parameter."""
@@ -74,8 +77,8 @@ class Move:
         rest, where = at_C - self.from_offset, torch.full_like(at_C, self.to_offset)
         inside = rest >= 0
         steps = zip(self.from_stride, self.to_stride, self.shape, strict=True)
-        for stride, to_stride, size in sorted((each for each in steps if each[2] > 1), reverse=True):
-            index = rest // stride
+        for stride, to_stride, size in sorted(steps, reverse=True):
+            index = rest if stride == 1 else rest // stride
             inside &= index < size
             where += index * to_stride
             rest = rest - index * stride
@@ -84,15 +87,45 @@ class Move:
         return which, where[which]
 
 
-def _dense(shape: Sequence[int]) -> list[int]:
-    """The strides of the dimensions of more than one element, without gaps."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        if size > 1:
-            strides.insert(0, step)
-        step *= size
-    return strides
+Steps = Sequence[tuple[int, int, int]]  # (size, stride in the tensor, stride in the parameter) of each dimension
+
+
+def _move(tensor: str, parameter: str, from_offset: int, to_offset: int, steps: Steps) -> Move:
+    """The move of as few dimensions as it needs."""
+    found: list[tuple[int, int, int]] = []
+    for size, stride, to_stride in steps:
+        if found and found[-1][1:] == (size * stride, size * to_stride):
+            found[-1] = (found[-1][0] * size, stride, to_stride)
+        elif size > 1:
+            found.append((size, stride, to_stride))
+    sizes, strides, to_strides = zip(*(found or [(1, 1, 1)]), strict=True)
+    return Move(
+        tensor=tensor, parameter=parameter, shape=sizes, from_stride=strides, from_offset=from_offset,
+        to_stride=to_strides, to_offset=to_offset,
+    )  # fmt: skip
+
+
+def _joined_moves(moves: Sequence[Move]) -> list[Move]:
+    """The same parts in fewer moves: those at even distances, as a layer's experts are, become one."""
+    series: list[tuple[Move, int, int, int]] = []  # the first, how many, and the distances between them
+    for move in moves:
+        if series:
+            first, count, step, to_step = series[-1]
+            ahead, to_ahead = move.from_offset - first.from_offset, move.to_offset - first.to_offset
+            alike = replace(first, from_offset=move.from_offset, to_offset=move.to_offset) == move
+            if alike and count == 1 and ahead >= first.extent and to_ahead > 0:
+                step, to_step = ahead, to_ahead
+            if alike and step and (ahead, to_ahead) == (count * step, count * to_step):
+                series[-1] = (first, count + 1, step, to_step)
+                continue
+        series.append((move, 1, 0, 0))
+    return [
+        _move(
+            first.tensor, first.parameter, first.from_offset, first.to_offset,
+            [(count, step, to_step), *zip(first.shape, first.from_stride, first.to_stride, strict=True)],
+        )
+        for first, count, step, to_step in series
+    ]  # fmt: skip
 
 
 class PlacementTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -127,20 +160,13 @@ class PlacementTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             return
         source = args[1] if operation == "aten::copy_" else None
         tensor = self._sources.find(source) if isinstance(source, torch.Tensor) else None
-        if source is None or tensor is None or source.shape != view.shape or source.dtype != view.dtype:
+        plain = source is not None and source.shape == view.shape and source.dtype == view.dtype
+        if source is None or tensor is None or not plain or 0 in (*source.stride(), *view.stride()):
             self.obstacle = self.obstacle or f"{operation} makes {target} of more than copies"
             return
-        self._moves.append(
-            Move(
-                tensor=tensor,
-                parameter=target,
-                shape=tuple(view.shape),
-                from_stride=source.stride(),
-                from_offset=self._sources.offset(tensor, source),
-                to_stride=view.stride(),
-                to_offset=self._targets.offset(target, view),
-            )
-        )
+        at, to = self._sources.offset(tensor, source), self._targets.offset(target, view)
+        steps = list(zip(view.shape, source.stride(), view.stride(), strict=True))
+        self._moves.append(_move(tensor, target, at, to, steps))
 
     def placement(self) -> WeightPlacement | None:
         """What was seen, where that is all of the parameters; else None, and `obstacle` has the reason."""
@@ -152,7 +178,7 @@ class PlacementTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
                 self.obstacle = self.obstacle or f"{name} is written twice"
             if seen[name] < parameter.numel() and name not in self._filled:
                 self.obstacle = self.obstacle or f"not all of {name} was seen"
-        return None if self.obstacle else WeightPlacement(self._moves)
+        return None if self.obstacle else WeightPlacement(_joined_moves(self._moves))
 
 
 class _Ranges:

@@ -159,6 +159,29 @@ def test_one_bit_too_many_on_one_rank_is_found_and_named() -> None:
         check_parts(manifest, parts[:1])
 
 
+def test_parts_at_even_distances_are_one_move() -> None:
+    engine, state = Engine(), {"experts": torch.randn(16, 6, 8).bfloat16()}
+    engine.parameters = {"w13": torch.empty(16, 12, 4).bfloat16()}
+
+    def load(engine: Engine, state: State) -> None:
+        for expert in range(16):
+            for half in range(2):
+                engine.parameters["w13"][expert, 6 * half :][:6].copy_(state["experts"][expert][:, 4 * half :][:, :4])
+
+    placement = traced(engine, state, load).placement()
+    assert placement is not None
+    assert len(placement._moves["experts"]) < 32
+    version, _ = version_of(state, 1)
+    check_parts(version, [placement.digests(engine.parameters)])
+    half = Engine()
+    half.parameters = {"w13": torch.empty(16, 6, 8).bfloat16()}
+    whole = traced(half, state, lambda e, s: [e.parameters["w13"][i].copy_(s["experts"][i]) for i in range(16)])
+    placement = whole.placement()
+    assert placement is not None
+    assert [(move.shape, move.is_run) for move in placement._moves["experts"]] == [((16 * 48,), True)]
+    check_parts(version, [placement.digests(half.parameters)])
+
+
 def test_what_is_more_than_copies_has_no_placement() -> None:
     state = state_of(0)
     scaled = traced(Engine(), state, lambda engine, tensors: engine.load(tensors, scale=2.0))
