@@ -27,6 +27,7 @@ from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
 from meshrl.weights.byte_server import ByteServer
+from meshrl.weights.compiled import CompiledStore
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.coordinator.states import (
@@ -89,6 +90,7 @@ class Hub:
         self.coordinator = coordinator
         self._log = DecisionLog(spool_dir / LOG_FILE)
         self._store = VersionStore(spool_dir / "artifacts")
+        self.compiled = CompiledStore(spool_dir / "compiled")
         self._bytes = ByteServer(self._store, max_chunk_bytes=max_chunk_bytes)
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files

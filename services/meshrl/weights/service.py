@@ -211,6 +211,18 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             yield pb.FetchManifestResponse(part=part)
 
+    async def GetCompiled(
+        self, request: pb.GetCompiledRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetCompiledResponse:
+        archive_digest, archive = await asyncio.to_thread(self._hub.compiled.get, request.key)
+        return pb.GetCompiledResponse(digest=archive_digest, archive=b"" if request.digest_only else archive)
+
+    async def KeepCompiled(
+        self, request: pb.KeepCompiledRequest, context: grpc.aio.ServicerContext
+    ) -> pb.KeepCompiledResponse:
+        await asyncio.to_thread(self._hub.compiled.keep, request.key, request.digest, request.archive)
+        return pb.KeepCompiledResponse()
+
     async def Drain(
         self, request: pb.WeightSyncDrainRequest, context: grpc.aio.ServicerContext
     ) -> pb.WeightSyncDrainResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.wire import convert, frames
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import digest
 from meshrl.wire.types import (
     CONTRACT_VERSION,
     Activation,
@@ -81,6 +82,8 @@ class WeightSyncClient(ServiceClient):
         "AbortVersion",
         "ActivateVersion",
         "GetManifest",
+        "GetCompiled",
+        "KeepCompiled",
         "ListEngines",
         "OpenGroup",
         "SleepEngines",
@@ -291,6 +294,21 @@ class WeightSyncClient(ServiceClient):
         async with aclosing(self._stream(self._fetch, "Fetch", request, None, with_span=True)) as stream:
             async for message in moving(stream, limit_s, f"artifact {artifact_id}"):
                 yield frames.parse_fetch(message)
+
+    async def get_compiled(self, key: str) -> bytes:
+        """The archive of what an engine of the key compiled; empty where none is kept. Raises DIGEST_MISMATCH."""
+        response = await self._unary(self._stub.GetCompiled, "GetCompiled", pb.GetCompiledRequest(key=key))
+        if response.digest and digest(response.archive) != response.digest:
+            raise MeshError(Reason.DIGEST_MISMATCH, "the archive of what was compiled was damaged on its way")
+        return bytes(response.archive)
+
+    async def keep_compiled(self, key: str, pack: Callable[[], Awaitable[bytes]]) -> None:
+        """Keeps the archive that `pack` makes at the hub, unless that has one of the key."""
+        asked = pb.GetCompiledRequest(key=key, digest_only=True)
+        if not (await self._unary(self._stub.GetCompiled, "GetCompiled", asked)).digest:
+            archive = await pack()
+            request = pb.KeepCompiledRequest(key=key, digest=digest(archive), archive=archive)
+            await self._unary(self._stub.KeepCompiled, "KeepCompiled", request)
 
     async def open_group(
         self,

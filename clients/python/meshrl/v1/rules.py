@@ -58,8 +58,16 @@ RULES: dict[str, dict[str, dict[str, Any]]] = {
     'meshrl.v1.FetchRequest': {
         'artifact_id': {'pattern': '^[0-9a-f]{64}$'},
     },
+    'meshrl.v1.GetCompiledRequest': {
+        'key': {'pattern': '^[0-9a-f]{64}$'},
+    },
     'meshrl.v1.HeldCall': {
         'call_id': {'min_len': 1, 'max_len': 256},
+    },
+    'meshrl.v1.KeepCompiledRequest': {
+        'key': {'pattern': '^[0-9a-f]{64}$'},
+        'digest': {'min_len': 32},
+        'archive': {'min_len': 1, 'max_len': 50331648},
     },
     'meshrl.v1.OpenGroupRequest': {
         'request_id': {'uuid': True},

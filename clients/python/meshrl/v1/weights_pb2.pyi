@@ -827,3 +827,33 @@ class WeightSyncDrainRequest(_message.Message):
 class WeightSyncDrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetCompiledRequest(_message.Message):
+    __slots__ = ("key", "digest_only")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_ONLY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    digest_only: bool
+    def __init__(self, key: _Optional[str] = ..., digest_only: bool = ...) -> None: ...
+
+class GetCompiledResponse(_message.Message):
+    __slots__ = ("digest", "archive")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ARCHIVE_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    archive: bytes
+    def __init__(self, digest: _Optional[bytes] = ..., archive: _Optional[bytes] = ...) -> None: ...
+
+class KeepCompiledRequest(_message.Message):
+    __slots__ = ("key", "digest", "archive")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ARCHIVE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    digest: bytes
+    archive: bytes
+    def __init__(self, key: _Optional[str] = ..., digest: _Optional[bytes] = ..., archive: _Optional[bytes] = ...) -> None: ...
+
+class KeepCompiledResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -115,6 +115,16 @@ class WeightSyncStub(object):
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.CloseRunRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_weights__pb2.CloseRunResponse.FromString,
                 _registered_method=True)
+        self.GetCompiled = channel.unary_unary(
+                '/meshrl.v1.WeightSync/GetCompiled',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.GetCompiledRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.GetCompiledResponse.FromString,
+                _registered_method=True)
+        self.KeepCompiled = channel.unary_unary(
+                '/meshrl.v1.WeightSync/KeepCompiled',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.KeepCompiledRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.KeepCompiledResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/meshrl.v1.WeightSync/Drain',
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.WeightSyncDrainRequest.SerializeToString,
@@ -275,6 +285,23 @@ class WeightSyncServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCompiled(self, request, context):
+        """Returns what an engine compiled at its start, for one that starts with the same key. Idempotent. Since 1.1;
+        UNIMPLEMENTED from servers without the capability "compiled".
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepCompiled(self, request, context):
+        """Keeps what an engine compiled at its start, in place of what was kept of the same key. It is code that other
+        engines of the key run. Idempotent. DATA_LOSS when the digest is another; RESOURCE_EXHAUSTED without room.
+        Since 1.1; UNIMPLEMENTED from servers without the capability "compiled".
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops accepting uploads, activations and registrations, finishes commits that are decided, then ends the
         process. Returns when none is under way. Idempotent. Since 1.1; UNIMPLEMENTED from servers without the
@@ -356,6 +383,16 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.CloseRun,
                     request_deserializer=meshrl_dot_v1_dot_weights__pb2.CloseRunRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_weights__pb2.CloseRunResponse.SerializeToString,
+            ),
+            'GetCompiled': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCompiled,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.GetCompiledRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.GetCompiledResponse.SerializeToString,
+            ),
+            'KeepCompiled': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepCompiled,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.KeepCompiledRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.KeepCompiledResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -752,6 +789,60 @@ class WeightSync(object):
             '/meshrl.v1.WeightSync/CloseRun',
             meshrl_dot_v1_dot_weights__pb2.CloseRunRequest.SerializeToString,
             meshrl_dot_v1_dot_weights__pb2.CloseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCompiled(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.WeightSync/GetCompiled',
+            meshrl_dot_v1_dot_weights__pb2.GetCompiledRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.GetCompiledResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepCompiled(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.WeightSync/KeepCompiled',
+            meshrl_dot_v1_dot_weights__pb2.KeepCompiledRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.KeepCompiledResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,9 +15,10 @@ from loguru import logger
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.heap import loading
 from meshrl.core.telemetry.start import Phase, Start
+from meshrl.inference.compiled import bring, folder_of, share
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
-from meshrl.inference.vllm.installed import VllmError, inspect_models_here, start_processes_by
+from meshrl.inference.vllm.installed import VllmError, compiled_by, inspect_models_here, start_processes_by
 from meshrl.inference.vllm.processes import ForkServer, imports_ahead, prepare_environment
 from meshrl.models.folder import ModelFolder, WeightReader
 from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
@@ -59,6 +60,11 @@ async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
     routed = None
     if config.vllm_argument("enable_return_routed_experts"):
         routed = await asyncio.to_thread(_routed, config.model)
+    facts = compiled_by(vllm_config)
+    folder = None if facts is None else await asyncio.to_thread(folder_of, facts)
+    if folder is not None:
+        with start.phase("vllm.compiled"):
+            await bring(folder, config.weight_broadcast)
     with start.phase("vllm.processes"):
         llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
     engine = VllmEngine(
@@ -78,6 +84,8 @@ async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
     except BaseException:  # whatever it was, vLLM's processes must not outlive it
         await engine.close()
         raise
+    if folder is not None:
+        engine.sharing = asyncio.create_task(share(folder, config.weight_broadcast))
     return engine
 
 

@@ -58,6 +58,9 @@ SLEEP_DEADLINE_S = 180.0
 class VllmEngine(EngineBase):
     """An `Engine` (see `engine.py`) over one AsyncLLM. `start` it on the loop that will consume its tokens."""
 
+    sharing: asyncio.Task[None] | None = None
+    """Gives what was compiled to the hub."""
+
     def __init__(
         self, llm: AsyncLLM, *, layout: Layout, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
         store: AdapterStore | None, version: int | None, routed: RoutedLayers | None = None,
@@ -180,6 +183,8 @@ class VllmEngine(EngineBase):
 
     async def close(self, deadline_s: float = 0.0) -> None:
         await self._drain(deadline_s)
+        if self.sharing is not None:
+            self.sharing.cancel()
         self._llm.shutdown()
         self._calls.ends.close()
         if self._store is not None:

@@ -64,6 +64,15 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda look: look()
 
 
+def compiled_by(config: VllmConfig) -> dict[str, str] | None:
+    """What decides the code that vLLM compiles for a GPU, but for the releases; None on a CPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda_alike():
+        return None
+    return {"gpu": current_platform.get_device_name(), "engine": config.compute_hash()}
+
+
 def client_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for a request that is at fault itself; 0.32 has a type of its own for it."""
     import vllm.exceptions as exceptions

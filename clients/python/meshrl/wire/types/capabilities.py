@@ -9,10 +9,11 @@ REATTACH = "rollouts.reattach"
 DRAIN = "drain"
 CHECKPOINTS = "checkpoints.list"
 MANIFEST_PARTS = "manifest.parts"
+COMPILED = "compiled"
 
 ROLLOUT = (REATTACH, DRAIN)
 """Of this repository's rollout service; those below are of its other programs."""
 
 ROLLOUT_CALLER = (REATTACH,)
 TRAINER = (DRAIN, CHECKPOINTS)
-HUB = (DRAIN, MANIFEST_PARTS)
+HUB = (DRAIN, MANIFEST_PARTS, COMPILED)

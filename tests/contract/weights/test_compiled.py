@@ -1,0 +1,95 @@
+"""What engines compile, at a real hub: kept by key, given to others, refused where it is damaged."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from meshrl.core.config.shared import WeightBroadcastConfig
+from meshrl.inference import compiled
+from meshrl.inference.compiled import CompiledFolder, bring, share
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.compiled import MOST_KEPT
+from meshrl.wire.errors import MeshError, Reason
+
+KEY = "b" * 64
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledFolder, CompiledFolder]:
+    """The folders of two hosts, whose hub has shown a certificate."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "")
+    monkeypatch.setattr(compiled, "_hub_is_known", lambda: True)
+    folders = CompiledFolder(KEY, tmp_path / "first"), CompiledFolder(KEY, tmp_path / "second")
+    for folder in folders:
+        folder.open()
+    (tmp_path / "first" / KEY / "graph.py").write_bytes(b"def call(): ...")
+    return folders
+
+
+async def logged(folder: CompiledFolder, way: WeightBroadcastConfig) -> list[str]:
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}", filter=compiled.__name__)
+    await bring(folder, way)
+    logger.remove(sink)
+    return lines
+
+
+async def test_engine_starts_with_what_another_has_compiled(
+    mesh: Any, hosts: tuple[CompiledFolder, CompiledFolder], tmp_path: Path
+) -> None:
+    first, second = hosts
+    way = WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}")
+    assert await logged(second, way) == []  # nothing is there yet
+    await share(first, way)
+    [line] = await logged(second, way)
+    assert line.startswith("what this engine would compile came from the hub: ")
+    assert (tmp_path / "second" / KEY / "graph.py").read_bytes() == b"def call(): ..."
+    assert await logged(second, way) == []  # it has its own now
+
+
+async def test_damaged_archive_is_one_line_and_a_cold_start(
+    mesh: Any, hosts: tuple[CompiledFolder, CompiledFolder]
+) -> None:
+    client = mesh.client()
+    await client.keep_compiled(KEY, lambda: asyncio.sleep(0, b"no archive"))
+    [line] = await logged(hosts[1], WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}"))
+    assert line.startswith("this engine compiles by itself: ")
+    assert hosts[1].is_empty
+
+
+async def test_hub_without_a_certificate_is_neither_asked_nor_given_anything(
+    mesh: Any, hosts: tuple[CompiledFolder, CompiledFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}")
+    monkeypatch.undo()
+    for name in ("MESHRL_TLS_CA", "MESHRL_TLS_FOLDER"):
+        monkeypatch.delenv(name, raising=False)
+    await share(hosts[0], way)
+    assert await mesh.client().get_compiled(KEY) == b""
+    await mesh.client().keep_compiled(KEY, lambda: asyncio.to_thread(hosts[0].pack))
+    assert await logged(hosts[1], way) == []
+    assert hosts[1].is_empty
+
+
+async def test_hub_checks_digests_finds_damage_and_keeps_the_newest_keys(mesh: Any) -> None:
+    client, store = mesh.client(), mesh.hub.compiled
+    request = pb.KeepCompiledRequest(key=KEY, digest=bytes(32), archive=b"sent")
+    with pytest.raises(MeshError) as refused:
+        await client._unary(client._stub.KeepCompiled, "KeepCompiled", request)
+    assert refused.value.reason is Reason.DIGEST_MISMATCH
+    assert await client.get_compiled(KEY) == b""
+    for number in range(MOST_KEPT + 1):
+        await client.keep_compiled(f"{number:064x}", lambda: asyncio.sleep(0, b"archive"))
+    assert await client.get_compiled(f"{0:064x}") == b""
+    assert await client.get_compiled(f"{1:064x}") == b"archive"
+    at_rest = store._folder / f"{1:064x}"
+    at_rest.write_bytes(at_rest.read_bytes()[:-1] + b"!")
+    assert await client.get_compiled(f"{1:064x}") == b""
+    with pytest.raises(MeshError) as refused:
+        await client.get_compiled("../decisions.sqlite")
+    assert refused.value.reason is Reason.INVALID_REQUEST

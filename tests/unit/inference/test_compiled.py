@@ -1,0 +1,112 @@
+"""The folder of what vLLM compiled: packed, and unpacked only where nothing in it can do harm; needs no vLLM."""
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from meshrl.inference import compiled
+from meshrl.inference.compiled import ArchiveError, CompiledFolder
+
+KEY = "a" * 64
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledFolder:
+    return opened(tmp_path / "here", monkeypatch)
+
+
+def opened(home: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledFolder:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "")  # what `open` sets is taken back after the test
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    made = CompiledFolder(KEY, home)
+    made.open()
+    return made
+
+
+def archive(*members: tuple[str, bytes], change: Callable[[tarfile.TarInfo], object] = lambda _: None) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as file:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            change(member)
+            file.addfile(member, io.BytesIO(content) if member.isreg() else None)
+    return zstandard.compress(packed.getvalue())
+
+
+def files(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_what_one_host_compiled_is_in_the_folder_of_another(
+    folder: CompiledFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / KEY / "vllm" / "rank_0").mkdir(parents=True)
+    (tmp_path / "here" / KEY / "vllm" / "rank_0" / "graph.py").write_bytes(b"def call(): ...")
+    (tmp_path / "here" / KEY / "cubin").write_bytes(bytes(range(256)) * 1000)
+    (tmp_path / "here" / KEY / "link").symlink_to("/etc/passwd")  # stays here
+    packed = folder.pack()
+    there = opened(tmp_path / "there", monkeypatch)
+    assert there.is_empty
+    there.unpack(packed)
+    assert not there.is_empty
+    assert files(tmp_path / "there" / KEY) == {
+        "vllm/rank_0/graph.py": b"def call(): ...",
+        "cubin": bytes(range(256)) * 1000,
+    }
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == [KEY]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        archive(("../outside", b"x")),
+        archive(("good", b"x"), ("a/../../outside", b"x")),
+        archive(("/tmp/meshrl-outside", b"x")),
+        archive(("link", b""), change=lambda member: (setattr(member, "type", tarfile.SYMTYPE), member)[1]),
+        archive(("link", b""), change=lambda member: (setattr(member, "type", tarfile.LNKTYPE), member)[1]),
+        archive(("device", b""), change=lambda member: (setattr(member, "type", tarfile.CHRTYPE), member)[1]),
+        archive(("good", b"x" * 100_000))[:-20],
+        b"no archive at all",
+        zstandard.compress(b"no tar file" * 1000),
+    ],
+    ids=["parent", "later", "absolute", "symlink", "hard link", "device", "cut off", "garbage", "no tar"],
+)
+def test_archive_that_could_do_harm_is_refused_and_nothing_is_written(
+    folder: CompiledFolder, tmp_path: Path, content: bytes
+) -> None:
+    with pytest.raises(ArchiveError):
+        folder.unpack(content)
+    assert folder.is_empty
+    assert files(tmp_path) == {}
+    assert not Path("/tmp/meshrl-outside").exists()
+
+
+@pytest.mark.parametrize(("name", "most"), [("MOST_BYTES", 1_000_000), ("MOST_FILES", 2)])
+def test_archive_that_grows_beyond_the_bounds_is_refused(
+    folder: CompiledFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    bomb = archive(*((f"zeros-{number}", bytes(600_000)) for number in range(3)))
+    assert len(bomb) < 10_000
+    monkeypatch.setattr(compiled, name, most)
+    with pytest.raises(ArchiveError, match="more than"):
+        folder.unpack(bomb)
+    assert files(tmp_path) == {}
+
+
+def test_folder_that_an_engine_compiles_into_is_left_alone(folder: CompiledFolder, tmp_path: Path) -> None:
+    (tmp_path / "here" / KEY / "graph.py").write_bytes(b"mine")
+    with pytest.raises(OSError, match="not empty"):
+        folder.unpack(archive(("graph.py", b"another's")))
+    assert files(tmp_path / "here" / KEY) == {"graph.py": b"mine"}
+
+
+def test_too_much_is_not_packed(folder: CompiledFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / KEY / "graph.py").write_bytes(bytes(2000))
+    monkeypatch.setattr(compiled, "MOST_BYTES", 1000)
+    with pytest.raises(ArchiveError, match="too much to share"):
+        folder.pack()
