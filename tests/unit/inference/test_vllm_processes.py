@@ -11,10 +11,6 @@ from meshrl.core import torch_environment
 from meshrl.core.torch_environment import may_have_gpu
 from meshrl.inference.config import InferenceConfig
 
-PRELOAD = """
-from meshrl.inference.vllm.processes import keep_fork_server
-keep_fork_server()
-"""
 PROGRAM = """
 import json, os, sys
 from meshrl.inference.vllm import processes
@@ -32,7 +28,7 @@ def tell(sender, nested):
 
 if __name__ == "__main__":
     before = processes.imports_ahead()
-    processes.PRELOADED = "heavy"
+    processes.PRELOADED = ("heavy",)
     os.environ["GONE"] = "1"
     processes.import_ahead(torch_threads=3)
     os.environ["LATE"] = os.environ["OMP_NUM_THREADS"]  # set after the fork server began
@@ -48,7 +44,7 @@ if __name__ == "__main__":
 
 
 def test_processes_have_the_starters_variables_and_come_out_of_one_server_that_has_imported_all(tmp_path: Path) -> None:
-    (tmp_path / "heavy.py").write_text(PRELOAD)
+    (tmp_path / "heavy.py").touch()
     (tmp_path / "program.py").write_text(PROGRAM)
     ran = subprocess.run(
         [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-PRELOADED = "meshrl.inference.vllm.preload"
+PRELOADED = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "meshrl.inference.main",  # the main module of the program, which each process runs through
+    "meshrl.inference.vllm.whole_completions",
+    "meshrl.inference.vllm.gpu_worker",
+)
+"""Modules that vLLM's processes on a GPU need."""
 
 
 class _SameEnvironment(ForkServerProcess):
-    """A process with the variables of the one that starts it. The fork server has those of its own start."""
+    """A process with the variables of the one that starts it, which starts others out of the same fork server. The
+    fork server has the variables of its own start."""
 
     def start(self) -> None:
         self._environ = dict(os.environ)
@@ -26,6 +35,11 @@ class _SameEnvironment(ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environ)
+        _SERVER.ensure_running = lambda: None  # it runs, though as a child of another process
+        if "vllm" in sys.modules:
+            from meshrl.inference.vllm.installed import start_processes_by
+
+            start_processes_by(ForkServer())  # the workers of an engine that is split over several GPUs
         super().run()
 
 
@@ -48,18 +62,13 @@ def prepare_environment(torch_threads: int | None) -> None:
 def import_ahead(torch_threads: int | None) -> None:
     """Starts the fork server, which imports PRELOADED meanwhile; before this program imports the same."""
     prepare_environment(torch_threads)
-    multiprocessing.set_forkserver_preload([PRELOADED])
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
 
 
 def imports_ahead() -> bool:
     """Whether `import_ahead` was called."""
     return _SERVER._forkserver_address is not None
-
-
-def keep_fork_server() -> None:
-    """Called in the fork server: what comes out of it starts processes there, too, and not out of one of its own."""
-    _SERVER.ensure_running = lambda: None
 
 
 _SERVER: Any = forkserver._forkserver
