@@ -4,16 +4,16 @@ Used by agents, and by relays. Each connection asks for the next bytes that no o
 One that breaks gives back what it has not received, so what is sent twice is at most what was under way. A download has
 no deadline, since a large version may take as long as its link needs: it ends when nothing came for `stall_s`.
 
-Connections stay open for the next version, so that a small one needs no handshake. For a large one from far away new
-connections replace them meanwhile: every lost packet halves a TCP connection's window, which then grows slowly, while a
-new connection doubles its window with every round trip until it loses its first packet.
+Connections stay open for the next version, so that it needs no handshake. After much came from far away over them, new
+ones take their place: every lost packet halves a TCP connection's window, which then grows slowly, while a new
+connection doubles its window with every round trip until it loses its first packet.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 from loguru import logger
 
@@ -30,15 +30,20 @@ WINDOW_S = 0.25  # after which the number of connections is looked at
 QUIET_S = 5.0  # a connection over which nothing came for so long is opened anew
 CALLS = 2  # at a time on each connection, so that bytes come while the next request is on its way
 FIRST_CLAIM = 128 * 1024
-CLAIM_S, MESSAGE_S = 1.0, 0.25  # what a call asks for, and what comes in one message, by the rate of its connection
+CLAIM_S = 1.0  # what a call asks for, by the rate of its connection
+FAR_MESSAGE_S, NEAR_MESSAGE_S = 0.05, 0.25  # what comes in one message
 LEAST_CLAIM_S = 0.02
 LARGEST_CLAIM = 64 * 2**20
-LEAST_MESSAGE = 64 * 1024
-RENEWED_FROM = 128 * 1024  # bytes left for each connection, from which on a new one is faster
+LEAST_MESSAGE = 16 * 1024
+RENEWED_FROM = 128 * 1024  # bytes that came over each connection, from which on a new one is faster
 CONNECT_S = 5.0
 WAITING_S = 2.5  # a hub that waits for bytes itself sends empty chunks more often than this
-IDLE_S = 0.1  # between two looks for a range to fetch
+IDLE_S = 0.05  # between two looks for a range to fetch
 WARN_S = 10.0  # between two warnings in the log
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Downloader:
@@ -53,6 +58,7 @@ class Downloader:
         self.rate_limit = RateLimit(limits.mbps * 125_000)
         self.taken_bytes = 0
         self.sent_again_bytes = 0
+        self._renewing: asyncio.Task[None] | None = None
 
     async def pull(
         self, held: VersionBytes, artifact_id: str, on_bytes: Callable[[int], object] = lambda count: None
@@ -63,9 +69,18 @@ class Downloader:
 
         Raises MeshError: CHUNK_CORRUPT when the link damages every copy, UNKNOWN_VERSION when the bytes are gone,
         DIGEST_MISMATCH when they changed at the hub, UNREACHABLE when nothing came for `stall_s`."""
-        return await _Download(self, held, artifact_id, on_bytes).run() if held.missing else 0
+        if not held.missing:
+            return 0
+        came, source = await _Download(self, held, artifact_id, on_bytes).run(), self.sources.choose(_now())
+        count = self.count.count
+        if source.is_far and came >= RENEWED_FROM * count and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.create_task(self.connections.renew(source, count, CONNECT_S))
+        return came
 
     async def close(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
         await self.connections.close()
 
 
@@ -79,11 +94,10 @@ class _Download:
         self._queue = RangeQueue(held.manifest.chunks, held.missing)
         self._over = asyncio.Event()
         self._workers: set[asyncio.Task[None]] = set()
+        self._flows = asyncio.Event()
         self._checks: set[asyncio.Task[None]] = set()  # of chunks that came
         self._numbers: set[int] = set()
-        self._used: set[int] = set()  # the numbers of all connections that it has had
-        self._now = asyncio.get_running_loop().time
-        self._received_at_s = self._now()
+        self._received_at_s = _now()
         self._received_bytes = self._repeated_bytes = 0
         self._failure: MeshError | None = None
         self._is_final = False
@@ -92,22 +106,17 @@ class _Download:
     async def run(self) -> int:
         over = asyncio.create_task(self._over.wait())
         try:
-            began_s, before = self._now(), 0
+            began_s, before = _now(), 0
             while not self._over.is_set():
                 count = self._downloader.count.count
                 for number in set(range(count)) - self._numbers:  # those beyond end after what they are at
                     self._numbers.add(number)
-                    self._workers |= {asyncio.create_task(self._work(number)) for _ in range(CALLS)}
-                    source, is_first = self._downloader.sources.choose(self._now()), number not in self._used
-                    self._used.add(number)
-                    much = self._queue.unclaimed >= RENEWED_FROM * count
-                    if is_first and much and source.is_far and self._downloader.connections.is_open(source, number):
-                        self._workers.add(asyncio.create_task(self._renew(source, number)))
+                    self._workers |= {asyncio.create_task(self._work(number, call)) for call in range(CALLS)}
                 await asyncio.wait({over, *self._workers}, timeout=WINDOW_S, return_when=asyncio.FIRST_COMPLETED)
                 for ended in {worker for worker in self._workers if worker.done()}:
                     self._workers.discard(ended)
                     ended.result()
-                now_s = self._now()
+                now_s = _now()
                 if now_s - self._received_at_s >= self._downloader.limits.stall_s and not self._over.is_set():
                     raise self._failure or MeshError(Reason.UNREACHABLE, f"{self} stands still")
                 if now_s - began_s >= WINDOW_S and self._received_bytes > before:
@@ -123,35 +132,34 @@ class _Download:
             for task in (over, *self._workers):
                 task.cancel()
             await asyncio.gather(over, *self._workers, *self._checks, return_exceptions=True)
-            await self._downloader.connections.close_replaced()
 
     def __str__(self) -> str:
         return f"the fetch of version {self._held.manifest.version}, with {self._queue.chunks_left} chunks to go,"
 
-    async def _renew(self, source: ByteSource, number: int) -> None:
-        with suppress(MeshError):  # the old one goes on
-            await self._downloader.connections.renew(source, number, CONNECT_S)
-
-    async def _work(self, number: int) -> None:
+    async def _work(self, number: int, call: int) -> None:
         rate, backoff = 0.0, Backoff(*AWAY_S)
+        if call:  # the first calls are answered sooner without the others
+            await self._flows.wait()
         while not self._over.is_set() and number < self._downloader.count.count:
-            claim = self._queue.claim(self._claim_bytes(rate), self._now(), rate)
+            patience_s = self._downloader.sources.choose(_now()).patience_s
+            claim = self._queue.claim(self._claim_bytes(rate), _now(), rate, patience_s)
             if claim is None:
                 await asyncio.sleep(IDLE_S)
                 continue
+            failed = False
             try:
                 await self._downloader.rate_limit.take(claim.end - claim.at)
                 rate = await self._fetch(claim, number, rate)
                 backoff.reset()
             except MeshError as error:
-                self._queue.release(claim)
-                self._failure = error
-                if self._now() > self._warned_s + WARN_S:
-                    self._warned_s = self._now()
+                failed, self._failure = True, error
+                if _now() > self._warned_s + WARN_S:
+                    self._warned_s = _now()
                     logger.warning("{} goes on: {}", self, error)
-                await asyncio.sleep(backoff.next_s())
             finally:
                 self._queue.release(claim)
+            if failed:
+                await asyncio.sleep(backoff.next_s())
         self._numbers.discard(number)
 
     def _claim_bytes(self, rate: float) -> int:
@@ -166,23 +174,17 @@ class _Download:
         return min(size, max(SMALLEST, round(rate * LEAST_CLAIM_S), share))
 
     async def _fetch(self, claim: Claim, number: int, rate: float) -> float:
-        if claim.at == claim.end:  # others took all of it over while it waited for the rate limit
+        """Fetches a claim, or what others leave of it; returns the rate. Raises MeshError."""
+        if claim.at == claim.end:  # others had all of it while it waited for the rate limit
             return rate
-        source, began_s = self._downloader.sources.choose(self._now()), self._now()
+        source, began_s = self._downloader.sources.choose(_now()), _now()
         client, size = self._downloader.connections.get(source, number), claim.end - claim.at
-        receiving = asyncio.create_task(self._receive(claim, source, client, rate))
-        claim.on_taken = receiving.cancel
         try:
-            await receiving
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return rate  # others took it over, since nothing came
+            await self._receive(claim, source, client, rate)
         except MeshError as error:
             await self._handle(error, source, number, client)
             raise
-        return size / max(self._now() - began_s, 1e-6)
+        return size / max(_now() - began_s, 1e-6)
 
     async def _handle(self, error: MeshError, source: ByteSource, number: int, client: WeightSyncClient) -> None:
         broken = client is not self._downloader.connections.get(source, number)  # another call has met it before
@@ -190,20 +192,22 @@ class _Download:
             self._is_final = True
             self._over.set()
             return
-        if not source.is_hub and source.failed(self._now(), at_once=error.reason not in TRANSIENT and not broken):
+        if not source.is_hub and source.failed(_now(), at_once=error.reason not in TRANSIENT and not broken):
             logger.warning("relay {} is passed over: {}", source.address, error)
         if error.reason is not Reason.CHUNK_CORRUPT:
             await self._downloader.connections.drop(source, number, client)
 
     async def _receive(self, claim: Claim, source: ByteSource, client: WeightSyncClient, rate: float) -> None:
-        end, asked_s, first = claim.end, self._now(), True
+        at, end, asked_s, first = claim.at, claim.end, _now(), True
+        claim.quiet_from_s = min(claim.quiet_from_s, asked_s)
         stream = client.fetch(
-            self._artifact_id, [(claim.at, end - claim.at)], max(LEAST_MESSAGE, round(rate * MESSAGE_S)),
+            self._artifact_id, [(at, end - at)],
+            max(LEAST_MESSAGE, round(rate * (FAR_MESSAGE_S if source.is_far else NEAR_MESSAGE_S))),
             stall_s=min(QUIET_S, self._downloader.limits.stall_s),
         )  # fmt: skip
         async with aclosing(stream):
             async for piece in stream:
-                now_s = self._now()
+                now_s = _now()
                 source.heard(now_s)
                 if not len(piece.data):  # they are still on their way there
                     claim.quiet_from_s, first = now_s + WAITING_S, False
@@ -212,22 +216,25 @@ class _Download:
                     source.answered(now_s - asked_s)
                     self._downloader.count.first_answer(now_s - asked_s, self._downloader.limits.connections)
                     first = False
-                if piece.offset != claim.at:
-                    raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} came, not those at {claim.at}")
-                await self._take(claim, piece, source, now_s)
-                if claim.end < end and claim.at == claim.end:
+                if piece.offset != at:
+                    raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} came, not those at {at}")
+                at += len(piece.data)
+                await self._take(claim, piece, now_s)
+                if at < end and claim.at == claim.end:  # others have the rest
                     return
-        if claim.at < claim.end:
-            raise MeshError(Reason.UNREACHABLE, f"the stream ended {claim.end - claim.at} bytes early")
+        if at < end:
+            raise MeshError(Reason.UNREACHABLE, f"the stream ended {end - at} bytes early")
 
-    async def _take(self, claim: Claim, piece: Chunk, source: ByteSource, now_s: float) -> None:
-        """Checks and stores bytes that came for a claim; whole chunks on a thread, so that the loop goes on."""
+    async def _take(self, claim: Claim, piece: Chunk, now_s: float) -> None:
+        """Checks and stores bytes of a claim; whole chunks on a thread, so that the loop goes on."""
         start, length = claim.at, len(piece.data)
-        whole = piece if start + length <= claim.end and self._held.is_chunk(start, length) else None
-        data = None if whole else sound_bytes(piece)
-        taken, complete = self._queue.arrived(claim, length, now_s)
+        had = start - piece.offset  # another connection was faster
+        whole = piece if not had and start + length <= claim.end and self._held.is_chunk(start, length) else None
+        data = None if whole else sound_bytes(piece)[had:]
+        taken, complete = self._queue.arrived(claim, max(0, length - had), now_s)
         self._received_bytes += taken
         self._received_at_s = now_s
+        self._flows.set()
         self._downloader.taken_bytes += taken
         self._repeated_bytes += length - taken
         self._downloader.sent_again_bytes += length - taken
@@ -238,7 +245,7 @@ class _Download:
                 check = asyncio.create_task(self._check(whole, complete))
                 self._checks.add(check)
                 check.add_done_callback(self._checked)
-                await asyncio.shield(check)  # it ends also where others take the claim over
+                await asyncio.shield(check)
         finally:
             self._on_bytes(taken)
 

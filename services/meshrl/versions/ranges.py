@@ -1,15 +1,15 @@
 """Which bytes of a version each connection fetches next: one queue for all connections of a download. No I/O, no clock.
 
 Used by `versions.downloads`. Connections claim ranges from the front. Once all are claimed, a connection without work
-takes over a claim that stands still, or half of one that would take long, so that a download does not wait for its
-slowest connection at the end. Whatever breaks off, every byte is taken exactly once.
+also fetches a claim that stands still, or takes half of one that would take long, so that a download does not wait for
+its slowest connection at the end. Whatever breaks off, every byte is taken exactly once.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from meshrl.wire.types import ChunkEntry
@@ -23,19 +23,18 @@ LONG_S = 1.0
 
 @dataclass(eq=False)
 class Claim:
-    """Bytes [at, end) that one connection fetches: `at` moves on as they come, `end` back as others take the rest.
+    """Bytes [at, end) that a connection fetches, or several: `at` moves on as they come, `end` back as others take
+    the rest.
 
-    `rate` is that of its connection, in bytes/s, 0 while it is not known. Nothing has come since `quiet_from_s`; after
-    `patience_s` another connection may take the claim over.
+    `rate` is that of its connection, in bytes/s, 0 while it is not known. Nothing has come since `quiet_from_s`, which
+    is infinite until the bytes are asked for.
     """
 
     at: int
     end: int
     rate: float
-    quiet_from_s: float
-    patience_s: float = SILENT_S
-    on_taken: Callable[[], object] = lambda: None
-    """Called when all that was left of it has been taken over."""
+    quiet_from_s: float = float("inf")
+    connections: int = 1
 
 
 class RangeQueue:
@@ -64,10 +63,13 @@ class RangeQueue:
         """Bytes that no connection has claimed yet."""
         return sum(end - start for start, end in self._todo)
 
-    def claim(self, size: int, now_s: float, rate: float = 0.0) -> Claim | None:
-        """Gives at most `size` bytes to a connection; None: others are about to have all that is left."""
+    def claim(self, size: int, now_s: float, rate: float = 0.0, patience_s: float = SILENT_S) -> Claim | None:
+        """Gives at most `size` bytes to a connection; None: others are about to have all that is left.
+
+        Of a claim of which nothing came for `patience_s` each connection that fetches it, another one may fetch it.
+        """
         if not self._todo:
-            return self._take_over(now_s, rate)
+            return self._help(now_s, rate, patience_s)
         start, end = heapq.heappop(self._todo)
         if end - start > size:
             stop = start + size
@@ -75,29 +77,25 @@ class RangeQueue:
             stop = of_chunk if of_chunk - start >= size // 2 else stop  # whole chunks cost both ends the least
             heapq.heappush(self._todo, (stop, end))
             end = stop
-        return self._claimed(start, end, now_s, rate)
+        return self._claimed(start, end, rate)
 
-    def _claimed(self, start: int, end: int, now_s: float, rate: float) -> Claim:
-        claim = Claim(at=start, end=end, rate=rate, quiet_from_s=now_s)
+    def _claimed(self, start: int, end: int, rate: float) -> Claim:
+        claim = Claim(at=start, end=end, rate=rate)
         self._claims[claim] = None
         return claim
 
-    def _take_over(self, now_s: float, rate: float) -> Claim | None:
-        for stalled in self._claims:
-            if now_s - stalled.quiet_from_s > stalled.patience_s:
-                start, end, patience_s = stalled.at, stalled.end, 2 * stalled.patience_s
-                stalled.end = stalled.at
-                del self._claims[stalled]
-                stalled.on_taken()
-                claim = self._claimed(start, end, now_s, rate)
-                claim.patience_s = patience_s
+    def _help(self, now_s: float, rate: float, patience_s: float) -> Claim | None:
+        """A claim that stands still, or half of the longest one."""
+        for claim in self._claims:
+            if claim.at < claim.end and now_s - claim.quiet_from_s > patience_s * claim.connections:
+                claim.connections += 1
                 return claim
         longest = max(self._claims, key=lambda claim: claim.end - claim.at, default=None)
         if longest is None or longest.end - longest.at < 4 * SMALLEST + longest.rate * LONG_S:
             return None
         middle, end = (longest.at + longest.end) // 2, longest.end
         longest.end = middle
-        return self._claimed(middle, end, now_s, rate)
+        return self._claimed(middle, end, rate)
 
     def arrived(self, claim: Claim, length: int, now_s: float) -> tuple[int, list[int]]:
         """Takes `length` bytes at `claim.at`; returns how many of them are the claim's, and the chunks now complete."""
@@ -115,8 +113,11 @@ class RangeQueue:
         return claim.at - start, complete
 
     def release(self, claim: Claim) -> None:
-        """Its connection is done with it, or broken: what has not come is for others."""
-        self._claims.pop(claim, None)
+        """A connection is done with it, or broken: what has not come is for others."""
+        claim.connections -= 1
+        if claim.connections:
+            return
+        del self._claims[claim]
         if claim.at < claim.end:
             heapq.heappush(self._todo, (claim.at, claim.end))
             claim.end = claim.at

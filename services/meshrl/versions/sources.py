@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
+from meshrl.versions.ranges import SILENT_S
+from meshrl.wire.errors import MeshError
 
 DEAD_S = 3.0
 """A relay from which nothing came for so long is passed over."""
 
+LEAVE_S = 10.0  # for the calls of a connection whose place another has taken
 AVOID_S = (10.0, 60.0)  # how long a relay that failed is avoided, doubled from the first to the second
 SMOOTHING = 0.7  # weight of a relay's earlier rate when it is measured again
 FAR_S = 0.03  # of a first answer, from which on the other side counts as far away
@@ -47,6 +50,11 @@ class ByteSource:
     heard_s: float | None = None
     avoid_until_s: float = 0.0
     _avoid: Backoff = field(default_factory=lambda: Backoff(*AVOID_S, jitter=0.0))
+
+    @property
+    def patience_s(self) -> float:
+        """How long nothing may come of a claim until another connection fetches it as well."""
+        return min(SILENT_S, self.answers_in_s) if self.is_far else SILENT_S
 
     @property
     def is_far(self) -> bool:
@@ -138,7 +146,6 @@ class Connections:
         self._hub = hub
         self._clients = {(hub.address, 0): hub}
         self._dropped: dict[tuple[str, int], WeightSyncClient] = {}
-        self._replaced: list[WeightSyncClient] = []
 
     def get(self, source: ByteSource, number: int) -> WeightSyncClient:
         """The connection of this number to a source."""
@@ -150,30 +157,27 @@ class Connections:
     def _open(self, source: ByteSource) -> WeightSyncClient:
         return WeightSyncClient(source.address, self._hub.options, of_relay=not source.is_hub)
 
-    def is_open(self, source: ByteSource, number: int) -> bool:
-        """Whether there is a connection of this number to a source already."""
-        return (source.address, number) in self._clients
+    async def renew(self, source: ByteSource, count: int, deadline_s: float) -> None:
+        """Opens others in the place of the first `count` connections to a source, each used until the new one is open.
 
-    async def renew(self, source: ByteSource, number: int, deadline_s: float) -> None:
-        """Opens another connection in the place of this one, which is used until the new one is open.
-
-        Calls that run over the old one go on until `close_replaced`. Raises MeshError UNREACHABLE after `deadline_s`.
+        Calls over the old ones go on, for LEAVE_S at most. Those whose new one is not open after `deadline_s` stay.
         """
-        client = self._open(source)
-        try:
-            await client.wait_until_connected(deadline_s)
-        except BaseException:  # also when cancelled
-            await client.close()
-            raise
-        key = (source.address, number)
-        before, self._clients[key] = self._clients.get(key), client
-        if before is not None and before is not self._hub:
-            self._replaced.append(before)
 
-    async def close_replaced(self) -> None:
-        """Ends the connections whose place others have taken, with the calls that they still have."""
-        replaced, self._replaced = self._replaced, []
-        await asyncio.gather(*(client.close() for client in replaced))
+        async def renew_one(number: int) -> None:
+            key, client = (source.address, number), self._open(source)
+            leaving = client
+            try:
+                await client.wait_until_connected(deadline_s)
+                leaving, self._clients[key] = self._clients.get(key, self._hub), client
+                if leaving is not self._hub:
+                    await leaving.close(LEAVE_S)
+            except (MeshError, asyncio.CancelledError) as error:
+                if leaving is not self._hub:
+                    await leaving.close()
+                if not isinstance(error, MeshError):
+                    raise
+
+        await asyncio.gather(*map(renew_one, range(count)))
 
     async def drop(self, source: ByteSource, number: int, failed: WeightSyncClient) -> None:
         """A call over it failed, and it may be broken without a sign: the next call opens another one."""
@@ -189,8 +193,8 @@ class Connections:
 
     async def close(self) -> None:
         """Ends all of them but the first."""
-        clients = [*self._clients.values(), *self._dropped.values(), *self._replaced]
-        self._clients, self._dropped, self._replaced = {(self._hub.address, 0): self._hub}, {}, []
+        clients = [*self._clients.values(), *self._dropped.values()]
+        self._clients, self._dropped = {(self._hub.address, 0): self._hub}, {}
         await asyncio.gather(*(client.close() for client in clients if client is not self._hub))
 
 

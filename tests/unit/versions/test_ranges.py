@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -29,7 +27,6 @@ def test_every_byte_is_taken_once_and_every_chunk_completed_once_whatever_breaks
     taken = bytearray(sum(lengths))
     complete: list[int] = []
     held: list[Claim] = []
-    taken_over: list[Claim] = []
     now_s = 0.0
     for _ in range(data.draw(st.integers(0, 60))):
         now_s += data.draw(st.sampled_from([0.0, 0.1, SILENT_S + 0.1]))
@@ -39,7 +36,8 @@ def test_every_byte_is_taken_once_and_every_chunk_completed_once_whatever_breaks
                 data.draw(st.integers(1, 300 * KIB)), now_s, data.draw(st.sampled_from([0.0, 1e4, 1e9]))
             )
             if claim is not None:
-                claim.on_taken = partial(taken_over.append, claim)
+                assert claim.connections == held.count(claim) + 1
+                claim.quiet_from_s = min(claim.quiet_from_s, now_s)
                 held.append(claim)
         elif does == "again" and complete:
             index = complete.pop()
@@ -65,7 +63,6 @@ def test_every_byte_is_taken_once_and_every_chunk_completed_once_whatever_breaks
         wanted[chunks[index].offset : chunks[index].offset + chunks[index].length] = b"\x01" * chunks[index].length
     assert taken == wanted
     assert sorted(complete) == sorted(missing)
-    assert all(claim.at == claim.end for claim in taken_over)
     assert queue.claim(1, now_s + 9.0) is None
 
 
@@ -92,17 +89,27 @@ def test_large_claims_end_where_a_chunk_does() -> None:
     assert [(claim.at, claim.end) for claim in claims if claim is not None] == [(0, 40), (40, 55), (55, 80)]
 
 
-def test_what_would_take_long_is_halved_and_what_stands_still_taken_over() -> None:
+def test_what_would_take_long_is_halved_and_what_stands_still_is_fetched_twice() -> None:
     size = 64 * SMALLEST
     queue = RangeQueue(chunks_of(size), {0})
     slow = queue.claim(size, 0.0, rate=16 * SMALLEST)
     assert slow is not None
+    slow.quiet_from_s = 0.0
     half = queue.claim(size, 0.1)
     assert half is not None
     assert (slow.end, half.at, half.end) == (size // 2, size // 2, size)
     queue.arrived(half, size // 2 - 1, SILENT_S)
-    assert queue.claim(size, SILENT_S + 0.1) is not None  # the slow one's, which has had nothing since
-    assert slow.at == slow.end
+    assert queue.claim(size, SILENT_S + 0.1) is slow  # which has had nothing since
+    queue.release(slow)
+    assert queue.unclaimed == 0  # the other connection is still at it
+    queue.release(slow)
+    assert queue.unclaimed == size // 2
+
+
+def test_a_claim_that_waits_for_the_rate_limit_does_not_stand_still() -> None:
+    queue = RangeQueue(chunks_of(SMALLEST), {0})
+    assert queue.claim(SMALLEST, 0.0) is not None
+    assert queue.claim(SMALLEST, 10 * SILENT_S) is None
 
 
 def test_who_is_fast_enough_is_left_alone() -> None:

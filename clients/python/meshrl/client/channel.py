@@ -144,8 +144,9 @@ class ServiceClient:
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        await self._channel.close(None)
+    async def close(self, grace_s: float | None = None) -> None:
+        """Ends every call that still runs after `grace_s`."""
+        await self._channel.close(grace_s)
 
     async def wait_until_connected(self, deadline_s: float) -> None:
         """Returns once the connection is open, with its TLS. Raises UNREACHABLE after `deadline_s`."""

@@ -50,10 +50,10 @@ class RolloutClient(ServiceClient):
         self.capabilities: frozenset[str] = frozenset()
         """Of the server, as its version, once it has listed its environments."""
 
-    async def close(self) -> None:
+    async def close(self, grace_s: float | None = None) -> None:
         if self._ending:
             await asyncio.wait(self._ending, timeout=CANCEL_DEADLINE_S)
-        await super().close()
+        await super().close(grace_s)
 
     async def list_environments(self, deadline_s: float | None = None) -> tuple[EnvironmentInfo, ...]:
         """Raises CONTRACT_MISMATCH for a server of another major version."""
