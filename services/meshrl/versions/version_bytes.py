@@ -79,7 +79,8 @@ class VersionBytes:
         self.missing: set[int] = set()
         if manifest.transport is Transport.STREAM or memory is not None:
             self.missing.update(range(len(manifest.chunks)))
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._given_up = False
         # Chunks that were read to send a part of: several connections ask for one between them.
         self._recent: deque[tuple[bytes, bytes]] = deque(maxlen=RECENT_CHUNKS)
 
@@ -124,8 +125,7 @@ class VersionBytes:
             with PayloadReader(self._files) as reader:
                 data = reader.read(chunk.offset, chunk.length)
         self._check(chunk, data)
-        with self._lock:
-            self.missing.discard(index)
+        self._is_here(index)
 
     def write(self, chunk: Chunk) -> None:
         """Takes a whole chunk of an upload; does nothing where it is here.
@@ -141,8 +141,18 @@ class VersionBytes:
         self._check(entry, data.data)  # before it is put: the one that is here may be right
         if index in self.missing:
             self.put(chunk.offset, data)
-            with self._lock:
-                self.missing.discard(index)
+            self._is_here(index)
+
+    def _is_here(self, index: int) -> None:
+        with self._lock:
+            self.missing.discard(index)
+            self._lock.notify_all()
+
+    def give_up(self) -> None:
+        """No more bytes come: `wait_for` waits no longer."""
+        with self._lock:
+            self._given_up = True
+            self._lock.notify_all()
 
     def _check(self, chunk: ChunkEntry, data: memoryview | bytes) -> None:
         if digest(data) != chunk.digest:
@@ -175,6 +185,13 @@ class VersionBytes:
             while index < len(chunks) and chunks[index].offset < end and index not in self.missing:
                 index += 1
         return end if index == len(chunks) else max(start, min(end, chunks[index].offset))
+
+    def wait_for(self, end: int) -> None:
+        """Returns once all bytes up to `end` are here. Raises MeshError UNREACHABLE after `give_up`. Blocking."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._given_up or self.here_to(0, end) >= end)
+            if self.here_to(0, end) < end:
+                raise MeshError(Reason.UNREACHABLE, f"the rest of version {self.manifest.version} did not come")
 
     def verify(self, files: Literal["digests", "sizes"]) -> None:
         """Checks that the version is complete and, where that was not done on arrival, right.

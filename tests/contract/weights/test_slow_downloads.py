@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from meshrl.inference.agent.version_loader import VersionFetcher
 from meshrl.versions.downloads import Downloader
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Transport
 
 MBPS = 0.1  # 45 kB at this rate take 3.6 s; a claim that stands still is taken over after 2 s
@@ -56,3 +60,38 @@ async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Any, state: 
     finally:
         await downloader.close()
     assert not held.missing
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_a_delta_is_used_while_the_rest_of_it_comes_and_let_go_where_it_does_not(
+    mesh: Any, state: Any, breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    client, used = mesh.client(), threading.Event()
+    manifest, _ = await client.get_manifest(version=0)
+    check = VersionBytes._check
+
+    def checked_once_used(held: VersionBytes, chunk: Any, data: Any) -> None:
+        if chunk.offset:
+            assert used.wait(10.0), "the first chunk was not used before the others came"
+            if breaks:
+                raise MeshError(Reason.UNKNOWN_VERSION, "the bytes are gone")
+        check(held, chunk, data)
+
+    def use(payload: Any, wait_for: Callable[[int], None]) -> None:
+        wait_for(manifest.chunks[0].length)
+        used.set()
+        wait_for(len(payload))
+        assert payload.any()
+
+    monkeypatch.setattr(VersionBytes, "_check", checked_once_used)
+    downloader = Downloader(client, LinkLimits())
+    fetch = partial(VersionFetcher(downloader).fetch_delta, manifest, use)
+    try:
+        if breaks:
+            with pytest.raises(MeshError, match="the bytes are gone"):
+                await asyncio.wait_for(fetch(), 60.0)
+        else:
+            assert len(await asyncio.wait_for(fetch(), 60.0)) == manifest.payload_bytes
+    finally:
+        await downloader.close()

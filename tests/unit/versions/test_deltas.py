@@ -246,6 +246,39 @@ def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing
         image.close()
 
 
+@CUTS
+@settings(max_examples=15, deadline=None)
+@given(old=IMAGES, new=IMAGES)
+def test_a_delta_is_applied_as_it_arrives_and_nothing_is_read_before_it_is_here(
+    old: NDArray[np.uint8], new: NDArray[np.uint8], cut: tuple[int, int, int], threads: ThreadPoolExecutor
+) -> None:
+    before = manifest_of(1, old)
+    after, image = manifest_of(2, new, before), image_of(before, old)
+    try:
+        with cut_into(cut):
+            whole = delta(old, new, threads)
+            arriving, ends = np.full_like(whole, 0xFF), list[int]()
+
+            def arrive(end: int) -> None:
+                arriving[:end] = whole[:end]
+                ends.append(end)
+
+            def break_off(end: int) -> None:
+                arrive(end)
+                if end == len(whole):
+                    raise MeshError(Reason.UNREACHABLE, "the rest did not come")
+
+            with pytest.raises(MeshError, match="the rest did not come"):
+                image.apply(after, arriving, break_off)
+            assert (image.held.parts[0][1].tobytes(), image.root) == (old.tobytes(), before.result_root)
+            arriving[:] = 0xFF
+            image.apply(after, arriving, arrive)
+            assert image.held.parts[0][1].tobytes() == new.tobytes()
+            assert max(ends) == len(whole)
+    finally:
+        image.close()
+
+
 @given(noise=st.binary(max_size=200))
 def test_bytes_that_are_no_delta_are_refused(noise: bytes) -> None:
     with pytest.raises(DeltaError):

@@ -10,9 +10,10 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from loguru import logger
@@ -225,13 +226,31 @@ class VersionFetcher:
             return empty_bytes(manifest)
         return await asyncio.to_thread(self._spool.room_for, manifest)
 
-    async def fetch_delta(self, manifest: Manifest) -> Bytes:
-        """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`."""
+    async def fetch_delta(
+        self, manifest: Manifest, use: Callable[[Bytes, Callable[[int], None]], None] = lambda payload, wait_for: None
+    ) -> Bytes:
+        """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`, and what `use` raises.
+
+        `use` is called with them on a thread while they arrive; its second argument waits for the bytes up to an
+        offset.
+        """
         self._awaited += manifest.payload_bytes
         payload: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
-        await self._downloader.pull(VersionBytes(manifest, memory=payload), artifact_id, self._arrive)
-        return payload
+        held = VersionBytes(manifest, memory=payload)
+        pulling = asyncio.create_task(self._downloader.pull(held, artifact_id, self._arrive))
+        using = asyncio.create_task(asyncio.to_thread(use, payload, held.wait_for))
+        try:
+            await asyncio.wait({pulling, using}, return_when=asyncio.FIRST_EXCEPTION)
+            if using.done():
+                using.result()
+            await pulling
+            await using
+            return payload
+        finally:
+            pulling.cancel()
+            held.give_up()
+            await asyncio.gather(pulling, using, return_exceptions=True)
 
     async def fetch_delta_file(self, manifest: Manifest) -> HostBytes:
         """As `fetch_delta`, in a file of the spool that `release` deletes."""
@@ -328,12 +347,10 @@ class ImageKeeper:
                 threads = min(MAX_THREADS, os.cpu_count() or 1)
                 self._image = await asyncio.to_thread(WeightImage, step, held, num_threads=threads)
                 continue
-            with self._times.part("fetched"):
-                delta = await self._fetcher.fetch_delta(step)
             if self._image is None:
                 raise _unreachable(version, "its delta is for weights that are not here")
-            with self._times.part("applied"):
-                await asyncio.to_thread(self._image.apply, step, delta)
+            with self._times.part("fetched and applied"):
+                await self._fetcher.fetch_delta(step, partial(self._image.apply, step))
         if self._image is None or self._image.root != version.result_root:
             raise _unreachable(version, "its deltas lead to other weights")
         if is_held:  # since an earlier attempt

@@ -248,6 +248,13 @@ def stream_bytes(pieces: Iterable[Packed]) -> int:
     return sum(_ROW.size + sum(map(len, piece.frames)) for piece in pieces)
 
 
+def table_end(stream: NDArray[np.uint8], wait_for: Callable[[int], object]) -> int:
+    """Where the first frame of a delta begins. `wait_for` returns once the bytes up to an offset are here."""
+    wait_for(min(_HEAD.size, len(stream)))
+    count = _HEAD.unpack(stream[: _HEAD.size].tobytes())[3] if len(stream) >= _HEAD.size else 0
+    return min(_HEAD.size + int(count) * _ROW.size, len(stream))
+
+
 def read_stream(stream: NDArray[np.uint8]) -> list[Packed]:
     """Takes a delta's byte stream apart into pieces, which are views of it.
 

@@ -12,14 +12,15 @@ Blocking, for any thread; calls are carried out one after the other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, islice
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from meshrl.versions.deltas.codec import DeltaError, Packed, batches, read_stream, unpack, words_of
+from meshrl.versions.deltas.codec import DeltaError, Packed, batches, read_stream, table_end, unpack, words_of
 from meshrl.versions.deltas.digests import Differences, Digester, Edit, lanes_of, with_lanes
 from meshrl.versions.deltas.words import from_ordered, ordered
 from meshrl.versions.files import HostBytes
@@ -51,8 +52,12 @@ class WeightImage:
         with self._lock:
             self._undo.clear()
 
-    def apply(self, manifest: Manifest, delta: NDArray[np.uint8]) -> None:
-        """Goes to the version of `manifest` by its delta.
+    def apply(
+        self, manifest: Manifest, delta: NDArray[np.uint8], wait_for: Callable[[int], object] = lambda end: None
+    ) -> None:
+        """Goes to the version of `manifest` by its delta, which may still be arriving.
+
+        `wait_for` returns once the bytes of the delta up to an offset are here, and raises MeshError if they never are.
 
         Raises MeshError DIGEST_MISMATCH and changes nothing where the delta is not for this image, does not lead to the
         manifest's root, or where the image changed at rest.
@@ -61,7 +66,7 @@ class WeightImage:
             before = self.manifest
             if manifest.base_root != before.result_root:
                 raise _refused(manifest, f"it is for other weights than those of version {before.version}")
-            self._move(manifest, delta, forward=True)
+            self._move(manifest, delta, wait_for, forward=True)
             self._undo.append((before, delta))
 
     def revert(self) -> None:
@@ -69,7 +74,7 @@ class WeightImage:
         with self._lock:
             while self._undo:
                 before, delta = self._undo[-1]
-                self._move(before, delta, forward=False)
+                self._move(before, delta, lambda end: None, forward=False)
                 self._undo.pop()
 
     def check(self) -> None:
@@ -86,14 +91,25 @@ class WeightImage:
         self._hashing.shutdown(wait=False)
         self.held.release()
 
-    def _move(self, manifest: Manifest, delta: NDArray[np.uint8], *, forward: bool) -> None:
+    def _move(
+        self, manifest: Manifest, delta: NDArray[np.uint8], wait_for: Callable[[int], object], *, forward: bool
+    ) -> None:
         checking = self._hashing.submit(self._changed)
         try:
+            at = table_end(delta, wait_for)
+            wait_for(at)
             pieces = read_stream(delta)
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
                 raise DeltaError("it changes what lies beyond the weights")
             digester = Digester(manifest.tensors)
-            pairs = list(self._threads.map(lambda batch: self._edit(batch, digester, forward=forward), batches(pieces)))
+            of_batches = batches(pieces)
+            sizes = (sum(len(frame) for piece in batch for frame in piece.frames) for batch in of_batches)
+
+            def edit_of(batch: Sequence[Packed], end: int) -> tuple[Edit, Differences]:
+                wait_for(end)
+                return self._edit(batch, digester, forward=forward)
+
+            pairs = list(self._threads.map(edit_of, of_batches, islice(accumulate(sizes, initial=at), 1, None)))
         except DeltaError as error:
             raise _refused(manifest, str(error)) from error
         edits = [edit for edit, _ in pairs]
