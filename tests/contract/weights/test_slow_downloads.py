@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.version_loader import VersionFetcher
+from meshrl.versions import downloads, sources
 from meshrl.versions.downloads import Downloader
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
@@ -60,6 +62,31 @@ async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Any, state: 
     finally:
         await downloader.close()
     assert not held.missing
+
+
+async def test_connections_that_much_came_over_from_far_away_are_new_before_the_next_version(
+    mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "FAR_S", 0.0)
+    monkeypatch.setattr(downloads, "RENEWED_FROM", 1)
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    client = mesh.client()
+    manifest, artifact_id = await client.get_manifest(version=0)
+    downloader = Downloader(client, LinkLimits(connections=3))
+    connections, hub = downloader.connections, downloader.sources.choose(0.0)
+    try:
+        before: list[WeightSyncClient] = []
+        for _ in range(2):
+            held = VersionBytes(manifest, memory=np.zeros(manifest.payload_bytes, dtype=np.uint8))
+            await asyncio.wait_for(downloader.pull(held, artifact_id), 60.0)
+            assert not held.missing
+            assert downloader._renewing is not None
+            await asyncio.wait_for(downloader._renewing, 60.0)
+            assert connections.get(hub, 0) not in (client, *before)
+            before.append(connections.get(hub, 0))
+    finally:
+        await downloader.close()
+    assert await client.epoch() == 1  # the first connection is others' as well
 
 
 @pytest.mark.parametrize("breaks", [False, True])
