@@ -52,7 +52,8 @@ class CompiledFolder:
         private_folder(self._home)
         private_folder(self._folder)
         os.environ["VLLM_CACHE_ROOT"] = str(self._folder / "vllm")
-        os.environ.setdefault("TRITON_CACHE_DIR", str(self._folder / "triton"))
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            os.environ.setdefault(name, str(self._folder / name.partition("_")[0].lower()))
 
     @property
     def is_empty(self) -> bool:

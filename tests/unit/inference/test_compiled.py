@@ -1,6 +1,7 @@
 """The folder of what vLLM compiled: packed, and unpacked only where nothing in it can do harm; needs no vLLM."""
 
 import io
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledFolder:
 
 def opened(home: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledFolder:
     monkeypatch.setenv("VLLM_CACHE_ROOT", "")  # what `open` sets is taken back after the test
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     made = CompiledFolder(KEY, home)
     made.open()
     return made
@@ -40,6 +42,14 @@ def archive(*members: tuple[str, bytes], change: Callable[[tarfile.TarInfo], obj
 
 def files(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_all_that_compiles_keeps_its_files_in_the_folder(folder: CompiledFolder, tmp_path: Path) -> None:
+    place = tmp_path / "here" / KEY
+    assert os.environ["VLLM_CACHE_ROOT"] == str(place / "vllm")
+    assert os.environ["TRITON_CACHE_DIR"] == str(place / "triton")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(place / "torchinductor")
+    assert place.stat().st_mode & 0o077 == 0
 
 
 def test_what_one_host_compiled_is_in_the_folder_of_another(
