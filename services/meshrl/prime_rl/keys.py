@@ -231,6 +231,11 @@ _MODELS = tuple(
         _moved(f"{trainer}.model.debug.num_layers", f"{trainer}.bench.num_layers"),
         _moved(f"{trainer}.model.debug.random_init", f"{trainer}.bench.random_weights"),
         _moved(f"{trainer}.model.debug.force_balanced_routing", f"{trainer}.bench.balanced_routing"),
+        ForeignKey(
+            old=f"{trainer}.model.moe_router_dtype",
+            new=f"{trainer}.model.router_dtype",
+            values={"float32": "float32", "bfloat16": "model"},
+        ),
         _unused(f"{trainer}.model.load_using_meta", "models are always loaded shard by shard"),
         _unused(f"{trainer}.model.moe_use_grouped_mm", "experts are computed as transformers does"),
         *(
@@ -263,6 +268,10 @@ _INFERENCE = (
     *(_moved(f"inference.vllm.{argument}", f"inference.{key}") for argument, key in VLLM_ARGUMENTS.items()),
     _moved("inference.model.enforce_eager", "inference.enforce_eager"),
     _moved("inference.max_lora_rank", "inference.lora_rank"),
+    *(
+        ForeignKey(old=f"inference.{old}", new=f"inference.{new}", values={"true": "float32", "false": "model"})
+        for old, new in (("enable_fp32_lm_head", "head_dtype"), ("enable_fp32_router_logits", "router_dtype"))
+    ),
     _moved("inference.vllm_extra", "inference.vllm"),
     *(_moved(f"inference.{each}", f"inference.vllm.{each}")
       for each in ("enable_expert_parallel", "enable_prefix_caching", "all2all_backend", "quantization",

@@ -47,8 +47,10 @@ def test_a_file_of_2026_means_what_it_says(load: Callable[..., Any]) -> None:
     config = load(
         ENVIRONMENT + "[orchestrator.train.sampling]\nmax_completion_tokens = 128\n"
         "[orchestrator.renderer]\nname = 'qwen3'\n"
+        "[inference]\nenable_fp32_lm_head = false\nenable_fp32_router_logits = true\n"
         "[inference.parallel]\ntp = 2\n[inference.model]\nmax_model_len = 4096\n"
-        "[trainer.model]\nimpl = 'custom'\nattn = 'flash_attention_3'\n[trainer.model.ac_offloading]\n"
+        "[trainer.model]\nimpl = 'custom'\nattn = 'flash_attention_3'\nmoe_router_dtype = 'float32'\n"
+        "[trainer.model.ac_offloading]\n"
         "max_inflight_activations = 5\n[trainer.model.ac]\n[deployment]\ntype = 'single_node'\n"
     )
     assert config.orchestrator.sampling.max_tokens == 128
@@ -57,7 +59,8 @@ def test_a_file_of_2026_means_what_it_says(load: Callable[..., Any]) -> None:
     )
     assert config.rollout.renderer == {"name": "qwen3"}
     assert (config.inference.tensor_parallel_size, config.inference.max_model_len) == (2, 4096)
-    assert config.trainer.model.attn == "auto"
+    assert (config.trainer.model.attn, config.trainer.model.router_dtype) == ("auto", "float32")
+    assert (config.inference.head_dtype, config.inference.router_dtype) == ("model", "float32")
     assert config.trainer.model.ac_offloading is not None
     said = "\n".join(config.notes)
     assert "orchestrator.train.sampling is called orchestrator.sampling here (from " in said
