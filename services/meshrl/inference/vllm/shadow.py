@@ -79,8 +79,8 @@ class ParameterShadow:
 
     def begin_as_live(self) -> None:
         """Fills it with the live weights."""
-        names = self._live.keys()
-        torch._foreach_copy_([self.parameters[name] for name in names], [self._live[name].data for name in names])
+        shadow = self.parameters
+        torch._foreach_copy_(list(shadow.values()), [self._live[name].data for name in shadow])
 
     def add(self, tensors: Weights) -> None:
         loaded = self._model.load_weights(iter(tensors))
@@ -103,10 +103,9 @@ class ParameterShadow:
         return [name for name, live in self._live.items() if not torch.equal(shadow[name].data, live.data)]
 
     def apply(self) -> None:
-        names = [name for name, _ in self._model.named_parameters()]
-        shadow = dict(self._model.named_parameters())
+        shadow = self.parameters
         with torch.no_grad():
-            torch._foreach_copy_([self._live[name].data for name in names], [shadow[name].data for name in names])
+            torch._foreach_copy_([self._live[name].data for name in shadow], list(shadow.values()))
 
 
 class CheckpointShadow:
