@@ -62,6 +62,11 @@ def vllm_python() -> Path:
     return python
 
 
+@pytest.fixture
+def vllm() -> Path:
+    return vllm_python()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test of an engine waits for its start, which takes vLLM minutes on a busy machine."""
     for item in items:

@@ -35,10 +35,10 @@ RESERVED: Mapping[str, str] = {
 }
 
 
-def engine_arguments(given: JsonObject, *, versions: bool = False, torch_threads: int | None = None) -> AsyncEngineArgs:
+def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> AsyncEngineArgs:
     """vLLM's AsyncEngineArgs from snake_case keys, for that many threads on a CPU (None: vLLM's own choice).
 
-    `versions`: as `InferenceConfig.takes_whole_versions`. Raises VllmError naming every key that is wrong.
+    Raises VllmError naming every key that is wrong.
     """
     check_supported()
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -57,7 +57,7 @@ def engine_arguments(given: JsonObject, *, versions: bool = False, torch_threads
         "skip_tokenizer_init": True,  # text routes have their own tokenizer, and engines speak token ids
         "disable_log_stats": True,
         "max_logprobs": MAX_ALTERNATIVES,
-        **({"worker_cls": GPU_WORKER} if versions and current_platform.is_cuda_alike() else {}),
+        **({"worker_cls": GPU_WORKER} if current_platform.is_cuda_alike() else {}),
         **(_graphs(given) if current_platform.is_cuda_alike() else {}),
         **given,
         "worker_extension_cls": WORKER_EXTENSION,

@@ -136,7 +136,7 @@ def _vllm_config(
     inspect_models_here()
     if imports_ahead():
         start_processes_by(ForkServer())
-    return engine_config(engine_arguments(chosen, versions=versions, torch_threads=torch_threads), headless=headless)
+    return engine_config(engine_arguments(chosen, torch_threads=torch_threads), headless=headless)
 
 
 def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:

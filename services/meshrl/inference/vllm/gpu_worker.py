@@ -1,4 +1,4 @@
-"""vLLM's GPU worker for engines that take weight versions: the room of a second copy is taken before the KV cache's."""
+"""vLLM's GPU worker: the room of a second copy of the weights is taken before the KV cache's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from meshrl.inference.vllm.worker import WeightsExtension
 
 
 class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no types where it is not installed
-    """The worker class of such an engine; vLLM finds the extension among its bases and does not mix it in again."""
+    """The worker class of every engine on a GPU: vLLM finds the extension among its bases and mixes nothing in, as it
+    could not into `Worker` once this class is there."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the weights and then builds the shadow, outside the pools that vLLM's sleep mode frees."""
+        """Loads the weights and then builds the shadow, outside the pools that vLLM's sleep mode frees; none for an
+        engine of adapters."""
         with self._meshrl_phase("load"):
             super().load_model(*args, **kwargs)
-        self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
+        if self.vllm_config.lora_config is None:
+            self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the share that is configured, less all that this process holds and will hold."""
