@@ -85,8 +85,6 @@ class Downloader:
 
 
 class _Download:
-    """The download of one version."""
-
     def __init__(
         self, downloader: Downloader, held: VersionBytes, artifact_id: str, on_bytes: Callable[[int], object]
     ) -> None:

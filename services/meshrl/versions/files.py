@@ -1,9 +1,4 @@
-"""The bytes of a version on an engine's host: in mapped files or in memory, without a second copy; and their check.
-
-Used by agents. A version on a shared filesystem is mapped where its publisher wrote it. One that comes in chunks is put
-into a buffer, or, for an engine whose model runs in other processes, into a safetensors file in shared memory that
-those processes read.
-"""
+"""The bytes of a version on an engine's host: in mapped files or in memory, without a second copy; and their check."""
 
 from __future__ import annotations
 
@@ -58,7 +53,6 @@ class HostBytes:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
 
     def tensors(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """Tensors by name, as views where `of` gives views."""
         made: dict[str, torch.Tensor] = {}
         for entry in manifest.tensors:
             dtype = TORCH_DTYPES[entry.dtype]
@@ -148,7 +142,6 @@ def map_files(entries: Sequence[FileEntry]) -> HostBytes:
 
 
 def empty_bytes(manifest: Manifest) -> HostBytes:
-    """Room for a version in this process's memory."""
     return HostBytes(parts=((0, np.empty(manifest.num_bytes, dtype=np.uint8)),))
 
 

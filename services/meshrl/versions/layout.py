@@ -1,7 +1,5 @@
-"""The layout of a model's weights: what a version must have so that an engine can apply it; and torch's element types.
-
-Engines describe their model by it, agents compare it with a manifest, and staging checks what came against it.
-"""
+"""The layout of a model's weights: what a version must have so that an engine can apply it; and torch's element
+types."""
 
 from __future__ import annotations
 

@@ -55,12 +55,10 @@ class RangeQueue:
 
     @property
     def chunks_left(self) -> int:
-        """Chunks of which bytes are not here."""
         return len(self._left)
 
     @property
     def unclaimed(self) -> int:
-        """Bytes that no connection has claimed yet."""
         return sum(end - start for start, end in self._todo)
 
     def claim(self, size: int, now_s: float, rate: float = 0.0, patience_s: float = SILENT_S) -> Claim | None:

@@ -1,8 +1,4 @@
-"""The weights of one version as a rank of the trainer copied them between two steps, in the published form.
-
-The trainer's `Snapshotter` makes snapshots on the training thread; the transports (`versions/transports`) read them on
-the publishing threads. A snapshot shares no memory with the live weights, so training goes on meanwhile.
-"""
+"""The weights of one version as a rank of the trainer copied them between two steps, in the published form."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ class Snapshot:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """(offset in the version's byte stream, length) of each piece, in the order of `flat`."""
         return [
             (self.tensors[piece.tensor].offset + piece.start, piece.end - piece.start)
             for bucket in self.buckets
@@ -90,7 +85,6 @@ class HostCopies:
         return self._pinned.numpy()
 
     def pieces_of(self, snapshot: Snapshot) -> list[tuple[int, memoryview]]:
-        """(offset in the version's byte stream, bytes) of each piece."""
         data, at, pieces = self.bytes_of(snapshot).data, 0, []
         for offset, length in snapshot.spans:
             pieces.append((offset, data[at : at + length]))
@@ -99,8 +93,6 @@ class HostCopies:
 
 
 class GatheredWeights:
-    """All weights of a version in the memory of one host, by name."""
-
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         """`state` must not change as long as this is used. Raises ValueError for a type that the contract lacks."""
         self._state = state
@@ -189,13 +181,11 @@ class HeldSnapshot(Generic[S]):
         self._snapshot: S | None = None
 
     def put(self, version: int, snapshot: S) -> None:
-        """Takes the place of the snapshot before."""
         with self._changed:
             self._version, self._snapshot = version, snapshot
             self._changed.notify_all()
 
     def drop(self) -> S | None:
-        """Removes the snapshot, so that nobody reads it any more, and returns it."""
         with self._changed:
             snapshot, self._snapshot = self._snapshot, None
             return snapshot

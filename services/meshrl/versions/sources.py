@@ -1,7 +1,4 @@
-"""From whom a host fetches versions (relays first, the hub last), and over how many connections.
-
-Used by `versions.downloads`, and by `versions.uploads` for uploads.
-"""
+"""From whom a host fetches versions (relays first, the hub last), and over how many connections."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ class ByteSource:
 
     @property
     def is_far(self) -> bool:
-        """Whether even its fastest answer took long; False while there is none."""
         return FAR_S < self.answers_in_s < float("inf")
 
     def connections(self, most: int) -> int:
@@ -70,12 +66,10 @@ class ByteSource:
         self.answers_in_s = min(self.answers_in_s, seconds)
 
     def heard(self, now_s: float) -> None:
-        """Records that bytes came from it."""
         self.heard_s = now_s
         self._avoid.reset()
 
     def measured(self, rate: float) -> None:
-        """Records that it sent at `rate` bytes/s."""
         self.rate = SMOOTHING * self.rate + (1 - SMOOTHING) * rate if self.rate else rate
 
     def failed(self, now_s: float, *, at_once: bool = False) -> bool:

@@ -1,9 +1,5 @@
-"""The two ends of a broadcast: a sender rank of the trainer sends its snapshot, a rank of an engine receives a version.
-
-A snapshot (`versions.snapshot`) has its pieces in the order in which they are sent, so nothing is copied once more. A
-receiver checks a version and passes on whole tensors. Used by the broadcast transport, the embedded engine's
-`BroadcastReceiver` and vLLM's workers.
-"""
+"""The two ends of a broadcast: a sender rank of the trainer sends its snapshot, a rank of an engine receives a
+version."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
 
 class Sender:
     """One sender rank's end of a group. Blocking: use it off the event loop and off the training thread."""
-
     def __init__(self, communicator: Communicator, *, sender: int, device: torch.device) -> None:
         self._communicator = communicator
         self._sender = sender
@@ -82,8 +77,6 @@ Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiveTimes:
-    """Where the time of a broadcast went, in seconds: waiting for bytes, in the sink, checking digests."""
-
     wire_s: float
     load_s: float
     verify_s: float
@@ -93,7 +86,6 @@ class Receiver:
     """One rank of an engine in a group. Blocking: use it off the event loop; `abort` may come from another thread."""
 
     def __init__(self, communicators: Sequence[Communicator], device: torch.device) -> None:
-        """`communicators` are those of sender 0, 1, ..."""
         self._communicators = communicators
         self._device = device
         self._buffers: list[torch.Tensor | None] = [None, None]
@@ -210,6 +202,5 @@ class Receiver:
             communicator.abort()
 
     def close(self) -> None:
-        """Ends the group and frees the buffers."""
         self.abort()
         self._buffers = [None, None]

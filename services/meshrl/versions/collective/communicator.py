@@ -1,7 +1,4 @@
-"""Communicators for the nccl transport, made directly over a store and never part of torch's default group.
-
-Every wait ends: at a deadline, or when another thread breaks the group. What went wrong is a MeshError GROUP_BROKEN.
-"""
+"""Communicators for the nccl transport, made directly over a store and never part of torch's default group."""
 
 from __future__ import annotations
 
@@ -102,7 +99,6 @@ class Broadcast:
     event: torch.cuda.Event | None = None
 
     def arrived(self) -> bool:
-        """Whether it is over; with gloo it may have failed."""
         if self.event is None:
             return bool(self.work.is_completed())
         return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch has none
@@ -120,8 +116,6 @@ class Broadcast:
 
 
 class Communicator:
-    """One sender (rank 0) and its receivers; broadcasts from rank 0."""
-
     def __init__(
         self, store: Store, *, generation: int, sender: int, rank: int, size: int, backend: str, device: torch.device,
         deadline_s: float,

@@ -1,9 +1,4 @@
-"""Which sender rank broadcasts which bytes, and in what order: computed alike by senders and receivers. No I/O.
-
-A version's tensors are sent in buckets, runs of whole tensors in manifest order. In a bucket each sender in turn
-broadcasts one flat piece: its rows of each tensor, tensor after tensor. A sender keeps all its pieces in one buffer in
-that order, so a piece is a slice of it.
-"""
+"""Which sender rank broadcasts which bytes, and in what order: computed alike by senders and receivers."""
 
 from __future__ import annotations
 
@@ -15,8 +10,6 @@ from meshrl.wire.types import CollectivePlan, TensorEntry
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Bytes [start, end) of one tensor, at `at` in its sender's flat piece of the bucket."""
-
     tensor: int
     start: int
     end: int
@@ -25,14 +18,11 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Tensors [first, last) of the manifest, and each sender's pieces of them."""
-
     first: int
     last: int
     pieces: tuple[tuple[Piece, ...], ...]  # by sender
 
     def num_bytes(self, sender: int) -> int:
-        """Bytes that a sender broadcasts; 0 is no broadcast."""
         pieces = self.pieces[sender]
         return pieces[-1].at + pieces[-1].end - pieces[-1].start if pieces else 0
 
@@ -56,7 +46,6 @@ def byte_range(
 
 
 def buckets(tensors: Sequence[TensorEntry], plan: CollectivePlan) -> Iterator[Bucket]:
-    """The buckets of a version, in the order in which they travel."""
     whole, reordered = frozenset(plan.whole_tensors), frozenset(plan.reordered_tensors)
     first = 0
     while first < len(tensors):
@@ -79,5 +68,4 @@ def buckets(tensors: Sequence[TensorEntry], plan: CollectivePlan) -> Iterator[Bu
 
 
 def sender_bytes(tensors: Sequence[TensorEntry], plan: CollectivePlan, sender: int) -> int:
-    """Bytes of all pieces of a sender together: the size of its flat buffer."""
     return sum(bucket.num_bytes(sender) for bucket in buckets(tensors, plan))

@@ -1,13 +1,4 @@
-"""The chain of versions below a delta, in the hub's spool, and the deltas merged from it.
-
-A delta's chain is its base, the base of that, and so on down to a full version, the anchor. The folder of a delta has
-its base in `base`, as hard links to the base's own files in the spool, and that one's base in `base/base`. So an engine
-that may fetch a version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once
-no version needs it. Files of a publisher are not linked: the store keeps them as long. `joined/ROOT` holds the deltas
-merged into one, for engines that missed versions and still have the weights of ROOT.
-
-Blocking: call it off the event loop.
-"""
+"""The chain of versions below a delta, in the hub's spool, and the deltas merged from it."""
 
 from __future__ import annotations
 
@@ -125,13 +116,11 @@ def _merged(base: Manifest, deltas: Sequence[VersionBytes]) -> VersionBytes:
 
 
 def stored(manifest: Manifest, folder: Path) -> VersionBytes:
-    """A part of a chain, all of whose bytes are in a folder of the spool."""
     part = VersionBytes(manifest, file=folder / PAYLOAD)
     part.missing.clear()
     return part
 
 
 def refuse_base(manifest: Manifest) -> MeshError:
-    """The answer to a publisher whose delta is from a version that is not here."""
     text = f"version {manifest.version} is a delta from version {manifest.base_version}, which is not at this hub"
     return MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")

@@ -48,8 +48,6 @@ class DeltaError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Elements of `width` bytes in a version's byte stream, from byte `start` on."""
-
     start: int
     values: int
     width: int
@@ -66,8 +64,6 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Changes of a run as bytes: three zstd frames, and how many bytes each holds."""
-
     run: Stretch
     changed: int
     raw: tuple[int, int, int]
@@ -116,7 +112,6 @@ class Rows:
         self.at: list[int] = self.place(np.array([run.start for run in self.runs], dtype=np.int64)).tolist()
 
     def place(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Turns offsets in the stream into offsets in the buffer."""
         span = np.searchsorted(self._offsets, at, side="right") - 1
         place: NDArray[np.int64] = at - self._offsets[span] + self._before[span]
         return place
@@ -132,13 +127,11 @@ def words_of(image: NDArray[np.uint8], run: Stretch, at: int | None = None) -> W
 
 
 def changes(run: Stretch, old: Words, new: Words) -> Changes:
-    """Compares two states of a run, given as integers."""
     places = np.flatnonzero(old != new)
     return Changes(run=run, places=places, steps=ordered(new[places]) - ordered(old[places]))
 
 
 def pack(found: Changes) -> Packed:
-    """Encodes the changes of a run."""
     gaps = np.diff(found.places, prepend=-1) - 1
     skips = gaps // ESCAPE
     ends = np.cumsum(skips + 1) - 1
@@ -151,7 +144,6 @@ def pack(found: Changes) -> Packed:
 
 
 def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -> Packed:
-    """Compresses the three streams of a run: gaps, steps, and the steps that no byte holds."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     gaps, steps, escapes = (
         compressor.compress(np.ascontiguousarray(stream).data) if stream.size else b"" for stream in streams
@@ -244,7 +236,6 @@ def write_stream(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
 
 
 def stream_bytes(pieces: Iterable[Packed]) -> int:
-    """How many bytes these pieces take in a delta."""
     return sum(_ROW.size + sum(map(len, piece.frames)) for piece in pieces)
 
 

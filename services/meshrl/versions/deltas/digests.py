@@ -58,7 +58,6 @@ def edits_of(found: Sequence[Changes], rows: Rows, old: Image, new: Image) -> li
 
 
 def lanes_of(tensors: Sequence[TensorEntry]) -> Lanes:
-    """The digests of a manifest's tensors as numbers."""
     return np.frombuffer(b"".join(entry.digest for entry in tensors), dtype="<u8").reshape(-1, 2)
 
 
@@ -149,7 +148,6 @@ class Digester:
 
 
 def with_lanes(tensors: Sequence[TensorEntry], lanes: Lanes) -> tuple[TensorEntry, ...]:
-    """Tensors with these digests."""
     return tuple(
         replace(entry, digest=found.astype("<u8").tobytes()) for entry, found in zip(tensors, lanes, strict=True)
     )

@@ -1,12 +1,4 @@
-"""Makes a delta of weights on a GPU, and decodes one there.
-
-It is made by comparing there, and two or three bytes a change go to the host to be compressed. Used by the ranks of a
-trainer on GPUs (`transports.rows`); makes the same bytes as `codec.encode` does from
-host memory. Elements are compared as integers, in areas of many runs at once, since each step over an area costs a few
-kernels whatever its size. An area in which much changes is halved, which bounds the memory that this takes.
-
-Legend: C changes of an area, R runs of it.
-"""
+"""Makes a delta of weights on a GPU, and decodes one there."""
 
 from __future__ import annotations
 

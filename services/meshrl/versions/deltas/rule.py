@@ -1,9 +1,4 @@
-"""Decides which versions leave the trainer as deltas, and from which version each delta is made.
-
-Used by the transports through the host, on rank 0. A version goes in full when there is no earlier one to make a delta
-from, when its delta would not be much smaller, every so often as an anchor for engines that join, and when the hub has
-refused the delta.
-"""
+"""Decides which versions leave the trainer as deltas, and from which version each delta is made."""
 
 from __future__ import annotations
 
@@ -61,11 +56,9 @@ class DeltaRule:
         return True
 
     def made(self, manifest: Manifest, full: Manifest) -> None:
-        """A version leaves with `manifest`; `full` is the manifest that it would have in full."""
         self._made = (manifest, full)
 
     def delivered(self, version: int) -> None:
-        """The hub has taken the version: the next delta is from it."""
         made, self._made = self._made, None
         if made is not None and made[0].version == version:
             self._base = made[1]

@@ -34,14 +34,12 @@ _SIGNED: Mapping[int, np.dtype[np.signedinteger]] = {
 
 
 def ordered(words: Words) -> Words:
-    """The integer of each bit pattern."""
     bits = 8 * words.itemsize
     negative = (words.view(_SIGNED[words.itemsize]) >> (bits - 1)).view(words.dtype)
     return words ^ (negative | words.dtype.type(1 << (bits - 1)))
 
 
 def from_ordered(places: Words) -> Words:
-    """The bit pattern of each integer: the inverse of `ordered`."""
     bits = 8 * places.itemsize
     negative = (~places.view(_SIGNED[places.itemsize]) >> (bits - 1)).view(places.dtype)
     return places ^ (negative | places.dtype.type(1 << (bits - 1)))
