@@ -1,7 +1,4 @@
-"""Builds what each rank trains with: its group of ranks, the learner with the model, the run, and the checkpointer.
-
-Called once by `program`, on the training thread.
-"""
+"""Builds what each rank trains with: its group of ranks, the learner with the model, the run, and the checkpointer."""
 
 from __future__ import annotations
 
@@ -37,8 +34,6 @@ from meshrl.wire.types import RoutedShape
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts:
-    """What the training thread works with."""
-
     learner: Learner
     run: RunState
     checkpointer: Checkpointer
@@ -49,7 +44,6 @@ class TrainerParts:
     """Gives memory that no tensor needs back to the device, where that is configured."""
 
     def leave(self) -> None:
-        """Leaves the group of ranks, after its last collective."""
         self.parallel.barrier()
         self.lifeline.release()
         self.parallel.close()

@@ -1,10 +1,4 @@
-"""The training loop of rank 0: gives the runs their turns, a slice at a time; runs on the training thread.
-
-Consumes batches of each run, in order. Produces a snapshot of a run's weights for its publisher, and a DONE or FAILED
-event a step (`run_training`). Waits for batches, for checkpoints that clients ask for and, before it captures a version
-of a run, for the publication of the one before; meanwhile other runs train. Unblocks the orchestrators, which activate
-a version once its step is DONE.
-"""
+"""The training loop of rank 0: gives the runs their turns, a slice at a time; runs on the training thread."""
 
 from __future__ import annotations
 
@@ -54,7 +48,6 @@ class TrainerLoop:
             self.add(run)
 
     def add(self, run: RunTraining, share: float = 1.0) -> None:
-        """Trains one more run from here on."""
         self._runs[run.state.run_id] = run
         self._scheduler.add(run.state.run_id, share)
 

@@ -10,7 +10,6 @@ from meshrl.training.parallel.rank_main import rank_main
 
 
 def main() -> None:
-    """Console script `trainer`."""
     rank_main(
         "trainer",
         lambda: load_config(TrainerConfig, prog="trainer", spellings=PrimeRLKeys(TrainerConfig, "trainer")),

@@ -67,7 +67,6 @@ DRAIN_GRACE_S = 5.0
 
 
 def run_rank(config: TrainerConfig, rank: int) -> None:
-    """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
     if rank == 0:
         leave(run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
@@ -289,8 +288,6 @@ def open_added_run(
 
 
 class AddedPublication:
-    """The publication of a run that was added."""
-
     def __init__(
         self,
         publication: Publication,
@@ -322,7 +319,6 @@ class AddedPublication:
         await self._hub.close_run(self._run_id, self._epoch)
 
     async def close(self) -> None:
-        """Ends it."""
         await self._publication.close()
 
 

@@ -1,9 +1,4 @@
-"""Trains one run on rank 0: its steps, versions, checkpoints and metrics. The loop gives it its turns.
-
-A step goes through three stages: its slices are passed, then it is made, then its version is captured. Only the last
-waits, for the publication of the version before, so that other runs have their turn meanwhile. Whatever fails in a run
-that is not the trainer's own suspends that run alone.
-"""
+"""Trains one run on rank 0: its steps, versions, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -44,8 +39,6 @@ MOST_ENTROPIES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RunVersions:
-    """How the versions of a run leave the trainer."""
-
     capture: Callable[[int], Captured]
     """Copies the weights of a version aside; collective, on the training thread between two steps."""
 
@@ -92,7 +85,6 @@ class RunTraining:
         waits: Waits | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`release` gives memory that no tensor needs back to the device; called after each snapshot."""
         self.state, self.checkpointer, self.own, self.queue = state, checkpointer, own, queue
         self._learner, self._versions = learner, versions
         self._commands, self._spans, self._waits = commands, spans, waits or Waits()
@@ -117,7 +109,6 @@ class RunTraining:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no step at hand and so can take work."""
         return self._step is None
 
     @property

@@ -48,8 +48,6 @@ BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and trac
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFacts:
-    """What does not change while a trainer lives."""
-
     world_size: int
     dp_size: int
     seq_len: int

@@ -14,8 +14,6 @@ from meshrl.wire.types import Batch
 
 
 class TrainSpan:
-    """The span of one step; `traceparent` goes with its events and its version."""
-
     def __init__(self, tracer: trace.Tracer, span: trace.Span, clock_ns: Callable[[], int]) -> None:
         self._tracer = tracer
         self._span = span
@@ -30,18 +28,14 @@ class TrainSpan:
         stage.end(end_time=end)
 
     def fail(self, message: str) -> None:
-        """Ends the span as an error."""
         self._span.set_status(Status(StatusCode.ERROR, message))
         self._span.end()
 
     def end(self) -> None:
-        """Ends the span."""
         self._span.end()
 
 
 class TrainSpans:
-    """Starts the span of each step."""
-
     def __init__(self, tracer: trace.Tracer, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._tracer = tracer
         self._clock_ns = clock_ns

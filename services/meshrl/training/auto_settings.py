@@ -62,8 +62,6 @@ LOGITS_SHARE = 32  # at most one in so many bytes of what the model leaves free
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Sizes of a model that decide what a token costs."""
-
     layers: int
     hidden: int
     mlp: float  # of all experts that a token goes through
@@ -103,7 +101,6 @@ class BlockShape:
         )
 
     def kept(self, mode: AcMode | None) -> float:
-        """Elements that a block keeps of a token."""
         h, q, k, i = self.hidden, self.queries, self.keys, self.mlp
         return {
             None: 4 * h + 3 * q + 3 * k + 4 * i + 3 * self.experts * h,
@@ -120,8 +117,6 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The settings to build with."""
-
     ac: AcMode | None
     compiled: bool
     logits_bytes: int

@@ -80,8 +80,6 @@ class RowRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunRows:
-    """Rows that a run passes, and the counts of the batch that they are of."""
-
     run: RunState
     micro_batches: Sequence[MicroBatch]
     counts: BatchCounts
@@ -473,7 +471,6 @@ def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | Non
 
 
 def predicted_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """Indices of the tokens that some term of the objective looks at."""
     wanted = micro_batch.loss_mask.copy()
     for weights in (micro_batch.ce_weights, micro_batch.ref_kl_weights):
         if weights is not None:

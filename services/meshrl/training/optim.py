@@ -1,7 +1,4 @@
-"""Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step.
-
-Parameters may be sharded: a rank holds and updates its own part, and what is measured is the same number on every rank.
-"""
+"""Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step."""
 
 from __future__ import annotations
 
@@ -43,12 +40,10 @@ class Optimizer:
         return [group for part in self.parts for group in part.param_groups]
 
     def zero_grad(self) -> None:
-        """Frees every gradient."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> None:
-        """Updates the parameters with this learning rate."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate

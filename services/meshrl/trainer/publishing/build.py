@@ -61,8 +61,6 @@ MAX_THREADS = 8  # of one rank for files: memory is no faster with more
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """What publishing takes from the trainer's configuration."""
-
     model: TrainerModelConfig
     broadcast: WeightBroadcastConfig
     output_dir: Path
@@ -72,8 +70,6 @@ class PublishOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """Rank 0's publisher and snapshotter, and what must live as long as they do."""
-
     publisher: Publisher
     snapshotter: Snapshotter
     store: Store | None  # lives as long as this does

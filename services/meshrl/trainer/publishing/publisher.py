@@ -1,8 +1,4 @@
-"""Rank 0's publisher: stages and seals each captured version at the hub, by the transport chosen at the start.
-
-The training loop gives it what the snapshotter captured. Once a version is sealed, engines prepare it. Versions are
-activated by the orchestrator, not here.
-"""
+"""Rank 0's publisher: stages and seals each captured version at the hub, by the transport chosen at the start."""
 
 from __future__ import annotations
 
@@ -53,8 +49,6 @@ class PublishReport:
 
 
 class Publisher:
-    """Publishes the versions of one run in one epoch, one at a time."""
-
     def __init__(
         self,
         client: WeightSyncClient,
@@ -70,7 +64,6 @@ class Publisher:
 
     @property
     def progress(self) -> Progress:
-        """Whether the publication under way still moves."""
         return self._transport.progress
 
     async def publish(self, version: int, captured: Captured, traceparent: str = "") -> PublishReport:
@@ -108,7 +101,6 @@ class Publisher:
         return report
 
     async def close(self) -> None:
-        """Ends the transport's threads and connections."""
         await self._uploader.close()
         await self._transport.close()
 

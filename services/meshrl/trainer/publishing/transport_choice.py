@@ -23,8 +23,6 @@ LOOK_S = 0.1  # the run begins only after a look that finds an engine
 
 @dataclass(frozen=True, kw_only=True)
 class TransportChoice:
-    """A transport, and why."""
-
     transport: Transport
     why: str
 

@@ -1,11 +1,5 @@
-"""Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in order.
-
-Rank 0's training loop sends a command and carries it out itself; every other rank (`worker`) receives it over the
-group's broadcast and carries it out too. A command is one byte for its kind; one for a run goes on with the run's id,
-preceded by its length (uint64, little-endian), and with its payload. That of a TrainCommand is the batch as protobuf
-messages, each preceded by its length too, as are the other runs of a PassCommand; that of a PublishSetupCommand its
-settings as JSON.
-"""
+"""Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in
+order."""
 
 from __future__ import annotations
 
@@ -33,8 +27,6 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainCommand:
-    """Begin a step of the run with this batch."""
-
     run_id: str
     batch: Batch
 
@@ -59,8 +51,6 @@ class CreateCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteCommand:
-    """Forget a run that CreateCommand made."""
-
     run_id: str
 
 
@@ -74,15 +64,11 @@ class PublishSetupCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotCommand:
-    """Copy the run's current weights aside, to be published as a version."""
-
     run_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveCommand:
-    """Write a checkpoint of the run's last step."""
-
     run_id: str
     weights_only: bool
     in_background: bool = False
@@ -108,7 +94,6 @@ _HEARTBEAT, _STOP = b"B", b"S"
 
 
 def encode(command: Command) -> bytes:
-    """The bytes of a command."""
     match command:
         case HeartbeatCommand():
             return _HEARTBEAT

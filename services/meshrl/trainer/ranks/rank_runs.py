@@ -24,8 +24,6 @@ RUNS = "runs"
 
 @dataclass(kw_only=True)
 class RankRun:
-    """A run as a rank trains it."""
-
     state: RunState
     checkpointer: Checkpointer
     snapshotter: Snapshotter | None = None  # None until rank 0 sets publishing up
@@ -59,7 +57,6 @@ class RunMaker:
         return self.output_dir / settings.folder if settings and settings.folder else self.runs_folder / run_id
 
     def forget(self, run: RankRun, other: RankRun) -> None:
-        """Ends a run on this rank, so that its memory is free; `other` is taken up in its place."""
         try:
             run.checkpointer.wait_for_save()
         except CheckpointError as error:

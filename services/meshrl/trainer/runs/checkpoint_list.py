@@ -83,5 +83,4 @@ def _on_disk(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
 
 def key_of(checkpoint: Checkpoint) -> str:
-    """Names a checkpoint among those of its run, for pages."""
     return f"{checkpoint.step}/{checkpoint.weights_only:d}/{checkpoint.request_id}"

@@ -46,7 +46,6 @@ class Discovery:
         self._told_evicted: set[str] = set()
 
     async def follow(self, every_s: float = EVERY_S) -> None:
-        """Looks again and again; ends when it is cancelled."""
         while True:
             try:
                 await self.look()
@@ -149,7 +148,6 @@ def settings_from(table: Mapping[str, Any], own: RunSettings, *, folder: str) ->
 
 
 def explained(error: Exception) -> str:
-    """Every fault of a configuration, a line each."""
     if isinstance(error, ValidationError):
         return "\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
     return str(error)

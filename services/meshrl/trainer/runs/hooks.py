@@ -1,7 +1,4 @@
-"""Functions of the user that are called as runs come and go, named in the `run_hooks` section of the trainer.
-
-Runs have an index, the smallest that is free, for as long as they are here. `config` is the table of control/orch.toml.
-"""
+"""Functions of the user that are called as runs come and go, named in the `run_hooks` section of the trainer."""
 
 from __future__ import annotations
 
@@ -60,14 +57,12 @@ class RunHooks:
         self._indices: dict[str, int] = {}
 
     def index(self, run_id: str) -> int:
-        """The run's index, given when it is first asked for."""
         if run_id not in self._indices:
             taken = set(self._indices.values())
             self._indices[run_id] = next(index for index in range(len(taken) + 1) if index not in taken)
         return self._indices[run_id]
 
     def release(self, run_id: str) -> None:
-        """Frees the run's index."""
         self._indices.pop(run_id, None)
 
     def created(self, run_id: str) -> None:
@@ -79,15 +74,12 @@ class RunHooks:
                 raise ValueError(f"a creation hook failed: {error}") from error
 
     def deleted(self, run_id: str) -> None:
-        """Calls the deletion hooks; their errors are logged."""
         self._call("deletion", self.index(run_id), run_id)
 
     def discovered(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Calls the discovered hooks; their errors are logged."""
         self._call("discovered", self.index(run_id), run_id, config)
 
     def forgotten(self, run_id: str) -> None:
-        """Calls the forgotten hooks; their errors are logged."""
         self._call("forgotten", self.index(run_id), run_id)
 
     def problem(self, config: Mapping[str, Any]) -> str | None:

@@ -1,8 +1,4 @@
-"""Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart.
-
-On the event loop of rank 0; what touches the model it has the training thread do, between two turns. The runs are
-listed in <output_dir>/runs/index.json. Each has its own folder there: checkpoints, weights and the number of its epoch.
-"""
+"""Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ CLOSE_S = 10.0
 
 
 class RunPublication(Protocol):
-    """What publishes the versions of one run."""
-
     async def first(self) -> None:
         """Publishes the version that the run starts with. Raises MeshError and OSError."""
 
@@ -56,8 +50,6 @@ Opened = tuple[RunPublication, RunTraining]
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A run as the index lists it."""
-
     run_id: str
     settings: RunSettings
     create_time: float
@@ -78,8 +70,6 @@ class _Row:
 
 @dataclass(kw_only=True, eq=False)
 class _Added:
-    """A run that was added."""
-
     row: _Row
     queue: TrainingQueue
     rank_run: RankRun
@@ -89,8 +79,6 @@ class _Added:
 
 
 class RunHost:
-    """The runs that were added to a trainer."""
-
     def __init__(
         self,
         table: RunTable,
@@ -125,22 +113,18 @@ class RunHost:
         return sum(added.queue.book.adapter_bytes for added in self._added.values())
 
     def info(self, queue: TrainingQueue) -> RunInfo:
-        """The run as GetRun returns it."""
         queue.book.used_share = self._loop.used_share(queue.book.run_id)
         return queue.book.info()
 
     @property
     def own_settings(self) -> RunSettings:
-        """Those of the trainer's own run."""
         return self._settings
 
     @property
     def added(self) -> Sequence[str]:
-        """The runs that were added."""
         return tuple(self._added)
 
     def suspension(self, run_id: str) -> Suspension | None:
-        """Why a run is suspended, if it is."""
         return self._table.find(run_id).book.suspension
 
     def settings_of(self, run_id: str, spec: RunSpec | None) -> RunSettings:
@@ -200,7 +184,6 @@ class RunHost:
         return self.info(self._table.find(run_id))
 
     async def suspend(self, run_id: str, message: str, *, by: str = "") -> RunInfo:
-        """Suspends a run; one that is suspended stays as it is."""
         queue = self._table.find(run_id)
         if queue.book.suspension is None:
             queue.book.suspension = Suspension(message=message or "a caller suspended it", by=by)
@@ -265,7 +248,6 @@ class RunHost:
                 logger.error("run {!r} is not brought back: {}; its folder stays", row["run_id"], error)
 
     async def close(self) -> None:
-        """Ends the publications; the training loop has ended."""
         for added in self._added.values():
             if added.opening is not None:
                 added.opening.cancel()

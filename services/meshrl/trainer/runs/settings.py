@@ -50,8 +50,6 @@ class StartFrom(BaseConfig):
 
 
 class RunSettings(BaseConfig):
-    """How a run is trained, with every setting filled in."""
-
     lora: LoraConfig | None = None
     """Its adapter; None trains every parameter of the model."""
 
@@ -170,7 +168,6 @@ class RunSettings(BaseConfig):
 
     @property
     def spec(self) -> RunSpec:
-        """These settings as the contract has them."""
         optim, schedule, lora, ckpt = self.optim, self.scheduler, self.lora, self.ckpt
         of_type = {"adamw": ("beta1", "beta2", "eps"), "sgd": ("momentum",), "muon": ("momentum",)}[optim.type]
         return RunSpec(

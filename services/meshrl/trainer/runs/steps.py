@@ -1,9 +1,4 @@
-"""Keeps the state of a run's steps: the waiting batches, the state of each, and the events for watchers.
-
-No clock, sockets or tasks. The TrainingQueue calls it when the service takes a batch and when the training loop reports
-a step. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order,
-without gaps. When one fails, those queued behind it fail too, and the failed step is the next to submit.
-"""
+"""Keeps the state of a run's steps: the waiting batches, the state of each, and the events for watchers."""
 
 from __future__ import annotations
 
@@ -34,8 +29,6 @@ class Accepted:
 
 
 class _Filled(TypedDict, total=False):
-    """The fields of a StepEvent that belong to its state."""
-
     version: int
     metrics: Mapping[str, float]
     timings_s: Mapping[str, float]
@@ -49,8 +42,6 @@ class _Filled(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class _Attempt:
-    """The latest batch submitted for a step."""
-
     digest: str
     answer: Accepted
     state: StepState
@@ -169,7 +160,6 @@ class StepBook:
         return tuple(event for index, event in enumerate(self._events) if index >= skip)
 
     def info(self) -> RunInfo:
-        """The run as GetTrainer returns it; step n made version n."""
         return RunInfo(
             run_id=self.run_id,
             step=self.step,
@@ -195,17 +185,14 @@ class StepBook:
 
     @property
     def waiting(self) -> int:
-        """Batches that wait."""
         return len(self._waiting)
 
     @property
     def unfinished(self) -> bool:
-        """A step trains or is being published."""
         return bool(self._unfinished)
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, trains or is being published."""
         return not self._waiting and not self._unfinished
 
     # --- what the training loop reports -------------------------------------------------------
@@ -268,11 +255,9 @@ class StepBook:
         self._next_step = step
 
     def saved(self, step: int) -> None:
-        """A checkpoint of the step is on disk; the next event reports it."""
         self.durable_step = max(self.durable_step, step)
 
     def fail_all(self, reason: Reason, message: str) -> None:
-        """The trainer cannot go on: whatever runs or waits fails."""
         for step in sorted(self._unfinished, reverse=True):
             self.fail(step, reason, message)
 

@@ -18,15 +18,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What the training thread is to do: calls first, then one piece of work of each run."""
-
     calls: tuple[Callable[[], None], ...]
     work: Mapping[str, Work]
 
 
 class RunTable:
-    """The queue of each run. Made on the event loop that serves them."""
-
     def __init__(self, own: StepBook, *more: StepBook, held: bool = False, complete: bool = True) -> None:
         """An empty run_id stands for `own`. With `held` no queue gives work out until its `open` is called.
 
@@ -48,7 +44,6 @@ class RunTable:
         return len(self._queues)
 
     def add(self, book: StepBook, *, held: bool = True) -> TrainingQueue:
-        """The queue of a new run."""
         self.put(queue := TrainingQueue(book, self.changed, held=held))
         return queue
 
@@ -57,7 +52,6 @@ class RunTable:
         self._queues[queue.book.run_id] = queue
 
     def remove(self, run_id: str) -> None:
-        """Forgets a run whose queue is closed."""
         del self._queues[run_id]
 
     def check_complete(self) -> None:
@@ -67,7 +61,6 @@ class RunTable:
             raise MeshError(Reason.UNREACHABLE, text, retry_after_s=1.0)
 
     def close(self) -> None:
-        """Closes every queue; the training thread ends what it is at."""
         for queue in self:
             queue.close()
 

@@ -1,9 +1,5 @@
-"""The queue between the service's event loop and the training thread: batches in one direction, reports in the other.
-
-TrainerService puts batches and save requests in; the training loop takes them out one at a time, through the table of
-runs, and reports the outcome of each. The step book is read and written on the event loop only, which gets the thread's
-reports in order.
-"""
+"""The queue between the service's event loop and the training thread: batches in one direction, reports in the
+other."""
 
 from __future__ import annotations
 
@@ -92,13 +88,11 @@ class TrainingQueue:
         return self.book.step
 
     def open(self) -> None:
-        """Gives work out from now on."""
         self._held = False
         self.book.phase = RunPhase.ACTIVE
         self._changed.beat()
 
     def resume(self) -> None:
-        """Ends a suspension."""
         self.book.suspension = None
         self._changed.beat()
 
@@ -183,7 +177,6 @@ class TrainingQueue:
         self.on_suspended()
 
     def saved(self, step: int) -> None:
-        """Reports that a checkpoint of the step is on disk."""
         self._report(lambda: self.book.saved(step))
 
     def crashed(self, message: str) -> None:

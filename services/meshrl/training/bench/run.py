@@ -82,7 +82,6 @@ class BenchReport:
     """Seconds of the traced step by class of kernel, and "idle"."""
 
     def table(self) -> str:
-        """The numbers for a person."""
         parts = f"forward and backward {self.forward_backward_s:.3f}, optimizer {self.optimizer_s:.3f}"
         rows = [
             ("throughput", f"{self.tokens_per_s:,.0f}", f"tokens/s, {self.tokens_per_s_per_gpu:,.0f} a device"),
@@ -100,7 +99,6 @@ class BenchReport:
         return f"{title}\n{plain_table(rows, right={1}, indent='  ')}"
 
     def write(self, path: Path, settings: Mapping[str, object]) -> None:
-        """Writes the numbers and the settings they were measured with as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**asdict(self), "settings": dict(settings)}, indent=2) + "\n")
 

@@ -48,8 +48,6 @@ SAVE_DEADLINE_S = 3600.0
 
 @dataclass(kw_only=True)
 class TrainingProgress:
-    """What was trained since step 0; rank 0 of the training loop counts."""
-
     tokens: int = 0
     samples: int = 0
     data: Mapping[str, object] = field(default_factory=dict)
@@ -58,8 +56,6 @@ class TrainingProgress:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
-    """All that is needed to write one checkpoint; None for a part that is not written."""
-
     step: int
     weights: Mapping[str, torch.Tensor] | None  # by Hugging Face name, on rank 0 only; elsewhere empty
     adapters: Mapping[str, torch.Tensor]  # the same of those that are written on their own

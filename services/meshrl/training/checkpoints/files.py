@@ -1,9 +1,4 @@
-"""Folders that appear on disk whole or not at all, and the manifest in each; the checkpointer writes these.
-
-A folder is written as `NAME.partial`, flushed, and renamed into place, so that neither a kill nor a power cut leaves a
-half of it under its name. A folder is deleted by way of `NAME.deleted`. Leftovers of both kinds are deleted at the
-next start.
-"""
+"""Folders that appear on disk whole or not at all, and the manifest in each; the checkpointer writes these."""
 
 from __future__ import annotations
 
@@ -31,8 +26,6 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FileMark:
-    """What a file must look like when it is read again."""
-
     num_bytes: int
     crc32: int
 
@@ -51,7 +44,6 @@ class CheckpointContents:
     data: Mapping[str, object] = field(default_factory=dict)  # where the data goes on, of a loop that has its own
 
     def write(self, folder: Path) -> None:
-        """Writes it, and flushes the names that the folder holds."""
         values = {"format": FORMAT, **asdict(self)}
         write_file(folder / MANIFEST, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1))
 
@@ -100,14 +92,12 @@ def _checksum(values: Mapping[str, object]) -> int:
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """The error for a checkpoint that is not as it was written."""
     return CheckpointError(
         f"{folder} is damaged: {what}; delete it and resume an earlier step (ckpt.resume_step), or -1 for the newest"
     )
 
 
 def mark(path: Path) -> FileMark:
-    """Size and checksum of a file."""
     checksum, size = 0, 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -149,7 +139,6 @@ def reveal(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a folder; however that ends, no half of it keeps the name."""
     if folder.is_dir():
         _set_aside_to_delete(folder)
         flush(folder.parent)
@@ -157,7 +146,6 @@ def remove(folder: Path) -> None:
 
 
 def discard_partial(folder: Path) -> None:
-    """Deletes what a failed attempt at `folder` left."""
     _remove_tree(folder.with_name(folder.name + PARTIAL))
 
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """This process's random state: torch (CPU and device), Python and NumPy."""
     version, words, spare = random.getstate()
     assert version == 3, "Python changed its generator"
     generator = np.random.get_state(legacy=False)
@@ -55,16 +54,13 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 
 def random_file(rank: int) -> str:
-    """Name of a rank's random state in a checkpoint."""
     return f"random_{rank:05d}.safetensors"
 
 
 def write_random_state(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Writes what `random_state` gave."""
     save_file(dict(state), path)
 
 
 def read_random_state(path: Path) -> dict[str, torch.Tensor]:
-    """Reads what `random_state` gave."""
     state: dict[str, torch.Tensor] = load_file(path)
     return state

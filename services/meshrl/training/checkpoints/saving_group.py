@@ -1,8 +1,4 @@
-"""The ranks of a training group while they save or load a checkpoint; used by the checkpointer.
-
-What fails on one rank fails on all, with an error that names the rank. The ranks have a control group of their own, so
-that a save in the background never mixes with the collectives of a step.
-"""
+"""The ranks of a training group while they save or load a checkpoint; used by the checkpointer."""
 
 from __future__ import annotations
 

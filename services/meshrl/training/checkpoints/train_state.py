@@ -1,8 +1,4 @@
-"""The tensors from which a run resumes exactly, by name.
-
-Read and restored by the checkpointer. Names are the model's own, whatever the sharding, so that another number of ranks
-can read the state; the settings of the optimizer come from the configuration and are not part of it.
-"""
+"""The tensors from which a run resumes exactly, by name."""
 
 from __future__ import annotations
 
@@ -45,7 +41,6 @@ def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
 
 
 def optimizer_kind(run: RunState) -> str:
-    """The classes of torch optimizers that train the model."""
     return "+".join(sorted({type(part).__name__ for part in run.optimizer.parts}))
 
 

@@ -1,8 +1,4 @@
-"""Writes a policy as a Hugging Face folder, which any reader of such folders loads; used by the checkpointer.
-
-The state comes gathered and in Hugging Face names. How its model is configured, tied and split into files comes from
-an outline, the model without storage, so that writing never touches the model that trains.
-"""
+"""Writes a policy as a Hugging Face folder, which any reader of such folders loads; used by the checkpointer."""
 
 from __future__ import annotations
 
@@ -33,10 +29,7 @@ def separate_adapters(ckpt: CheckpointConfig | None, model: TrainerModelConfig) 
 
 
 class AdapterWriter:
-    """Writes snapshots that are the adapters alone, as a folder that PEFT and vLLM load."""
-
     def __init__(self, model: PreTrainedModel, *, base_name: str) -> None:
-        """`base_name` is the model under the adapters that are mounted."""
         self._config = adapter_config(model, base_name)
 
     def write(self, folder: Path, state: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:

@@ -1,7 +1,4 @@
-"""Refuses layouts that a model cannot be trained in, before its weights are loaded: each in one sentence.
-
-Whether the sizes divide the ranks is checked before, where the ParallelPlan is made.
-"""
+"""Refuses layouts that a model cannot be trained in, before its weights are loaded: each in one sentence."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
 
 class Sender:
     """One sender rank's end of a group. Blocking: use it off the event loop and off the training thread."""
+
     def __init__(self, communicator: Communicator, *, sender: int, device: torch.device) -> None:
         self._communicator = communicator
         self._sender = sender
