@@ -5,12 +5,19 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.core.telemetry.waits import CountedWait
 
 _URL = re.compile(r"https?://[^\s,;)]+")
 _WORKER = re.compile(r"^worker (\d+)")
+
+
+@lru_cache(maxsize=1024)  # a thousand rollouts in the same few stages are looked at every few seconds
+def _awaited(what: str, worker: str) -> tuple[str, ...]:
+    """The engines that words name, else the worker process."""
+    return tuple(_URL.findall(what)) or tuple(f"rollout_worker_{number}" for number in _WORKER.findall(worker))
 
 
 class StageKind(enum.StrEnum):
@@ -34,13 +41,11 @@ class RolloutStage:
         return max(0.0, now_s - self.began_s)
 
     def wait(self, key: object, environment: str) -> CountedWait:
-        engines = _URL.findall(self.what)
-        workers = [f"rollout_worker_{number}" for number in _WORKER.findall(self.worker)]
         place = f" ({self.worker})" if self.worker else ""
         return CountedWait(
             key=key,
             name=f"{environment} {self.kind or 'other'}",
-            on=tuple(engines or workers),
+            on=_awaited(self.what, self.worker),
             began_s=self.began_s,
             words=f"rollouts of {environment!r} {self.what}{place}",
         )
