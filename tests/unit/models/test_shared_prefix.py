@@ -13,12 +13,14 @@ from meshrl.algorithms.losses import dppo_kl_loss
 from meshrl.algorithms.objective import Normaliser, Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples, shared_prefix_ratio
 from meshrl.core.config import ConfigError
+from meshrl.models.attention import Kernels
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.shared_prefix import PrefixPlan
+from meshrl.models.shares import ContextShare
 from meshrl.trainer.build import MIN_SHARED_PREFIX, min_shared_prefix
 from meshrl.trainer.service import check_batch
 from meshrl.training.config import OptimConfig
-from meshrl.training.learner import Learner
+from meshrl.training.learner import Learner, to_row
 from meshrl.training.model_config import ActivationCheckpointConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import prepare_blocks
 from meshrl.wire.errors import MeshError
@@ -93,6 +95,18 @@ def test_the_keys_of_a_sample_are_its_prefix_and_its_own_tokens() -> None:
     places = [*plan.own_place.tolist(), *plan.prefix_place.tolist()]
     assert sorted(places) == list(range(len(plan.whole_index)))
     assert plan.host[2] == max(map(len, keys))
+
+
+def test_a_row_that_is_padded_for_ranks_has_its_padding_among_the_keys() -> None:
+    (row,) = pack_samples(groups(0), seq_len=4096, min_shared_prefix=0.0).micro_batches
+    share = ContextShare(group="", size=4, rank=0)
+    assert share.missing(len(row.token_ids))
+    packed = to_row(row, torch.device("cpu"), Kernels(context=share))
+    plan, tokens = packed.layout.prefixes, len(packed.token_ids)
+    assert plan is not None
+    assert tokens == len(row.token_ids) + share.missing(len(row.token_ids))
+    assert plan.whole_index[plan.own_place].tolist() == list(range(tokens))
+    assert len(plan.whole_offsets) == len(packed.layout.offsets)
 
 
 def learner(model: PreTrainedModel, ac: str | None = None) -> Trained:
