@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from engine_mesh import EngineClient, EngineMesh, reference
+from meshrl.client import WeightSyncClient
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ActivationPolicy, Transport
 from plain_checks import check_greedy
 from plain_model import logits_across, logits_of, plain_model, plain_state
+from state_publisher import StatePublisher
 
 PROMPT = [1, 2, 3]
 LONG_PROMPT = [1 + index % 63 for index in range(400)]  # several blocks of any prefix cache
@@ -33,6 +35,27 @@ async def test_after_an_update_the_engine_is_the_plain_model_of_the_new_weights(
     assert choice["version_spans"] == [[0, 40, mesh.version]]
     assert choice["weight_versions"] == [{"version": mesh.version, "start": 0, "end": 40}]
     assert choice["token_ids"] != before["token_ids"]
+    check_greedy(mesh.kind, logits_of(reference(mesh), PROMPT, choice["token_ids"]), choice)
+
+
+@TRANSPORTS
+async def test_after_a_delta_the_engine_is_the_plain_model_of_the_new_weights(
+    mesh: EngineMesh, client: EngineClient, transport: Transport
+) -> None:
+    seed = mesh.other_seed()
+    new = plain_state(seed, mesh.kind.dtype)
+    old = {name: torch.where(torch.rand(t.shape) < 0.03, t * 1.25, t) for name, t in new.items()}
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        publisher = StatePublisher(hub, transport, mesh.folder / "broadcasts", num_threads=3, anchor_every=9)
+        sizes = []
+        for state in (old, new, old, new):
+            mesh.version += 1
+            sizes.append((await publisher.publish(mesh.version, state)).num_bytes)
+            await mesh.activate(None, hub=hub)
+        await publisher.close()
+    mesh.seed = seed
+    assert max(sizes[1:]) < sizes[0] / 4
+    choice = await client.greedy(PROMPT)
     check_greedy(mesh.kind, logits_of(reference(mesh), PROMPT, choice["token_ids"]), choice)
 
 
