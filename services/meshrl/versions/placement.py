@@ -10,8 +10,7 @@ Legend: C changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from meshrl.versions.deltas.codec import DeltaError, read_stream
 from meshrl.versions.deltas.on_device import decode_on_device, moved_bits
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.tensors import DTYPES
-from meshrl.wire.types import Manifest, TensorEntry
+from meshrl.wire.types import Manifest
 
 DIGEST_VALUES = 2**22  # of a part in columns, digested at once
 _WORDS = {2: torch.int16, 4: torch.int32}
@@ -72,19 +71,36 @@ class Move:
         held = parameters[self.parameter]
         return held.as_strided(self.shape, self.to_stride, held.storage_offset() + self.to_offset)
 
-    def locate(self, at_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of elements of the tensor: which of them are in this part, and where these lie in the parameter."""
-        rest, where = at_C - self.from_offset, torch.full_like(at_C, self.to_offset)
-        inside = rest >= 0
-        steps = zip(self.from_stride, self.to_stride, self.shape, strict=True)
-        for stride, to_stride, size in sorted(steps, reverse=True):
+    def locate(self, at_C: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Of elements of the tensor: which are in this part (None: all), and where these lie in the parameter.
+
+        The elements are from the first of the part to the last.
+        """
+        rest = at_C - self.from_offset
+        if self.is_run:
+            return None, rest * self.to_stride[0] + self.to_offset
+        where, inside = torch.full_like(at_C, self.to_offset), torch.ones_like(at_C, dtype=torch.bool)
+        for stride, to_stride, size in sorted(
+            zip(self.from_stride, self.to_stride, self.shape, strict=True), reverse=True
+        ):
             index = rest if stride == 1 else rest // stride
             inside &= index < size
             where += index * to_stride
             rest = rest - index * stride
         inside &= rest == 0
-        which = torch.nonzero(inside).squeeze(1)
-        return which, where[which]
+        return inside, torch.where(inside, where, self.to_offset)
+
+
+def _change(move: Move, parameter: torch.Tensor, at_C: torch.Tensor, steps_C: torch.Tensor) -> None:
+    """Moves elements by so many steps, without a wait for the device."""
+    inside, where = move.locate(at_C)
+    words = parameter.view(-1).view(_WORDS[parameter.itemsize])
+    before = words[where]
+    after = moved_bits(before, steps_C)
+    if inside is None:
+        words[where] = after
+    else:
+        words.index_add_(0, where, torch.where(inside, after - before, 0))  # the others stand for an element that stays
 
 
 Steps = Sequence[tuple[int, int, int]]  # (size, stride in the tensor, stride in the parameter) of each dimension
@@ -227,14 +243,9 @@ class WeightPlacement:
 
     @torch.no_grad()
     def patch(
-        self,
-        manifest: Manifest,
-        delta: NDArray[np.uint8],
-        parameters: Mapping[str, torch.Tensor],
-        threads: ThreadPoolExecutor,
+        self, manifest: Manifest, delta: NDArray[np.uint8], parameters: Mapping[str, torch.Tensor], num_threads: int
     ) -> None:
         """Takes parameters from the base of a delta to its result. Raises MeshError NOT_SUPPORTED, DIGEST_MISMATCH."""
-        starts = [entry.offset for entry in manifest.tensors] + [manifest.num_bytes]
         device = next(iter(parameters.values())).device
         try:
             pieces = read_stream(delta)
@@ -242,26 +253,34 @@ class WeightPlacement:
                 raise MeshError(Reason.NOT_SUPPORTED, f"elements of {min(odd)} bytes are not changed in place")
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > manifest.num_bytes:
                 raise DeltaError("it changes what lies beyond the weights")
-            for width, at_C, steps_C in decode_on_device(pieces, device, threads):
-                borders = torch.tensor(starts, device=device) // width
-                edges = torch.searchsorted(at_C, borders).tolist()
-                for entry, begin, end in zip(manifest.tensors, edges, edges[1:], strict=False):
-                    if begin < end and DTYPES[entry.dtype].itemsize != width:
-                        raise DeltaError(f"it changes {entry.name!r} by elements of {width} bytes")
-                    if begin < end:
-                        self._change(entry, at_C[begin:end] - entry.offset // width, steps_C[begin:end], parameters)
+            for width, at_C, steps_C in decode_on_device(pieces, device, num_threads):
+                for first, move, begin, end in self._spans(manifest, width, at_C):
+                    if move is None:
+                        raise DeltaError(f"it changes elements of {width} bytes that have another size")
+                    _change(move, parameters[move.parameter], at_C[begin:end] - first, steps_C[begin:end])
         except DeltaError as error:
             text = f"the delta to version {manifest.version} is refused: {error}"
             raise MeshError(Reason.DIGEST_MISMATCH, text) from error
 
-    def _change(
-        self, entry: TensorEntry, at_C: torch.Tensor, steps_C: torch.Tensor, parameters: Mapping[str, torch.Tensor]
-    ) -> None:
-        for move in self._moves.get(entry.name, ()):
-            which, where = move.locate(at_C)
-            flat = parameters[move.parameter].view(-1)
-            words = flat.view(_WORDS[flat.itemsize])
-            words[where] = moved_bits(words[where], steps_C[which])
+    def _spans(self, manifest: Manifest, width: int, at_C: torch.Tensor) -> Iterator[tuple[int, Move | None, int, int]]:
+        """(first element of its tensor, move, begin, end) of the changes [begin, end) that may lie in each move.
+
+        A tensor whose elements have another width has none.
+        """
+        spans: list[tuple[int, Move | None, int, int]] = []
+        for entry in manifest.tensors:
+            first = entry.offset // width
+            if DTYPES[entry.dtype].itemsize != width:
+                spans.append((first, None, first, (entry.offset + entry.num_bytes) // width))
+            else:
+                for move in self._moves.get(entry.name, ()):
+                    start = first + move.from_offset
+                    spans.append((first, move, start, start + move.extent))
+        borders = torch.tensor([border for *_, start, end in spans for border in (start, end)], device=at_C.device)
+        edges = iter(torch.searchsorted(at_C, borders).tolist())
+        for (first, move, *_), begin, end in zip(spans, edges, edges, strict=False):
+            if begin < end:
+                yield first, move, begin, end
 
     @torch.no_grad()
     def digests(self, parameters: Mapping[str, torch.Tensor]) -> PartDigests:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +121,7 @@ class MemoryEngine:
                 tracer.parameters[name].copy_(tensor)
         placement = tracer.placement()
         assert placement is not None
-        with ThreadPoolExecutor(1) as threads:
-            placement.patch(manifest, np.fromfile(delta, dtype=np.uint8), made, threads)
+        placement.patch(manifest, np.fromfile(delta, dtype=np.uint8), made, 1)
         check_parts(manifest, [placement.digests(made)])
         self.shadow = (manifest.version, made)
         self.history.append(f"patch {manifest.version}")

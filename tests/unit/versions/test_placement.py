@@ -117,7 +117,7 @@ def test_a_delta_in_place_has_the_bits_of_the_version_in_full(ranks: int, share:
     with ThreadPoolExecutor(2) as threads:
         manifest, delta = delta_of(old, new, threads)
         for engine, placement in zip(engines, placements, strict=True):
-            placement.patch(manifest, delta, engine.parameters, threads)
+            placement.patch(manifest, delta, engine.parameters, 2)
             whole = Engine(engine.rank, ranks)
             whole.load(new)
             for name, parameter in engine.parameters.items():
@@ -207,7 +207,7 @@ def test_a_delta_that_names_elements_beyond_is_refused_before_any_is_changed() -
         _, delta = delta_of(larger, {**larger, "z": torch.ones(5000, dtype=torch.bfloat16)}, threads)
         before = {name: parameter.clone() for name, parameter in engine.parameters.items()}
         with pytest.raises(MeshError, match="beyond"):
-            placement.patch(version_of(state, 2)[0], delta, engine.parameters, threads)
+            placement.patch(version_of(state, 2)[0], delta, engine.parameters, 2)
     assert all(torch.equal(before[name], parameter) for name, parameter in engine.parameters.items())
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,9 +133,12 @@ class WeightsExtension:
                 raise MeshError(Reason.NOT_SUPPORTED, "where a version's weights lie in vLLM's own was not seen")
             if not onto_staged:
                 shadow.begin_as_live()
-            with ThreadPoolExecutor(PATCH_THREADS) as threads:
-                placement.patch(manifest, np.fromfile(delta, dtype=np.uint8), shadow.parameters, threads)
-            self._meshrl_found = placement.digests(shadow.parameters)
+            parameters = shadow.parameters
+            try:
+                placement.patch(manifest, np.fromfile(delta, dtype=np.uint8), parameters, PATCH_THREADS)
+                self._meshrl_found = placement.digests(parameters)
+            except RuntimeError as error:  # torch's, such as for a full device: versions then come another way
+                raise MeshError(Reason.NOT_SUPPORTED, f"a delta is not applied here: {error}") from error
             self._meshrl_staged = version
 
         self._meshrl_start(work, f"patching version {version}")

@@ -152,13 +152,17 @@ def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...])
     return Packed(run=run, changed=changed, raw=sizes, frames=(gaps, steps, escapes))
 
 
-def batches(pieces: Iterable[Packed]) -> list[list[Packed]]:
-    """Groups pieces that follow each other to be decoded at once: of one width, with BATCH_CHANGES or one piece."""
+def batches(pieces: Iterable[Packed], most: int | None = None) -> list[list[Packed]]:
+    """Groups pieces that follow each other to be decoded at once: of one width, with `most` changes or one piece.
+
+    `most` is BATCH_CHANGES where it is not given.
+    """
+    most = BATCH_CHANGES if most is None else most
     found: list[list[Packed]] = []
     changed = 0
     for piece in pieces:
         changed += piece.changed
-        if not found or found[-1][0].run.width != piece.run.width or changed > BATCH_CHANGES:
+        if not found or found[-1][0].run.width != piece.run.width or changed > most:
             found.append([])
             changed = piece.changed
         found[-1].append(piece)
@@ -201,6 +205,20 @@ def streams_of(pieces: Sequence[Packed]) -> tuple[NDArray[np.uint8], NDArray[np.
         for stream in range(3)
     )
     return gaps, steps, escapes
+
+
+def streams_at_once(pieces: Sequence[Packed], threads: int) -> list[NDArray[np.uint8]]:
+    """As `streams_of`, in one call on so many threads: each call that ends would wait for the interpreter's lock."""
+    held = [[piece for piece in pieces if piece.raw[stream]] for stream in range(3)]
+    frames = [(piece.frames[stream], piece.raw[stream]) for stream in range(3) for piece in held[stream]]
+    if any(zstandard.frame_content_size(frame) != size for frame, size in frames):  # before any room is made for it
+        raise DeltaError("a frame does not hold the bytes that its piece names")
+    try:
+        found = zstandard.ZstdDecompressor().multi_decompress_to_buffer([frame for frame, _ in frames], threads=threads)
+    except (zstandard.ZstdError, ValueError) as error:
+        raise DeltaError(f"a frame cannot be decompressed: {error}") from error
+    parts = (np.frombuffer(found[index], dtype=np.uint8) for index in range(len(frames)))
+    return [np.concatenate([np.empty(0, np.uint8), *islice(parts, len(held[stream]))]) for stream in range(3)]
 
 
 def check_counts(pieces: Sequence[Packed], gap_bytes: NDArray[np.uint8], step_bytes: NDArray[np.uint8]) -> None:

@@ -17,12 +17,14 @@ from meshrl.versions.deltas.codec import (
     batches,
     check_counts,
     compress,
-    streams_of,
+    streams_at_once,
 )
 
 AREA_VALUES = 2**27
 AREA_CHANGES = 2**22
 """Changes from which on an area is halved: each takes about 100 bytes meanwhile."""
+DECODED_CHANGES = 2**23
+"""Changes that are decoded at once: each takes about 50 bytes meanwhile."""
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Placed = tuple[Stretch, int]
 """A run, and where it begins in the buffers."""
@@ -132,27 +134,30 @@ def moved_bits(words_C: torch.Tensor, steps_C: torch.Tensor) -> torch.Tensor:
 
 
 def decode_on_device(
-    pieces: Sequence[Packed], device: torch.device, threads: ThreadPoolExecutor
+    pieces: Sequence[Packed], device: torch.device, num_threads: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Of each batch of pieces: the width of its elements (4 bytes at most), which elements (C,) of the byte stream
     change, rising, and by how many steps (C,). Raises DeltaError for bytes that `pack` does not make.
+
+    It waits for the device a few times a batch. A busy thread beside it makes each wait some milliseconds longer.
     """
-    groups = batches([piece for piece in pieces if piece.changed])
-    for group, streams in zip(groups, [threads.submit(streams_of, group) for group in groups], strict=True):
-        check_counts(group, *streams.result()[:2])
+    for group in batches([piece for piece in pieces if piece.changed], DECODED_CHANGES):
+        streams = streams_at_once(group, num_threads)
+        check_counts(group, *streams[:2])
         width = group[0].run.width
-        gaps, steps = (torch.from_numpy(stream).to(device) for stream in streams.result()[:2])
-        escapes = torch.from_numpy(streams.result()[2].view(f"<i{width}")).to(device)
+        gaps, steps = (torch.from_numpy(stream).to(device) for stream in streams[:2])
         ends = gaps < ESCAPE
         passed = torch.cumsum(gaps.long() + ends, dim=0)  # places count from each piece's own start
         counts, sizes, begins, values = torch.tensor(
             [(each.changed, each.raw[0], each.run.start // width, each.run.values) for each in group], device=device
         ).T
         before = torch.cat([passed.new_zeros(1), passed[torch.cumsum(sizes, dim=0)[:-1] - 1]])
-        at_C = passed[ends] + torch.repeat_interleave(begins - 1 - before, counts)
+        at_C = passed[ends] + torch.repeat_interleave(begins - 1 - before, counts, output_size=len(steps))
         if bool((at_C[torch.cumsum(counts, dim=0) - 1] >= begins + values).any()):
             raise DeltaError("a piece changes an element beyond its own")
-        codes_C, wide = steps.long(), steps == ESCAPE
-        codes_C[wide] = escapes.long() & ((1 << 8 * width) - 1)
+        codes_C = steps.long()
+        if len(streams[2]):
+            escapes = torch.from_numpy(streams[2].view(f"<i{width}")).to(device)
+            codes_C[steps == ESCAPE] = escapes.long() & ((1 << 8 * width) - 1)
         codes_C += 1
         yield width, at_C, (codes_C >> 1) ^ -(codes_C & 1)
