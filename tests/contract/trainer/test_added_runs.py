@@ -12,7 +12,7 @@ from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import AdapterSpec, RunPhase, RunSpec, StepState
+from meshrl.wire.types import AdapterSpec, RunPhase, RunSpec, StartPoint, StepState
 from trainer_kit import UP_S, running_hub, save_tiny_model, until
 
 SMALL = RunSpec(adapter=AdapterSpec(rank=4, alpha=8.0, target_modules=("q_proj",)), seed=5, share=2.0)
@@ -75,5 +75,17 @@ async def test_added_runs_train_publish_come_back_after_a_kill_and_go(tmp_path: 
                 with pytest.raises(MeshError):
                     await weights.get_manifest("small", 3)
             assert not (config.output_dir / "runs/small").exists()
+            await client.save_checkpoint("plain")
+            goes_on = StartPoint(run_id="plain", step=2, with_optimizer=True)
+            fork = await client.create_run("fork", RunSpec(start_from=goes_on))
+            assert (fork.step, fork.durable_step, fork.spec and fork.spec.start_from) == (2, 2, goes_on)
+            await train(client, "fork", 3)
+            assert (8, 16) in await shapes(hub, "fork", 3)
+            await client.delete_run("fork")
+            weights_alone = await client.create_run("fork", RunSpec(start_from=StartPoint(run_id="main")))
+            assert (weights_alone.step, weights_alone.spec and weights_alone.spec.start_from) == (
+                0, StartPoint(run_id="main", step=1),
+            )  # fmt: skip
+            await train(client, "fork", 1)
             await client.drain()
             assert program.exit_code(UP_S) == 0

@@ -336,7 +336,7 @@ class VllmEngine(EngineBase):
         except MeshError as error:
             logger.warning("{} is loaded at once, and other requests wait meanwhile: {}", request.lora_name, error)
             try:
-                await self._calls.core(self._llm.remove_lora(number))
+                await self._calls.rpc("meshrl_drop_adapter", number)
                 await self._calls.core(self._llm.add_lora(request))
             except BaseException:
                 store.remove(number)
@@ -351,14 +351,14 @@ class VllmEngine(EngineBase):
         began_s = time.monotonic()
         parts = await self._calls.rpc("meshrl_open_adapter", request.lora_int_id, request.lora_path)
         for part in range(parts):
-            await self._calls.rpc("meshrl_load_adapter", part)
+            await self._calls.rpc("meshrl_load_adapter", request.lora_int_id, part)
         took_s = time.monotonic() - began_s
         logger.info("adapter {} is loaded, {} parts between steps in {:.2f} s", request.lora_name, parts, took_s)
 
     def _unload(self, adapter: ServedAdapter[LoRARequest]) -> None:
         async def unload() -> None:
             try:
-                await self._calls.core(self._llm.remove_lora(adapter.number))
+                await self._calls.rpc("meshrl_drop_adapter", adapter.number)
             except MeshError as error:  # the engine is ending, or vLLM has dropped it by itself
                 logger.debug("{} was not unloaded: {}", adapter.name, error)
             if self._store is not None:

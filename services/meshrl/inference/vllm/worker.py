@@ -60,6 +60,7 @@ class WeightsExtension:
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
         self._meshrl_staged: int | None = None
+        self._meshrl_loading: dict[int, AdapterParts] = {}
         self._meshrl_placement: WeightPlacement | None = None
         self._meshrl_tracer: PlacementTracer | None = None
         self._meshrl_loaded: WorkerShadow | None = None  # what vLLM has loaded a version into
@@ -90,12 +91,21 @@ class WeightsExtension:
     def meshrl_open_adapter(self, number: int, folder: str) -> int:
         """Begins to load an adapter under this number, which no other has; returns how many parts it has."""
         manager = self._meshrl_worker.model_runner.lora_manager
-        self._meshrl_parts = AdapterParts(manager, number, Path(folder), self._meshrl_device())
-        return len(self._meshrl_parts)
+        self._meshrl_loading[number] = AdapterParts(manager, number, Path(folder), self._meshrl_device())
+        return len(self._meshrl_loading[number])
 
-    def meshrl_load_adapter(self, part: int) -> bool:
-        """Loads a part of the adapter that was opened last; vLLM has it with the last one."""
-        self._meshrl_parts.load(part)
+    def meshrl_load_adapter(self, number: int, part: int) -> bool:
+        """Loads a part of an adapter that was opened; vLLM has it with the last one."""
+        parts = self._meshrl_loading[number]
+        parts.load(part)
+        if part == len(parts) - 1:
+            del self._meshrl_loading[number]
+        return True
+
+    def meshrl_drop_adapter(self, number: int) -> bool:
+        """Forgets an adapter that was opened, or that vLLM has."""
+        self._meshrl_loading.pop(number, None)
+        self._meshrl_worker.model_runner.lora_manager.remove_adapter(number)
         return True
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
