@@ -1,5 +1,6 @@
 """ListCheckpoints: what is on disk and what was asked for, each once, newest first."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def on_disk(root: Path, step: int) -> Path:
 
 async def test_a_save_is_listed_from_its_beginning_to_its_end_and_once(tmp_path: Path) -> None:
     on_disk(tmp_path, 2)
+    os.utime(tmp_path / "step_2" / "trainer", (1.0, 1.0))  # long before the request
     checkpoints = CheckpointList("main", tmp_path)
     asked = checkpoints.asked("id", name="best", step=3, weights_only=False)
     assert [(one.step, one.state) for one in checkpoints.listed()] == [
@@ -26,7 +28,10 @@ async def test_a_save_is_listed_from_its_beginning_to_its_end_and_once(tmp_path:
     ]
 
     async def save() -> tuple[int, Path]:
-        return 4, on_disk(tmp_path, 4)  # a step was trained before it began
+        folder = on_disk(tmp_path, 4)  # a step was trained before it began
+        listed = checkpoints.listed()  # of a client that lists page by page no entry goes when the save is over
+        assert [(one.step, one.request_id) for one in listed] == [(3, "id"), (2, "")]
+        return 4, folder
 
     done = await checkpoints.follow("id", save)
     newest, older = checkpoints.listed()

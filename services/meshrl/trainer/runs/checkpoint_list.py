@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from meshrl.wire.saved_steps import step_folder, steps_in
 from meshrl.wire.types import Checkpoint, CheckpointState
 
 KEPT = 256
+COARSE_S = 0.05  # a file's time may lie so far before the clock's
 PART = "trainer"
 """Folder of a checkpoint that the trainer resumes from."""
 
@@ -65,15 +67,23 @@ class CheckpointList:
         """Newest step first. Reads the disk."""
         asked = {checkpoint.path: checkpoint for checkpoint in self._asked.values() if checkpoint.path}
         found = [checkpoint for checkpoint in self._asked.values() if not checkpoint.path]
+        saving_since = min((_begun(one) for one in found if one.state is CheckpointState.SAVING), default=float("inf"))
         for step in [] if self._folder is None else steps_in(self._folder, PART):
             folder = step_folder(self._folder or Path(), step)
             known = asked.pop(str(folder), None)
-            found.append(_on_disk(known or self._made_by_itself(step, folder), folder))
+            with suppress(FileNotFoundError):  # it is deleted at this moment
+                if known is None and (folder / PART).stat().st_mtime >= saving_since - COARSE_S:
+                    continue  # its request, which is listed, has yet to learn of it
+                found.append(_on_disk(known or self._made_by_itself(step, folder), folder))
         found += (checkpoint for checkpoint in asked.values() if Path(checkpoint.path).exists())
-        return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.create_time or 0.0), reverse=True)
+        return sorted(found, key=lambda checkpoint: (checkpoint.step, _begun(checkpoint)), reverse=True)
 
     def _made_by_itself(self, step: int, folder: Path) -> Checkpoint:
         return Checkpoint(run_id=self._run_id, step=step, state=CheckpointState.DURABLE, path=str(folder))
+
+
+def _begun(checkpoint: Checkpoint) -> float:
+    return checkpoint.create_time or 0.0
 
 
 def _on_disk(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
@@ -83,4 +93,4 @@ def _on_disk(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
 
 def key_of(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.step}/{checkpoint.weights_only:d}/{checkpoint.request_id}"
+    return checkpoint.request_id or f"{checkpoint.step}/{checkpoint.weights_only:d}"
