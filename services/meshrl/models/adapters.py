@@ -257,11 +257,12 @@ class JoinedSets:
             low_G, high_G = of(joined.low), of(joined.high)
             if low_G is None or high_G is None:
                 continue
+            highest = low_G.shape[1]
             for each, low, high in zip(self._sets, low_G.unbind(), high_G.unbind(), strict=True):
                 if name in each.matrices:
                     rank, (own_low, own_high) = each.scale.rank, each.matrices[name]
-                    yield own_low, low if len(low) == rank else low[:rank]
-                    yield own_high, high if len(low) == rank else high[:, :rank]
+                    yield own_low, low if rank == highest else low[:rank]
+                    yield own_high, high if rank == highest else high[:, :rank]
 
 
 def mounted_set(model: nn.Module) -> AdapterSet | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from meshrl.models.sharded import by_parts, gather_whole
 from meshrl.versions import peft
 from meshrl.wire.types import AdapterConfig
 
+_WITHOUT_SAVED: WeakSet[nn.Module] = WeakSet()  # models that train adapters alone: spares a walk for each version
 GATES = (".gate", "_gate", ".router", ".wg")
 
 
@@ -88,6 +90,7 @@ def prepare_lora(
     whole = _whole_parameters(model, modules_to_save, {*chosen, *expert_parameters(model, target_parameters)})
     of_experts = expert_adapters(model, target_parameters)
     model.requires_grad_(False)
+    (_WITHOUT_SAVED.discard if whole else _WITHOUT_SAVED.add)(model)
     for parameter in whole:
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
@@ -170,6 +173,8 @@ def _whole_parameters(model: nn.Module, targets: Sequence[str], adapted: Collect
 
 
 def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    if model in _WITHOUT_SAVED:
+        return {}
     return {
         name: parameter
         for name, parameter in model.named_parameters()
