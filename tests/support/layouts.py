@@ -241,7 +241,7 @@ def numbers(folder: Path, family: str, case: str, name: str, parallel: RankGroup
     steps = []
     probe = prober(training.trained.learner, training.trained.run, PROBE_TOKENS)
     assert probe is not None
-    probed = probe()
+    probed = probe()()
     for step in range(STEPS):
         steps.append(training.step(step)[1])
         if family in (saved_family(), saved_family(*WITHOUT_EXPERTS)) and (case, step + 1) == (SAVED, SAVED_AFTER):

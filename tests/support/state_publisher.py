@@ -62,7 +62,7 @@ class StatePublisher:
         *,
         probe: VersionProbe | None = None,
     ) -> PublishReport:
-        captured = Captured(gathered=GatheredWeights(state), probe=probe)
+        captured = Captured(gathered=GatheredWeights(state), probe=None if probe is None else lambda: probe)
         return await self.publisher.publish(version, captured, traceparent)
 
     async def close(self) -> None:

@@ -349,6 +349,21 @@ class Learner:
             self.policy.train()
             reshard(self.policy)
 
+    @torch.no_grad()
+    def score(self, run: RunState, row: PackedRow) -> torch.Tensor:
+        """(N,) logprobs of a row's predicted tokens, still on the device, without a gradient; nothing changes.
+
+        Every rank gives the same row.
+        """
+        self.take_up(run)
+        self.policy.eval()
+        try:
+            logprobs: torch.Tensor = self.policy(row)[0]
+            return logprobs
+        finally:
+            self.policy.train()
+            reshard(self.policy)
+
     def _name_unseen_positions(self, micro_batches: Sequence[MicroBatch]) -> None:
         meant = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = 1 + max((int(row.position_ids.max()) for row in micro_batches if len(row.position_ids)), default=0)

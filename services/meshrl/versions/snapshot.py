@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -115,13 +115,13 @@ class Captured:
 
     `gathered`: all weights, where rank 0 gathers them; else each sender rank holds its own snapshot. `digests` (T, 2)
     int64 are the tensors' sums over all senders, for a broadcast; `parts_s`: seconds by part of the capture (snapshot,
-    digest). `probe`: what the model computes with these weights, to go with the version.
+    digest). `probe` waits for what the model computes with these weights, to go with the version.
     """
 
     gathered: GatheredWeights | None = None
     digests: NDArray[np.int64] | None = None
     parts_s: Mapping[str, float] = field(default_factory=dict)
-    probe: VersionProbe | None = None
+    probe: Callable[[], VersionProbe] | None = None
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from plain_checks import check_greedy
 from plain_model import logits_of
 
 PROMPT = [1, 2, 3]
+SLOTS = 2
+LENGTH = 1500
 WELL = 1e-3  # nats
 POLICIES = pytest.mark.parametrize(
     "policy", [ActivationPolicy.ROLLING, ActivationPolicy.GANG], ids=lambda each: each.value
@@ -30,7 +32,22 @@ def stale_mesh(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(stale_engine.FAULT, str(fault))
         patch.setenv("PYTHONPATH", str(Path(stale_engine.__file__).parent))
-        yield start_mesh(request.param, module="stale_engine"), fault
+        yield start_mesh(request.param, module="stale_engine", max_num_seqs=SLOTS), fault
+
+
+async def test_version_is_probed_while_all_slots_are_taken(stale_mesh: tuple[EngineMesh, Path]) -> None:
+    mesh, _ = stale_mesh
+    await mesh.publish(mesh.other_seed())
+    async with mesh.session() as session:
+        client = EngineClient(session)
+        requests = [asyncio.create_task(client.greedy(PROMPT, LENGTH)) for _ in range(2 * SLOTS)]
+        await client.until_in_flight(2 * SLOTS)
+        activation = await mesh.publish(mesh.other_seed())
+        assert (await client.version())["in_flight"] == 2 * SLOTS
+        await asyncio.gather(*requests)
+    error = activation.engines[0].applied.probe_error
+    assert error is not None
+    assert error < WELL
 
 
 @POLICIES

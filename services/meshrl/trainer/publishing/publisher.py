@@ -75,7 +75,8 @@ class Publisher:
         """
         async with self._busy:
             prepared = await self._transport.prepare(version, captured)
-            manifest = replace(prepared.manifest, probe=captured.probe)
+            probe = None if captured.probe is None else await asyncio.to_thread(captured.probe)
+            manifest = replace(prepared.manifest, probe=probe)
             began_s = time.monotonic()
             try:
                 staged = await self._uploader.stage(manifest, prepared.buffer)
@@ -84,7 +85,7 @@ class Publisher:
                     raise
                 logger.warning("{}", error)  # the hub has lost its base: the next try goes in full
                 prepared = await self._transport.prepare(version, captured)
-                manifest = replace(prepared.manifest, probe=captured.probe)
+                manifest = replace(prepared.manifest, probe=probe)
                 staged = await self._uploader.stage(manifest, prepared.buffer)
             staged_s = time.monotonic()
             await self._uploader.seal(manifest, staged.artifact_id, traceparent, prepared.buffer)

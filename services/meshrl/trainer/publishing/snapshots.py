@@ -17,7 +17,7 @@ from torch import nn
 
 from meshrl.models.lora import adapter_state, peft_state
 from meshrl.models.state import gather_state, own_rows, published_tensors
-from meshrl.trainer.publishing.probes import prober
+from meshrl.trainer.publishing.probes import PendingProbe, prober
 from meshrl.training.learner import Learner
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.run_state import RunState
@@ -29,7 +29,7 @@ from meshrl.versions.transports.filesystem import FileShare
 from meshrl.versions.transports.rank_calls import RankCallThread
 from meshrl.versions.transports.stream import StreamShare
 from meshrl.wire.manifest import layout_signature, plan_tensors
-from meshrl.wire.types import CollectivePlan, TensorEntry, Transport, VersionProbe
+from meshrl.wire.types import CollectivePlan, TensorEntry, Transport
 
 STORE_DEADLINE_S = 60.0
 
@@ -121,9 +121,9 @@ class Snapshotter:
         dtype: torch.dtype,
         parallel: RankGroup,
         settings: PublicationSettings,
-        probe: Callable[[], VersionProbe] | None = None,
+        probe: Callable[[], PendingProbe] | None = None,
     ) -> None:
-        """`probe` makes that of each version; collective. None: versions have none."""
+        """`probe` begins that of each version; collective. None: versions have none."""
         self.share: FileShare | BroadcastShare | StreamShare
         self._model, self._dtype, self._parallel, self._probe = model, dtype, parallel, probe
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
