@@ -1,8 +1,10 @@
 """Processes out of a fork server, as those of vLLM on a GPU; needs no vLLM."""
 
 import json
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from meshrl.core import torch_environment
 from meshrl.core.torch_environment import may_have_gpu
 from meshrl.inference.config import InferenceConfig
+from meshrl.inference.vllm.processes import kept_variable
 
 PROGRAM = """
 import json, os, sys
@@ -81,3 +84,14 @@ def test_gpu_is_expected_with_a_driver_that_no_variable_hides(tmp_path: Path, mo
     assert may_have_gpu({})
     assert may_have_gpu({"CUDA_VISIBLE_DEVICES": "4,5"})
     assert not may_have_gpu({"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.parametrize("before", ["/cache/triton", None])
+def test_variable_is_what_it_was(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", before)
+    with suppress(RuntimeError), kept_variable("TRITON_CACHE_DIR"):
+        os.environ["TRITON_CACHE_DIR"] = "/cache/vllm/triton"
+        raise RuntimeError
+    assert os.environ.get("TRITON_CACHE_DIR") == before

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from meshrl.inference.sizing import ACTIVATION_BYTES, GIB
 from meshrl.inference.vllm.installed import process_bytes, profiled_bytes
+from meshrl.inference.vllm.processes import kept_variable
 from meshrl.inference.vllm.shadow import HEADROOM_BYTES, build_shadow, bytes_to_come
 from meshrl.inference.vllm.worker import WeightsExtension
 
@@ -32,7 +33,9 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the share that is configured, less all that this process holds and will hold."""
-        with self._meshrl_phase("compile"):  # its first pass compiles the model
+        # Its first pass compiles the model. vLLM moves Triton's folder then, but not where it finds a compiled model:
+        # the next start would look for the kernels of later phases in another folder, and compile them anew.
+        with self._meshrl_phase("compile"), kept_variable("TRITON_CACHE_DIR"):
             offered = int(super().determine_available_memory())
         if self.cache_config.kv_cache_memory_bytes or self._meshrl_shadow is None:
             return offered

@@ -10,6 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -64,6 +66,19 @@ def import_ahead(torch_threads: int | None) -> None:
     prepare_environment(torch_threads)
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
+
+
+@contextmanager
+def kept_variable(name: str) -> Iterator[None]:
+    """The variable is afterwards what it is now, or unset."""
+    value = os.environ.get(name)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
 
 
 def imports_ahead() -> bool:
