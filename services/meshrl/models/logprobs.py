@@ -50,6 +50,7 @@ from meshrl.models.shares import ContextShare, TensorShare, sum_over_ranks
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 MOST_PIECE_BYTES = 2**31  # of float32 logits; larger pieces are no faster
+PIECE_STEP = 8  # tokens of a piece are a multiple of it: triton compiles a kernel again for addresses unlike 16 n bytes
 KEPT_SHARE = 0.8  # of the bytes for logits, the most that gradients of logits may take until the backward pass
 
 
@@ -333,6 +334,8 @@ class _HeadLogprobs(torch.autograd.Function):
         slope_NV = hidden_NE.new_empty(len(targets_N), weight_VE.shape[0]) if slopes and trains else None
         toward_NE = torch.empty_like(hidden_NE) if slopes and not trains else None
         fused = compiled and hidden_NE.is_cuda and targets_N.ndim == 1
+        if fused and ctx.piece > PIECE_STEP:
+            ctx.piece -= ctx.piece % PIECE_STEP
         for at in _pieces(len(targets_N), ctx.piece):
             logits_PV = _logits(hidden_NE[at], weight_VE, bias_V)
             slope_PV = None if slope_NV is None else slope_NV[at]
