@@ -113,10 +113,10 @@ def folder_of(facts: Mapping[str, object]) -> CompiledFolder | None:
         return None
     releases = {name: version for name in RELEASES if (version := _release(name)) is not None}
     machine = {"python": platform.python_version(), "machine": platform.machine(), "releases": releases}
-    folder = CompiledFolder(digest(json.dumps({**facts, **machine}, sort_keys=True).encode()).hex())
     try:
+        folder = CompiledFolder(digest(json.dumps({**facts, **machine}, sort_keys=True).encode()).hex())
         folder.open()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter for a user without a home
         logger.warning("what is compiled is not kept for the next start: {}", error)
         return None
     return folder

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from loguru import logger
 
 from meshrl.inference import compiled
 from meshrl.inference.compiled import ArchiveError, CompiledFolder
@@ -120,3 +121,38 @@ def test_too_much_is_not_packed(folder: CompiledFolder, tmp_path: Path, monkeypa
     monkeypatch.setattr(compiled, "MOST_BYTES", 1000)
     with pytest.raises(ArchiveError, match="too much to share"):
         folder.pack()
+
+
+def test_key_covers_what_decides_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def key(**facts: str) -> str:
+        monkeypatch.setenv("VLLM_CACHE_ROOT", "")  # taken back after the test
+        monkeypatch.delenv("VLLM_CACHE_ROOT")
+        folder = compiled.folder_of(facts)
+        assert folder is not None
+        return folder.key
+
+    facts = {"gpu": "H100", "engine": "1234567890"}
+    assert key(**facts) == key(**facts)
+    assert len({key(**facts), key(**facts | {"gpu": "H200"}), key(**facts | {"engine": "1"})}) == 3
+    before = key(**facts)
+    monkeypatch.setattr(compiled.metadata, "version", lambda name: "99.0")
+    assert key(**facts) != before
+    assert len(list((tmp_path / "meshrl" / "compiled").iterdir())) == 4
+
+
+def test_engine_starts_without_a_folder_where_none_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    assert compiled.folder_of({}) is None
+    logger.remove(sink)
+    assert lines == ["what is compiled is not kept for the next start: Could not determine home directory.\n"]
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/somewhere")
+    assert compiled.folder_of({}) is None
