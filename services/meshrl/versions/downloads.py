@@ -31,7 +31,8 @@ QUIET_S = 5.0  # a connection over which nothing came for so long is opened anew
 CALLS = 2  # at a time on each connection, so that bytes come while the next request is on its way
 FIRST_CLAIM = 128 * 1024
 CLAIM_S = 1.0  # what a call asks for, by the rate of its connection
-FAR_MESSAGE_S, NEAR_MESSAGE_S = 0.05, 0.25  # what comes in one message
+MESSAGE_S = 0.05  # what comes in one message, by the same
+NEAR_CLAIM = 4 * 2**20  # at least, from near: parts of a chunk cost as much as all of it at the other side
 LEAST_CLAIM_S = 0.02
 LARGEST_CLAIM = 64 * 2**20
 LEAST_MESSAGE = 16 * 1024
@@ -139,8 +140,8 @@ class _Download:
         if call:  # the first calls are answered sooner without the others
             await self._flows.wait()
         while not self._over.is_set() and number < self._downloader.count.count:
-            patience_s = self._downloader.sources.choose(_now()).patience_s
-            claim = self._queue.claim(self._claim_bytes(rate), _now(), rate, patience_s)
+            source = self._downloader.sources.choose(_now())
+            claim = self._queue.claim(self._claim_bytes(source, rate), _now(), rate, source.patience_s)
             if claim is None:
                 await asyncio.sleep(IDLE_S)
                 continue
@@ -160,7 +161,7 @@ class _Download:
                 await asyncio.sleep(backoff.next_s())
         self._numbers.discard(number)
 
-    def _claim_bytes(self, rate: float) -> int:
+    def _claim_bytes(self, source: ByteSource, rate: float) -> int:
         """How much to ask for at once: enough to keep the connection busy, and not what the others could fetch."""
         size = FIRST_CLAIM if not rate else max(SMALLEST, min(round(rate * CLAIM_S), LARGEST_CLAIM))
         if self._downloader.rate_limit.bytes_per_s:
@@ -168,8 +169,11 @@ class _Download:
                 size,
                 max(SMALLEST, round(self._downloader.rate_limit.bytes_per_s * CLAIM_S / self._downloader.count.count)),
             )
+        elif source.is_near:
+            size = max(size, NEAR_CLAIM)
+        least = NEAR_CLAIM if source.is_near else SMALLEST
         share = self._queue.unclaimed // (CALLS * self._downloader.count.count)
-        return min(size, max(SMALLEST, round(rate * LEAST_CLAIM_S), share))
+        return min(size, max(least, round(rate * LEAST_CLAIM_S), share))
 
     async def _fetch(self, claim: Claim, number: int, rate: float) -> float:
         """Fetches a claim, or what others leave of it; returns the rate. Raises MeshError."""
@@ -199,10 +203,11 @@ class _Download:
         at, end, asked_s, first = claim.at, claim.end, _now(), True
         claim.quiet_from_s = min(claim.quiet_from_s, asked_s)
         stream = client.fetch(
-            self._artifact_id, [(at, end - at)],
-            max(LEAST_MESSAGE, round(rate * (FAR_MESSAGE_S if source.is_far else NEAR_MESSAGE_S))),
+            self._artifact_id,
+            [(at, end - at)],
+            0 if source.is_near else max(LEAST_MESSAGE, round(rate * MESSAGE_S)),
             stall_s=min(QUIET_S, self._downloader.limits.stall_s),
-        )  # fmt: skip
+        )
         async with aclosing(stream):
             async for piece in stream:
                 now_s = _now()

@@ -57,6 +57,11 @@ class ByteSource:
     def is_far(self) -> bool:
         return FAR_S < self.answers_in_s < float("inf")
 
+    @property
+    def is_near(self) -> bool:
+        """Whether an answer of it was fast."""
+        return self.answers_in_s <= FAR_S
+
     def connections(self, most: int) -> int:
         """How many connections to it can pay, at most `most`."""
         return most if self.is_far else min(most, FAR_COUNT)

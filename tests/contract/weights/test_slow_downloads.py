@@ -64,6 +64,32 @@ async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Any, state: 
     assert not held.missing
 
 
+async def test_from_near_whole_chunks_are_asked_for_at_any_rate(
+    mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    client, fetch, asked = mesh.client(), WeightSyncClient.fetch, []
+
+    def noted(client: WeightSyncClient, artifact_id: str, ranges: Any, chunk_bytes: int, **more: Any) -> Any:
+        asked.append((*ranges[0], chunk_bytes))
+        return fetch(client, artifact_id, ranges, chunk_bytes, **more)
+
+    monkeypatch.setattr(WeightSyncClient, "fetch", noted)
+    monkeypatch.setattr(downloads, "FIRST_CLAIM", 6000)
+    monkeypatch.setattr(downloads, "NEAR_CLAIM", 3 * 4096)
+    manifest, artifact_id = await client.get_manifest(version=0)
+    downloader = Downloader(client, LinkLimits(connections=2))
+    downloader.sources.choose(0.0).answered(sources.FAR_S / 2)
+    held = VersionBytes(manifest, memory=np.zeros(manifest.payload_bytes, dtype=np.uint8))
+    try:
+        await asyncio.wait_for(downloader.pull(held, artifact_id), 60.0)
+    finally:
+        await downloader.close()
+    ends = {chunk.offset + chunk.length for chunk in manifest.chunks}
+    assert len(asked) > 1
+    assert all(offset + length in ends and not chunk_bytes for offset, length, chunk_bytes in asked), asked
+
+
 async def test_connections_that_much_came_over_from_far_away_are_new_before_the_next_version(
     mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
