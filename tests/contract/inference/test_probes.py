@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def stale_mesh(
     request: pytest.FixtureRequest, start_mesh: Callable[..., EngineMesh], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[EngineMesh, Path]]:
     """An engine, and the file that makes its swaps stale."""
+    if (request.param, os.environ.get("MESHRL_TEST_DEVICE")) == ("vllm", "cuda"):
+        pytest.skip("vLLM's processes on a GPU are no forks of the program with the fault")
     fault = tmp_path_factory.mktemp("fault") / "stale"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(stale_engine.FAULT, str(fault))
