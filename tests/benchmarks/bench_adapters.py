@@ -38,17 +38,21 @@ PROMPT_TOKENS = 64
 VERSIONS = 2  # folders of the run whose versions land
 
 
-def adapter_folder(shape: Path, folder: Path, *, rank: int, seed: int) -> Path:
-    """A random adapter on every linear layer of a shape's blocks, in PEFT's form."""
+def sizes_of(shape: Path) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of every linear layer of a shape's blocks."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape))
+    found = {name: layer for name, layer in model.named_modules() if name.rpartition(".")[2] in TARGETS}
+    return {name: (layer.in_features, layer.out_features) for name, layer in found.items()}
+
+
+def adapter_folder(sizes: dict[str, tuple[int, int]], folder: Path, *, rank: int, seed: int) -> Path:
+    """A random adapter on these layers, in PEFT's form."""
     source, tensors = torch.Generator().manual_seed(seed), {}
-    for name, layer in model.named_modules():
-        if name.rpartition(".")[2] in TARGETS:
-            sizes = {"lora_A": (rank, layer.in_features), "lora_B": (layer.out_features, rank)}
-            for part, size in sizes.items():
-                values = torch.randn(size, generator=source) * 0.01
-                tensors[f"base_model.model.{name}.{part}.weight"] = values.to(torch.bfloat16)
+    for name, (inputs, outputs) in sizes.items():
+        for part, size in {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}.items():
+            values = torch.randn(size, generator=source) * 0.01
+            tensors[f"base_model.model.{name}.{part}.weight"] = values.to(torch.bfloat16)
     write_folder(folder, tensors, config_table(AdapterConfig(rank=rank, lora_alpha=2.0 * rank, target_modules=TARGETS)))
     return folder
 
@@ -151,8 +155,8 @@ def model_folder(arguments: argparse.Namespace, folder: Path) -> Path:
 
 def bench(arguments: argparse.Namespace, folder: Path) -> None:
     model = model_folder(arguments, folder / "model")
-    count = arguments.adapters - 1 + VERSIONS
-    folders = [adapter_folder(model, folder / f"adapter{n}", rank=arguments.rank, seed=n) for n in range(count)]
+    count, sizes = arguments.adapters - 1 + VERSIONS, sizes_of(model)
+    folders = [adapter_folder(sizes, folder / f"adapter{n}", rank=arguments.rank, seed=n) for n in range(count)]
     socket = bound("127.0.0.1", shared=True)
     url = f"http://127.0.0.1:{port_of(socket)}"
     flags = [
@@ -178,6 +182,8 @@ def bench(arguments: argparse.Namespace, folder: Path) -> None:
             flush=True,
         )
         p99s = asyncio.run(measure(arguments, url, folders))
+        lines = (folder / "engine.out").read_text(errors="replace").splitlines()
+        print(*[line for line in lines if "is loaded" in line][-3:], sep="\n", flush=True)
     except BaseException:
         sys.stderr.write((folder / "engine.out").read_text(errors="replace")[-3000:])
         raise

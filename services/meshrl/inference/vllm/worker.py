@@ -94,13 +94,13 @@ class WeightsExtension:
         self._meshrl_loading[number] = AdapterParts(manager, number, Path(folder), self._meshrl_device())
         return len(self._meshrl_loading[number])
 
-    def meshrl_load_adapter(self, number: int, part: int) -> bool:
-        """Loads a part of an adapter that was opened; vLLM has it with the last one."""
-        parts = self._meshrl_loading[number]
+    def meshrl_load_adapter(self, number: int, part: int) -> float:
+        """Loads a part of an adapter that was opened; vLLM has it with the last one. Returns the seconds it took."""
+        began_s, parts = time.perf_counter(), self._meshrl_loading[number]
         parts.load(part)
         if part == len(parts) - 1:
             del self._meshrl_loading[number]
-        return True
+        return time.perf_counter() - began_s
 
     def meshrl_drop_adapter(self, number: int) -> bool:
         """Forgets an adapter that was opened, or that vLLM has."""
