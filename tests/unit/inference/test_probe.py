@@ -60,7 +60,8 @@ def test_bound_that_is_given_is_the_only_one() -> None:
 
 def test_the_worst_copy_counts_and_what_is_no_number_is_refused() -> None:
     assert ProbeRule().judge(PROBE, [scored(0.0), scored(0.5)]) == pytest.approx(0.5)
-    assert refuses(ProbeRule(), float("nan"))
+    with pytest.raises(MeshError, match="nan nats"):
+        ProbeRule().judge(PROBE, [scored(0.0), scored(float("nan"))])
 
 
 def test_engine_of_a_shorter_context_is_compared_over_what_it_can_score() -> None:

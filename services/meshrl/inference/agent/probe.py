@@ -50,7 +50,8 @@ class ProbeRule:
 
         Fewer than the probe's are compared with as many of its first. Raises MeshError ENGINE_FAILED above the bound.
         """
-        error = max(float(np.abs(each[1:] - probe.logprobs[: len(each) - 1]).mean(dtype=np.float64)) for each in scored)
+        errors = [np.abs(each[1:] - probe.logprobs[: len(each) - 1]).mean(dtype=np.float64) for each in scored]
+        error = float(np.max(errors))
         bound = self.bound(probe)
         if not error <= bound:  # one that is not a number as well
             usual = f", and at most {max(self._usual):.2g} were usual" if self._usual else ""
