@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -155,10 +156,11 @@ class Spool:
         for choice in self._choices:
             shutil.rmtree(choice / self._name, ignore_errors=True)  # of an engine that was killed
 
-    def room_for(self, manifest: Manifest) -> HostBytes:
-        """A safetensors file for a version, all of it allocated, its payload to be filled.
+    def room_for(self, manifest: Manifest, *, for_writes: bool = False) -> HostBytes:
+        """A safetensors file for a version, its payload to be filled.
 
-        Raises MeshError OVERLOADED: no room.
+        All of it is allocated, unless it is filled by writes to the file alone (`for_writes`), which allocate as they
+        go. Raises MeshError OVERLOADED: no room.
         """
         try:
             header = safetensors_header(manifest.tensors)
@@ -167,7 +169,11 @@ class Spool:
             fd, name = tempfile.mkstemp(dir=folder, prefix=f"version_{manifest.version}-", suffix=".safetensors")
             path = Path(name)
             try:
-                os.posix_fallocate(fd, 0, size)  # now, since a write to a page that cannot be had kills the process
+                if not for_writes:  # a write to a page of a mapping that cannot be had kills the process
+                    os.posix_fallocate(fd, 0, size)
+                elif shutil.disk_usage(folder).free < size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.ftruncate(fd, size)
                 os.pwrite(fd, header, 0)
                 payload = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)[len(header) :]
             except OSError:

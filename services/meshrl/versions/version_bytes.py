@@ -8,6 +8,7 @@ from a file: bytes that changed at rest are never sent on.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from bisect import bisect_right
 from collections import deque
@@ -73,6 +74,7 @@ class VersionBytes:
     ) -> None:
         """`file` is the payload of a streamed version, in a folder of the version's own; else `memory` has its bytes.
 
+        With both, `memory` is a mapping of the end of `file`: writes are cheaper than its page faults.
         A version whose bytes do not come in chunks has none missing.
         """
         self.manifest, self.file, self._memory = manifest, file, memory
@@ -109,12 +111,14 @@ class VersionBytes:
 
         Raises MeshError OVERLOADED where a file has no room.
         """
-        if self._memory is not None:
+        if self.file is None:
+            assert self._memory is not None
             self._memory[offset : offset + len(data)] = data
             return
-        assert self.file is not None
-        with room_for(self.manifest, self.folder.parent), open(self.file, "r+b", buffering=0) as file:
-            write_at(file.fileno(), data.data, offset)
+        who = "the hub" if self._memory is None else "this host"
+        with room_for(self.manifest, self.folder.parent, who), open(self.file, "r+b", buffering=0) as file:
+            start = os.fstat(file.fileno()).st_size - self.manifest.payload_bytes
+            write_at(file.fileno(), data.data, start + offset)
 
     def complete(self, index: int) -> None:
         """All bytes of a chunk were put: it is no longer missing. Raises MeshError DIGEST_MISMATCH."""
@@ -271,7 +275,7 @@ def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
 
 
 @contextmanager
-def room_for(manifest: Manifest, spool_dir: Path) -> Iterator[None]:
+def room_for(manifest: Manifest, spool_dir: Path, who: str = "the hub") -> Iterator[None]:
     """Turns the error of a full disk into one from which a publisher, or a relay, can choose what to do."""
     try:
         yield
@@ -280,6 +284,6 @@ def room_for(manifest: Manifest, spool_dir: Path) -> Iterator[None]:
             raise
         raise MeshError(
             Reason.OVERLOADED,
-            f"the hub has no room for version {manifest.version} in {spool_dir}: {error.strerror}; it has "
+            f"{who} has no room for version {manifest.version} in {spool_dir}: {error.strerror}; it has "
             f"{manifest.payload_bytes} bytes: free some space there, and send it again",
         ) from error

@@ -6,15 +6,19 @@ import asyncio
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.version_loader import VersionFetcher
 from meshrl.versions import downloads, sources
 from meshrl.versions.downloads import Downloader
+from meshrl.versions.files import Spool
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
@@ -62,6 +66,28 @@ async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Any, state: 
     finally:
         await downloader.close()
     assert not held.missing
+
+
+async def test_a_version_that_was_streamed_is_a_file_that_the_engine_s_processes_read(
+    mesh: Any, state: Any, tmp_path: Path
+) -> None:
+    published = state(1)
+    await mesh.publisher(Transport.STREAM).publish(0, published)
+    client = mesh.client()
+    manifest, artifact_id = await client.get_manifest(version=0)
+    downloader = Downloader(client, LinkLimits())
+    try:
+        fetcher = VersionFetcher(downloader, spool=Spool(tmp_path, "engine"))
+        held = await asyncio.wait_for(fetcher.fetch(manifest, artifact_id), 60.0)
+    finally:
+        await downloader.close()
+    found = load_file(held.files[0])
+    assert found.keys() == published.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.tensors(manifest).items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in published.items())
+    held.release()
+    with pytest.raises(FileNotFoundError):
+        load_file(held.files[0])
 
 
 async def test_from_near_whole_chunks_are_asked_for_at_any_rate(

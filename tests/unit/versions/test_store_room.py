@@ -9,7 +9,9 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from meshrl.versions.files import Spool
 from meshrl.versions.store import VersionStore
+from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import Chunk, Manifest, Transport
@@ -68,3 +70,20 @@ def test_a_version_larger_than_the_room_is_refused_before_any_of_it_comes(disk: 
     filler.unlink()
     store.open(artifact, manifest)
     assert store.held(artifact).missing_offsets() == (0, CHUNK_BYTES)
+
+
+def test_an_engine_whose_shared_memory_fills_up_refuses_a_version_and_goes_on_once_there_is_room(disk: Path) -> None:
+    spool = Spool(disk, "engine")
+    room = spool.room_for(made(), for_writes=True)
+    held = VersionBytes(made(), file=room.own, memory=room.parts[0][1])
+    filler = fill(disk)
+    with pytest.raises(MeshError, match="this host has no room for version 3") as caught:
+        held.write(chunk(0))
+    assert (caught.value.reason, held.missing) == (Reason.OVERLOADED, {0, 1})
+    with pytest.raises(MeshError, match="No space left on device"):
+        spool.room_for(made(), for_writes=True)
+    filler.unlink()
+    for offset in (0, CHUNK_BYTES):
+        held.write(chunk(offset))
+    assert room.parts[0][1].tobytes() == DATA
+    room.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshrl.versions import version_bytes
+from meshrl.versions.files import Spool
 from meshrl.versions.version_bytes import VersionBytes, chunk_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
@@ -35,7 +37,14 @@ def in_file(folder: Path) -> VersionBytes:
     return VersionBytes(made(), file=file)
 
 
-@pytest.fixture(params=[in_memory, in_file])
+def in_mapped_file(folder: Path) -> VersionBytes:
+    room = Spool(folder, "spool").room_for(made(), for_writes=True)
+    assert room.own is not None
+    assert os.stat(room.own).st_blocks * 512 <= CHUNK + 4096  # nothing but its header was written
+    return VersionBytes(made(), file=room.own, memory=room.parts[0][1])
+
+
+@pytest.fixture(params=[in_memory, in_file, in_mapped_file])
 def held(request: pytest.FixtureRequest, tmp_path: Path) -> VersionBytes:
     make: Callable[[Path], VersionBytes] = request.param
     return make(tmp_path)

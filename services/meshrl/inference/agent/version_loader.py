@@ -216,15 +216,15 @@ class VersionFetcher:
         """
         mapped = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
         if mapped is not None and to_change:
-            held = await self._room(manifest)
+            held = await self._room(manifest, for_writes=False)
             await asyncio.to_thread(mapped.copy_into, held)
             return held
         return mapped or await self._streamed(manifest, artifact_id)
 
-    async def _room(self, manifest: Manifest) -> HostBytes:
+    async def _room(self, manifest: Manifest, *, for_writes: bool) -> HostBytes:
         if self._spool is None:
             return empty_bytes(manifest)
-        return await asyncio.to_thread(self._spool.room_for, manifest)
+        return await asyncio.to_thread(self._spool.room_for, manifest, for_writes=for_writes)
 
     async def fetch_delta(
         self, manifest: Manifest, use: Callable[[Bytes, Callable[[int], None]], None] = lambda payload, wait_for: None
@@ -279,10 +279,10 @@ class VersionFetcher:
             cancelled.set()
 
     async def _streamed(self, manifest: Manifest, artifact_id: str) -> HostBytes:
-        held = await self._room(manifest)
+        held = await self._room(manifest, for_writes=True)
         self._awaited += manifest.payload_bytes
         try:
-            held_bytes = VersionBytes(manifest, memory=held.parts[0][1])
+            held_bytes = VersionBytes(manifest, file=held.own, memory=held.parts[0][1])
             await self._downloader.pull(held_bytes, artifact_id, self._arrive)
             if manifest.digest_algorithm != manifests.SUM128:  # else each chunk was checked, and that is all
                 wrong = await self._wrong_tensor(held, manifest)
