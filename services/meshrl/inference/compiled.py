@@ -109,13 +109,13 @@ def _unpack(content: bytes, folder: Path) -> None:
         raise ArchiveError(str(error)) from error
 
 
-class _Bounded:
+class _Bounded(io.RawIOBase):
     """A stream that ends with ArchiveError beyond `most` bytes: headers of a tar file are read into memory."""
 
     def __init__(self, stream: zstandard.ZstdDecompressionReader, most: int) -> None:
         self._stream, self._left = stream, most
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1, /) -> bytes:
         content = self._stream.read(size)
         self._left -= len(content)
         if self._left < 0:
