@@ -163,6 +163,7 @@ class EngineStats:
     busy_s: float
     last_pause_s: float = 0.0
     kv_tokens: int = 0  # tokens that the KV cache has room for, over all requests; 0 where it is not known
+    preempted: int = 0  # requests that lost their room in it and were begun anew
     extra: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -28,7 +28,7 @@ async def test_version_says_what_is_served(mesh: EngineMesh, client: EngineClien
     assert version == {
         "runs": {},
         "version": mesh.version, "paused": False, "in_flight": 0, "logprobs_mode": "processed_logprobs",
-        "slots": SLOTS, "hub": mesh.hub_address, "hub_is_there": True,
+        "slots": SLOTS, "waiting": 0, "preempted": 0, "hub": mesh.hub_address, "hub_is_there": True,
     }  # fmt: skip
 
 

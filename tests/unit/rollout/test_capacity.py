@@ -86,6 +86,31 @@ def test_room_in_the_kv_cache_bounds_long_rollouts_once_their_length_is_known():
     assert limit_of(limit, engines) == pytest.approx(1125, rel=0.01)
 
 
+def looks(limit: RolloutLimit, *, count: int, preempted: int, waiting: int, in_flight: int) -> int:
+    """The limit after so many looks at an engine of 1,024 slots whose KV cache holds 200 of the rollouts."""
+    for _ in range(count):
+        reported = EngineCapacity(
+            slots=1024, kv_tokens=100_000, preempted=preempted, waiting=waiting, in_flight=in_flight
+        )
+        limit.follow({"a": reported})
+    return limit.rollouts
+
+
+def test_preemptions_lower_the_limit_and_a_full_engine_without_a_queue_raises_it():
+    limit = RolloutLimit(None)
+    limit.shape.take(EpisodeSizes.of(played(prompt=100, completion=800)))
+    assert looks(limit, count=9, preempted=0, waiting=25, in_flight=225) == 225, "all as computed"
+    assert looks(limit, count=1, preempted=4, waiting=25, in_flight=225) == 203  # 180, and an eighth
+    assert looks(limit, count=9, preempted=4, waiting=20, in_flight=203) == 203, "no more of them: it stays"
+    assert looks(limit, count=60, preempted=99, waiting=0, in_flight=100) == 183, "not full, so nothing is known"
+    rising = [looks(limit, count=1, preempted=99, waiting=0, in_flight=1024) for _ in range(60)]
+    assert rising == sorted(rising)
+    assert rising[-1] == 1152, "all its slots: their prompts are shared"
+    for more in range(100, 200):
+        looks(limit, count=1, preempted=more, waiting=9, in_flight=1024)
+    assert limit.rollouts == 57, "a quarter at least"
+
+
 def test_where_rollouts_wait_for_tools_more_of_them_run_but_at_most_four_times_as_many():
     engines, limit = engines_of(a=EngineCapacity(slots=160)), RolloutLimit(None)
     limit.shape.take(EpisodeSizes.of(played(10, 10, generation_s=1.0, total_s=2.0)))
@@ -113,6 +138,7 @@ def test_a_configured_limit_stays():
         ({"slots": 8, "kv_tokens": 4096}, EngineCapacity(slots=8, kv_tokens=4096)),
         ({"slots": 8, "kv_tokens": 0}, EngineCapacity(slots=8)),
         ({"slots": True, "kv_tokens": "many"}, NOTHING_SAID),
+        ({"waiting": 0, "preempted": 3, "in_flight": -1}, EngineCapacity(waiting=0, preempted=3)),
         ({"slots": -1}, NOTHING_SAID),
         ({"version": "0.32.0"}, NOTHING_SAID),
         ([], NOTHING_SAID),

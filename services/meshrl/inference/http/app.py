@@ -142,6 +142,8 @@ class InferenceServer:
                 "logprobs_mode": self._engine.logprobs_mode,
                 "slots": stats.slots,
                 "kv_tokens": stats.kv_tokens,
+                "waiting": stats.waiting,
+                "preempted": stats.preempted,
                 **({} if follower is None else {"hub": follower.hub, "hub_is_there": follower.connected}),
             }
         )

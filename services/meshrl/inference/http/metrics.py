@@ -39,6 +39,7 @@ class EngineMetrics(Collector):
             ("prefilled_tokens", "Prompt tokens computed", stats.prefilled_tokens),
             ("shared_prompt_tokens", "Prompt tokens taken over from another request", stats.shared_prompt_tokens),
             ("finished_requests", "Requests that came to their end", stats.finished_requests),
+            ("preempted_requests", "Requests that lost their room in the KV cache", stats.preempted),
             ("steps", "Steps of the decoding loop", stats.steps),
             ("busy_seconds", "Seconds in which the loop had work", stats.busy_s),
         )

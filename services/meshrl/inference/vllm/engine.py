@@ -154,7 +154,7 @@ class VllmEngine(EngineBase):
     def stats(self) -> EngineStats:
         return EngineStats(
             running=min(self.in_flight, self.num_slots),
-            waiting=max(0, self.in_flight - self.num_slots),
+            waiting=max(self._requests.queued if self.in_flight else 0, self.in_flight - self.num_slots),
             slots=self.num_slots,
             generated_tokens=self._counts["tokens"],
             prefilled_tokens=self._counts["prompt"],
@@ -164,6 +164,7 @@ class VllmEngine(EngineBase):
             busy_s=0.0,
             last_pause_s=self._last_pause_s,
             kv_tokens=self._kv_tokens,
+            preempted=self._requests.preempted,
         )
 
     # --- life -------------------------------------------------------------------------------

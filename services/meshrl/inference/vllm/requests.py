@@ -44,6 +44,8 @@ class RequestCodec:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self.routed = routed
+        self.queued = self.preempted = 0
+        """Requests that waited for room at the end of the last one, and requests preempted since the start."""
 
     def params(self, request: GenerateRequest) -> VllmSamplingParams:
         sampling = request.sampling
@@ -86,6 +88,9 @@ class RequestCodec:
         completion, sampling = output.outputs[0], request.sampling
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
         record: CompletionRecord | None = (output.kv_transfer_params or {}).get(RECORD_KEY)
+        if record is not None and "queue" in record:
+            self.queued, preempted = record["queue"]
+            self.preempted += preempted
         count = len(token_ids)
         logprobs, top_ids, top_logprobs = _from_record(record, count, sampling.top_logprobs)
         if logprobs is None:

@@ -15,6 +15,7 @@ class CompletionRecord(TypedDict):
     first_pause: int  # pauses before it came
     resumed_at: list[int]  # tokens when a pause ended, one for each since it came
     prompt_pause: NotRequired[int]  # pauses before the one that the prompt was computed before, if there was one
+    queue: NotRequired[list[int]]  # requests that wait for room, and those preempted since the record before
     times: NotRequired[list[float]]  # seconds in the queue, until the first token, for the others
     logprobs: NotRequired[bytes]  # (T,) float32
     top_ids: NotRequired[bytes]  # (T, K) int32

@@ -81,6 +81,7 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         end_with_parent()
         self._unfinished: dict[str, UnfinishedRequest] = {}
         self._pauses = 0  # that have ended
+        self._preempted = 0  # since the last record
         # Until 0.32 there is one number for the sequences that may run and for those that there is room for.
         self._seats = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
         self._most_running = min(int(getattr(self, self._seats)), self.max_num_running_reqs - PROBE_SEATS)
@@ -108,6 +109,10 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
             if (unfinished := self._unfinished.get(begun.req_id)) is not None and not unfinished.started_s:
                 unfinished.started_s = time.monotonic()
         return output
+
+    def _preempt_request(self, *args: object, **kwargs: object) -> None:
+        self._preempted += 1
+        super()._preempt_request(*args, **kwargs)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
@@ -183,7 +188,9 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
             output.routed_experts = np.concatenate(unfinished.experts) if unfinished.experts else None
         if output.finish_reason is not None:
             del self._unfinished[output.request_id]
-            output.kv_transfer_params = {**(output.kv_transfer_params or {}), RECORD_KEY: unfinished.record()}
+            record = unfinished.record()
+            record["queue"], self._preempted = [len(self.waiting), self._preempted], 0
+            output.kv_transfer_params = {**(output.kv_transfer_params or {}), RECORD_KEY: record}
         return True
 
 

@@ -22,16 +22,26 @@ SPARE = 1 / 8
 LEAST_TIME_IN_CALLS = 1 / 4
 """So many times what engines hold may run, at most, where rollouts spend their time outside of model calls."""
 
+LEAST_ROOM, AFTER_PREEMPTION, GROWTH = 1 / 4, 0.9, 1.05
+"""Of the computed sequences an engine is given at least; factors after a look that found preemptions, and after one
+that found it full without a queue."""
+
 REMEMBERED = 64
 """Each finished rollout moves the averages by one part in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapacity:
-    """An engine's reported capacity: sequences decoded at once, tokens in its KV cache; None if it reports none."""
+    """An engine's reported capacity: sequences decoded at once, tokens in its KV cache; None if it reports none.
+
+    `in_flight` are its requests, `waiting` those of them without room, `preempted` those that lost it so far.
+    """
 
     slots: int | None = None
     kv_tokens: int | None = None
+    in_flight: int | None = None
+    waiting: int | None = None
+    preempted: int | None = None
 
     def sequences(self, tokens: float | None) -> int:
         """Sequences it runs at once, each with `tokens` in the KV cache (None: not known); at least one."""
@@ -46,8 +56,9 @@ NOTHING_SAID = EngineCapacity()
 
 def capacity_of(payload: object) -> EngineCapacity:
     said = payload if isinstance(payload, dict) else {}
-    values = {name: said.get(name) for name in ("slots", "kv_tokens")}
-    return EngineCapacity(**{name: value for name, value in values.items() if type(value) is int and value > 0})
+    least = {"slots": 1, "kv_tokens": 1, "in_flight": 0, "waiting": 0, "preempted": 0}
+    values = {name: (said.get(name), fewest) for name, fewest in least.items()}
+    return EngineCapacity(**{name: v for name, (v, fewest) in values.items() if type(v) is int and v >= fewest})
 
 
 def capacity_in_metrics(text: str) -> EngineCapacity:
@@ -112,11 +123,36 @@ class RolloutShape:
             self.time_in_calls += weight * (min(1.0, sizes.calls_s / sizes.total_s) - self.time_in_calls)
 
 
+class KvRoom:
+    """What an engine has shown of its room, beside what its tokens of KV cache would hold.
+
+    Prompts that a group shares take less than is counted, and rollouts that grow together take more at once.
+    """
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+        self._preempted = 0
+
+    def sequences(self, capacity: EngineCapacity, tokens: float | None) -> int:
+        """Called at each look at an engine. Fewer than computed after preemptions, more while it is full and none of
+        its requests waits."""
+        computed, most = capacity.sequences(tokens), capacity.sequences(None)
+        held = max(1, min(most, int(computed * self._factor)))
+        preempted = capacity.preempted or 0
+        if preempted > self._preempted:
+            self._factor = max(LEAST_ROOM, AFTER_PREEMPTION * held / computed)
+        elif held < most and capacity.waiting == 0 and (capacity.in_flight or 0) >= held:
+            self._factor = GROWTH * max(self._factor, (held + 1) / computed / GROWTH)
+        self._preempted = preempted
+        return max(1, min(most, int(computed * self._factor)))
+
+
 class RolloutLimit:
     """The limit now, and why. `fixed` None follows the engines."""
 
     def __init__(self, fixed: int | None) -> None:
         self.shape = RolloutShape()
+        self._rooms: dict[str, KvRoom] = {}
         self.rollouts = UNKNOWN_SLOTS if fixed is None else fixed
         self.follows_engines = fixed is None
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
@@ -127,7 +163,10 @@ class RolloutLimit:
         if not self.follows_engines or not engines:
             return False
         shape, before = self.shape, self.rollouts
-        held = {url: capacity.sequences(shape.held_tokens) for url, capacity in engines.items()}
+        held = {
+            url: self._rooms.setdefault(url, KvRoom()).sequences(capacity, shape.held_tokens)
+            for url, capacity in engines.items()
+        }
         said = sum(held[url] for url, capacity in engines.items() if capacity != NOTHING_SAID)
         time_in_calls = max(LEAST_TIME_IN_CALLS, shape.time_in_calls)
         self.rollouts = math.ceil((sum(held.values()) + SPARE * said) / time_in_calls)
