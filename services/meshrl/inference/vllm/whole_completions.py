@@ -13,17 +13,20 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
 
 from meshrl.core.orphans import end_with_parent
 from meshrl.inference.vllm.version_clock import CompletionRecord
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.metrics.stats import PrefillStats
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.request import Request
 
 RECORD_KEY = "meshrl"
 """Key of the record, in `kv_transfer_params`, the one field of an output that vLLM passes through untouched."""
@@ -75,6 +78,42 @@ class UnfinishedRequest:
         return record
 
 
+def answer_without_blocks(manager: KVCacheManager) -> None:
+    """Has a manager of one kind of blocks answer at once where a running request needs no new block and fills none.
+
+    That is so for 15 of 16 sampled tokens. What vLLM does then finds nothing to do, and takes a third of a scheduler's
+    time: with a small model and 1,000 requests the scheduler takes longer than the GPU.
+    """
+    kinds = manager.coordinator.single_type_managers
+    kind = kinds[0]
+    whole_blocks = kind.block_size == manager.block_pool.hash_block_size  # else a prompt's last one is cached apart
+    if len(kinds) > 1 or type(kind) is not FullAttentionManager or not whole_blocks:
+        return
+    size, held, cached, most = kind.block_size, kind.req_to_blocks, kind.num_cached_block, manager.max_model_len
+    allocate, cache, running = manager.allocate_slots, manager.cache_blocks, RequestStatus.RUNNING
+
+    def allocate_slots(
+        request: Request, num_new_tokens: int, *more: object, num_lookahead_tokens: int = 0, **given: object
+    ) -> KVCacheBlocks | None:
+        computed = request.num_computed_tokens + num_new_tokens
+        if (
+            request.status is running
+            and not more
+            and not given
+            and num_new_tokens > 0
+            and computed + num_lookahead_tokens <= min(most, size * len(held[request.request_id]))
+            and min(computed, request.num_tokens) // size <= cached.get(request.request_id, 0)
+        ):
+            return manager.empty_kv_cache_blocks
+        return allocate(request, num_new_tokens, *more, num_lookahead_tokens=num_lookahead_tokens, **given)
+
+    def cache_blocks(request: Request, num_computed_tokens: int) -> None:
+        if num_computed_tokens // size > cached.get(request.request_id, 0):
+            cache(request, num_computed_tokens)
+
+    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+
+
 class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types here
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -82,6 +121,7 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         self._unfinished: dict[str, UnfinishedRequest] = {}
         self._pauses = 0  # that have ended
         self._preempted = 0  # since the last record
+        answer_without_blocks(self.kv_cache_manager)
         # Until 0.32 there is one number for the sequences that may run and for those that there is room for.
         self._seats = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
         self._most_running = min(int(getattr(self, self._seats)), self.max_num_running_reqs - PROBE_SEATS)
