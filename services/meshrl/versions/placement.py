@@ -278,9 +278,9 @@ class WeightPlacement:
                     spans.append((first, move, start, start + move.extent))
         borders = torch.tensor([border for *_, start, end in spans for border in (start, end)], device=at_C.device)
         edges = iter(torch.searchsorted(at_C, borders).tolist())
-        for (first, move, *_), begin, end in zip(spans, edges, edges, strict=False):
+        for (first, found, *_), begin, end in zip(spans, edges, edges, strict=False):
             if begin < end:
-                yield first, move, begin, end
+                yield first, found, begin, end
 
     @torch.no_grad()
     def digests(self, parameters: Mapping[str, torch.Tensor]) -> PartDigests:

@@ -217,7 +217,7 @@ def streams_at_once(pieces: Sequence[Packed], threads: int) -> list[NDArray[np.u
         found = zstandard.ZstdDecompressor().multi_decompress_to_buffer([frame for frame, _ in frames], threads=threads)
     except (zstandard.ZstdError, ValueError) as error:
         raise DeltaError(f"a frame cannot be decompressed: {error}") from error
-    parts = (np.frombuffer(found[index], dtype=np.uint8) for index in range(len(frames)))
+    parts = (np.frombuffer(found[index].tobytes(), dtype=np.uint8) for index in range(len(frames)))
     return [np.concatenate([np.empty(0, np.uint8), *islice(parts, len(held[stream]))]) for stream in range(3)]
 
 
