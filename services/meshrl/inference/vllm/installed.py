@@ -70,6 +70,7 @@ def compiled_by(config: VllmConfig) -> dict[str, str] | None:
 
     if not current_platform.is_cuda_alike():
         return None
+    current_platform.import_ir_kernels()  # whose names an eager engine's hash looks up; 0.26 does not import them
     return {"gpu": current_platform.get_device_name(), "engine": config.compute_hash()}
 
 
