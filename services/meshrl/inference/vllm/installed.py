@@ -65,12 +65,13 @@ def inspect_models_here() -> None:
 
 
 def compiled_by(config: VllmConfig) -> dict[str, str] | None:
-    """What decides the code that vLLM compiles for a GPU, but for the releases; None on a CPU."""
+    """What decides the code that vLLM compiles for a GPU, but for the releases; None on a CPU and for an eager
+    engine."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda_alike():
+    if not current_platform.is_cuda_alike() or config.model_config.enforce_eager:
         return None
-    current_platform.import_ir_kernels()  # whose names an eager engine's hash looks up; 0.26 does not import them
+    current_platform.import_ir_kernels()  # which the hash looks up where Inductor is off; 0.26 does not import them
     return {"gpu": current_platform.get_device_name(), "engine": config.compute_hash()}
 
 
