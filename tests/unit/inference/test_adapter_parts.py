@@ -1,8 +1,10 @@
 """Which tensors of an adapter are loaded together."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from meshrl.inference.vllm.adapter_parts import part_of
+from meshrl.inference.vllm.adapter_parts import part_of, renames
 
 
 @pytest.mark.parametrize(
@@ -16,3 +18,9 @@ from meshrl.inference.vllm.adapter_parts import part_of
 )
 def test_a_part_has_the_matrices_that_vllm_packs_together(name: str, part: str) -> None:
     assert part_of(name) == part
+
+
+@pytest.mark.parametrize("method", ["get_rename_mapper", "get_unstacked_mapper"])
+def test_layers_that_vllm_packs_keep_their_names_in_each_release(method: str) -> None:
+    assert renames(SimpleNamespace(**{method: lambda: "without packed layers"})) == "without packed layers"
+    assert renames(None) is None

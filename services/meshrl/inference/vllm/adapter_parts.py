@@ -55,7 +55,6 @@ class AdapterParts:
         Raises ValueError for a layer that vLLM does not adapt.
         """
         manager, of_worker = self._manager, self._of_worker
-        mapper: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
         with _unpinned():
             made = of_worker._lora_model_cls.from_lora_tensors(
                 self._number,
@@ -64,7 +63,7 @@ class AdapterParts:
                 device="cpu",
                 dtype=of_worker.lora_config.lora_dtype,
                 model_vocab_size=of_worker.vocab_size,
-                weights_mapper=mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper,
+                weights_mapper=renames(getattr(manager.model, "hf_to_vllm_mapper", None)),
                 skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
             )
             if strange := [name for name in made.loras if name.rpartition(".")[2] not in self._expected]:
@@ -100,6 +99,14 @@ class AdapterParts:
         if isinstance(matrices, list):
             return [self._pinned(each) for each in matrices]
         return matrices if matrices is None or self._device.type == "cpu" else matrices.pin_memory()
+
+
+def renames(mapper: Any) -> Any:
+    """A model's mapper of names without that of layers which vLLM packs: the manager packs them itself."""
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # vLLM 0.29 and later, 0.25 to 0.28
+        if hasattr(mapper, method):
+            return getattr(mapper, method)()
+    return mapper
 
 
 def part_of(name: str) -> str:
