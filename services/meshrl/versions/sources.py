@@ -16,6 +16,7 @@ DEAD_S = 3.0
 
 LEAVE_S = 10.0  # for the calls of a connection whose place another has taken
 AVOID_S = (10.0, 60.0)  # how long a relay that failed is avoided, doubled from the first to the second
+LEAST_PATIENCE_S = 0.5  # many connections share a line: each has to wait for the others
 SMOOTHING = 0.7  # weight of a relay's earlier rate when it is measured again
 FAR_S = 0.03  # of a first answer, from which on the other side counts as far away
 FAR_COUNT = 8  # connections to start with, far away, and the most from near: more would only share the cores
@@ -51,7 +52,7 @@ class ByteSource:
     @property
     def patience_s(self) -> float:
         """How long nothing may come of a claim until another connection fetches it as well."""
-        return min(SILENT_S, self.answers_in_s) if self.is_far else SILENT_S
+        return min(SILENT_S, max(LEAST_PATIENCE_S, self.answers_in_s)) if self.is_far else SILENT_S
 
     @property
     def is_far(self) -> bool:
