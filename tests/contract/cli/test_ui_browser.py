@@ -52,7 +52,7 @@ async def page(run_path: Path) -> AsyncIterator[tuple[Tab, str]]:
 
 
 VIEWS = {
-    "overview": f"document.querySelectorAll('.u-wrap').length == 2 && {TEXT}.includes('step 10')",
+    "overview": f"document.querySelectorAll('.u-wrap').length == 3 && {TEXT}.includes('step 10')",
     "rollouts": f"{TEXT}.includes('made: reward 0 (right 0), advantage -0.5')",
     "rollouts?step=4&id=best-4": f"{TEXT}.includes('good 4')",
     "rollouts?id=best-10&look=logprobs": "document.querySelectorAll('.block i.t2').length == 2",
@@ -149,7 +149,7 @@ async def test_a_report_draws_its_curves_from_the_file_alone(run_path: Path, tmp
     await asyncio.to_thread(path.write_text, report_page(RunFolder(run_path), 2.0))
     async with browser_tab() as tab:
         await tab.open(path.as_uri())
-        await tab.until("document.querySelectorAll('.u-wrap').length == 2")
+        await tab.until("document.querySelectorAll('.u-wrap').length == 3")
         await tab.until("document.querySelectorAll('rect.span').length == 2")
         await tab.until("document.querySelectorAll('svg.rails circle').length == 2")
         assert tab.errors == []
