@@ -30,6 +30,7 @@ from meshrl.wire.types import (
     StepEvent,
     VersionEvent,
     VersionInfo,
+    VersionProbe,
     VersionSpan,
 )
 from meshrl.wire.types.routes import Routes
@@ -126,6 +127,13 @@ def samples(draw):
     )
 
 
+@st.composite
+def probes(draw):
+    logprobs = draw(st.lists(FLOATS, min_size=1, max_size=5))
+    token_ids = draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(logprobs) + 1, max_size=len(logprobs) + 1))
+    return VersionProbe(token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+
+
 FLOATS = st.floats(-1e6, 1e6, width=32).map(lambda value: float(str(np.float32(value))))
 PLAIN = {bool: st.booleans(), int: st.integers(0, 2**31 - 1), float: FLOATS, str: st.text(max_size=5)}
 DTYPE = st.sampled_from(sorted(tensors.DTYPES))
@@ -156,6 +164,8 @@ def values_of(annotation):
         return st.sampled_from(annotation)
     if annotation is Sample:
         return samples()
+    if annotation is VersionProbe:
+        return probes()
     if annotation == Routes:
         return routes(st.integers(0, 3))
     if dataclasses.is_dataclass(annotation):

@@ -21,8 +21,8 @@ from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.versions.files import HostBytes
 from meshrl.versions.progress import Progress
 from meshrl.versions.uploads import Attempts, Uploader
+from meshrl.wire import frames, manifest_checks
 from meshrl.wire import manifest as manifests
-from meshrl.wire import manifest_checks
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import from_json, manifest_path
 from meshrl.wire.types import StagedVersion, TensorEntry, Transport
@@ -40,7 +40,8 @@ class FirstHub(WeightSyncClient):
     async def create_version(self, manifest: Any, chunks: Any = None, *, stall_s: float | None = None) -> Any:
         self.manifest = manifest
         if chunks is not None:
-            async for chunk in chunks:
+            async for message in chunks:
+                chunk = frames.parse_upload(message)
                 self.received[chunk.offset] = bytes(chunk.data)
         return StagedVersion(artifact_id=manifests.artifact_id(manifest), missing_offsets=(), max_chunk_bytes=2**22)
 
