@@ -494,7 +494,9 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         name="starved_trainer", symptom="idle GPUs of the trainer", key="deployment.num_infer_gpus",
-        look=_starved_trainer, remedy="raise it, or make the environment faster: the engines are the slower half",
+        look=_starved_trainer,
+        remedy="raise it (without GPUs num_engines, where cores are free), or make the environment faster: the engines"
+        " are the slower half",
     ),
     Cause(
         name="idle_engines", symptom="idle GPUs of the engines", key="deployment.num_train_gpus", look=_idle_engines,
