@@ -92,6 +92,8 @@ def per_token_penalty(lengths_G: Sequence[int], *, coefficient: float) -> NDArra
 
 
 def penalise_length(advantage: Advantage, *penalties: Penalty) -> Advantage:
+    """`advantage` of the rewards less the penalties; rollouts of equal reward then differ by their length."""
+
     def penalised(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
         rewards = _checked(rewards_G, lengths_G)
         for penalty in penalties:

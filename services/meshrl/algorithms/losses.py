@@ -169,9 +169,13 @@ class SequenceLoss:
 
 
 def load_custom_loss(import_path: str, kwargs: Mapping[str, object], *, key: str = "loss") -> Loss:
-    """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence. Raises
-    ValueError here for a function that cannot be imported or called so, and from the loss for what is no
-    SequenceLoss."""
+    """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence.
+
+    A sequence's loss, like its metrics, is spread evenly over its tokens, so that every normaliser keeps its meaning:
+    TOKEN divides the sum of all losses by the tokens of the batch, SEQUENCE takes the mean of loss / L. No token counts
+    as masked. `key` is the config section in errors. Raises ValueError here for a function that cannot be imported or
+    called so, and from the loss for what is no SequenceLoss.
+    """
     function = load_function(import_path, kwargs, key=key, positional=("sequence",))
 
     def custom_loss(inputs: LossInputs) -> LossOutput:

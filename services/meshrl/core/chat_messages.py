@@ -1,4 +1,8 @@
-"""Brings the messages of a chat into the one shape that every chat template and renderer reads."""
+"""Brings the messages of a chat into the one shape that every chat template and renderer reads.
+
+Requests, training data and tasksets write the same message in several ways. Templates differ in which of these they
+read, and drop the others without an error, so messages pass here once, before any template.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,11 @@ class Clock:
 
 
 class AwakeClock:
-    """A monotonic clock that leaves out the times in which nobody looked at it."""
+    """A monotonic clock that leaves out the times in which nobody looked at it.
+
+    A process that was stopped (SIGSTOP, a suspended machine) finds that its deadlines have passed, while what would
+    have met them waits to be read. With this clock they have as long to go as before.
+    """
 
     def __init__(
         self, monotonic: Callable[[], float] = time.monotonic, *, stopped: Callable[[float], object] | None = None

@@ -1,4 +1,7 @@
-"""Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk."""
+"""Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk.
+
+For everything that a later start must find: logs, ledgers, checkpoints, manifests. All calls block and raise OSError.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,7 @@ def is_full(error: OSError) -> bool:
 
 
 def disk_trouble(error: BaseException) -> str | None:
+    """The sentence for an error of a full disk or of a file that may not be written; None for any other error."""
     if not isinstance(error, OSError):
         return None
     if is_full(error):

@@ -1,5 +1,8 @@
-"""The console scripts: each prepares the process before the program's imports, which take seconds, and calls its
-main."""
+"""The console scripts: each prepares the process before the program's imports, which take seconds, and calls its main.
+
+Ctrl-C while a program is still coming up ends it at once and without a traceback; once it runs,
+`meshrl.core.program.run` drains it instead.
+"""
 
 from __future__ import annotations
 

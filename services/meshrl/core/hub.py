@@ -1,4 +1,7 @@
-"""How programs ask the Hugging Face hub: what never answers is given up, and what goes wrong is known by its class."""
+"""How programs ask the Hugging Face hub: what never answers is given up, and what goes wrong is known by its class.
+
+Called before a library loads a model, a tokenizer or a dataset by its name.
+"""
 
 from __future__ import annotations
 

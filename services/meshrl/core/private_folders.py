@@ -1,4 +1,8 @@
-"""Who may read what a run writes: its own user alone, unless `readable_by` allows others."""
+"""Who may read what a run writes: its own user alone, unless `readable_by` allows others.
+
+In output_dir the umask decides. A folder in /dev/shm or /tmp has a name that others cannot guess, mode 0700 and this
+process's owner; another's folder, or a link, is refused. All calls block and raise OSError.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,11 @@ def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def short_socket_paths() -> Iterator[None]:
-    """The sockets of `multiprocessing` and of vLLM are in a `socket_folder` of this process, however long TMPDIR is."""
+    """The sockets of `multiprocessing` and of vLLM are in a `socket_folder` of this process, however long TMPDIR is.
+
+    For the whole life of a program: a fork server keeps its socket. The folder goes with the process. Ends the process
+    with a sentence where there is no place for one.
+    """
     try:
         folder = socket_folder()
     except OSError as error:

@@ -1,5 +1,7 @@
-"""How a SQLite file is kept by the file system that it is on, and how its rows are sealed; for ledger and decision
-log."""
+"""How a SQLite file is kept by the file system that it is on, and how its rows are sealed; for ledger and decision log.
+
+SQLite's WAL needs memory that all its processes share, which the file systems of a network do not give.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
 verifiers starts it with a task and the address of its interception server, which samples, records and scores. The
-hosting process (`hosted_by`) samples its turns without HTTP where verifiers does nothing to the requests (`Turns`),
-shares one set of HTTP connections among the others, and learns what each rollout is doing. Without a host a rollout
-opens its own connections.
+harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
+milliseconds. The hosting process (`hosted_by`) samples its turns without HTTP where verifiers does nothing to the
+requests (`Turns`), shares one set of HTTP connections among the others, and learns what each rollout is doing. Without
+a host a rollout opens its own connections.
 """
 
 from __future__ import annotations
@@ -82,8 +83,10 @@ _HOST: ContextVar[HarnessHost | None] = ContextVar("harness_host", default=None)
 
 
 def open_connections() -> aiohttp.ClientSession:
-    """Connections to an interception server, kept open from one call to the next; as many as there are calls at
-    once."""
+    """Connections to an interception server, kept open from one call to the next; as many as there are calls at once.
+    There is no deadline for connecting but the kernel's: the server is in this very process, so the kernel connects or
+    refuses at once, and a deadline of the event loop would only find out how busy the loop is. The rollout's own
+    deadline ends a call."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
@@ -131,6 +134,8 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  
 
 
 class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped for the checker
+    """One agent's conversation: keeps its messages, its connections and its tools from one user turn to the next."""
+
     def __init__(
         self,
         harness: InProcessHarness,

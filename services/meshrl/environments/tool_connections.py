@@ -1,7 +1,8 @@
 """Keeps connections to tool servers that all rollouts of an environment share, from one rollout to the next.
 
-The host of the in-process harness lends them to its conversations. A connection is kept only where the server cannot
-distinguish rollouts: a shared server at one address for all, and a protocol without sessions.
+The host of the in-process harness lends them to its conversations. Opening one costs as much as many calls: a
+handshake, a listing of the tools, and certificates read for a server that has none. A connection is kept only where the
+server cannot distinguish rollouts: a shared server at one address for all, and a protocol without sessions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The adapters that an engine serves: which version each run's requests get, and when an older one is unloaded.
 
-A version is added beside those that are served, and new requests get it from the moment that it is `serve`d; requests
-in flight stay on the version that they began with, which is unloaded when the last of them ends.
+One class for every kind of engine, which loads and unloads them. A version is added beside those that are served, and
+new requests get it from the moment that it is `serve`d; requests in flight stay on the version that they began with,
+which is unloaded when the last of them ends. No I/O: loading and unloading are the engine's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(kw_only=True, eq=False)
 class ServedAdapter(Generic[Loaded]):
+    """A version of a run's adapter in an engine. `number` is its own: versions of another epoch share their names."""
+
     run_id: str
     version: int
     number: int

@@ -64,6 +64,7 @@ def cost_of(choice: EngineChoice, device: str, *, has_gpu: bool) -> str:
 
 
 def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
+    """The choice for an interpreter with or without vLLM, a machine with or without a GPU, and a model's device."""
     if engine != "auto":
         return EngineChoice(engine=engine, reason="as configured")
     if not has_vllm:

@@ -1,7 +1,7 @@
 """Loads weights from a folder into the running engine by hand: /update_weights, /reload_weights, /load_lora_adapter.
 
-An engine that follows a hub is given back the hub's version as soon as its agent notices, so load by hand only into
-engines that follow none.
+Weight versions of a run come through the agent instead. An engine that follows a hub is given back the hub's version as
+soon as its agent notices, so load by hand only into engines that follow none.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class WeightLoader:
 
 
 def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """The tensors of a Hugging Face checkpoint that the layout names, in the layout's dtypes."""
+    """The tensors of a Hugging Face checkpoint that the layout names, in the layout's dtypes.
+
+    Tied duplicates and other tensors that the model does not own are left out; `stage` names what is missing.
+    """
     try:
         files = sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError) as error:  # too long, or with characters that no path has

@@ -1,5 +1,9 @@
-"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, its data types and
-base."""
+"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, its data types and base.
+
+A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
+two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on
+with the same requests and their KV cache.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +104,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTimes:
+    """How long a request waited for a slot, until its first token was there, and for the others."""
+
     queue_s: float
     prefill_s: float
     decode_s: float

@@ -1,7 +1,8 @@
 """Puts an engine to sleep while it has no work, which gives its GPU memory back, and wakes it when it is needed.
 
-Sleeping and waking take turns under one lock and are finished even when the caller is gone, so an engine is never left
-half asleep.
+The agent or an admin route asks for sleep; the next request or version ends it. Sleeping and waking take turns under
+one lock and are finished even when the caller is gone, so an engine is never left half asleep. After a failure the
+state of the memory is unknown: nothing is tried again, and the engine stays unfit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ Result = TypeVar("Result")
 
 
 class Sleeper:
+    """Puts one engine to sleep and wakes it. For one event loop."""
+
     def __init__(
         self,
         fall_asleep: Callable[[], Awaitable[None]],

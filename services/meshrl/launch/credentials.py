@@ -1,4 +1,10 @@
-"""Makes the credentials of a run, so that its programs accept calls from each other only."""
+"""Makes the credentials of a run, so that its programs accept calls from each other only.
+
+On one host each role has a token in output_dir/credentials, made by each `rl`; servers hold their hashes
+(trust.sqlite). Engines get an API key in the same way. A run over several nodes gets a certificate authority, with
+which `meshrl.launch.nodes.certificates` signs a certificate for each node. Where the configuration or the environment
+names credentials, none are made.
+"""
 
 from __future__ import annotations
 

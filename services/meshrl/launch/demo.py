@@ -263,6 +263,7 @@ def demo(options: Options) -> str:
 
 
 def looks(run: Path, mesh: Path, *, last_step: int) -> str:
+    """The commands that look into a demo's run and its mesh, as they can be pasted."""
     script = Path(_script("meshrl"))
     meshrl = str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
     worst = [meshrl, "rollouts", "worst", str(min(30, last_step)), "-o", str(run)]

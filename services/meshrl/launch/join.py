@@ -1,4 +1,8 @@
-"""A configuration of `rl` as that of one more run in a mesh that runs: `rl @ rl.toml --mesh FOLDER --run-id NAME`."""
+"""A configuration of `rl` as that of one more run in a mesh that runs: `rl @ rl.toml --mesh FOLDER --run-id NAME`.
+
+The orchestrator's section is used whole, and the trainer's for adapter, optimizer, schedule and loss. Everything else
+belongs to the mesh, whose programs run already.
+"""
 
 from __future__ import annotations
 

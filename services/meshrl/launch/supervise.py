@@ -89,7 +89,12 @@ class _Child:
 
 
 class Supervisor:
-    """Nothing is left running after `run`. Each program has a session of its own, so that its children end with it."""
+    """Runs programs until the leader is done, one dies, or a stop is requested. Nothing is left running after `run`.
+
+    Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
+    process is killed, holds `lock_fd` until then, ends what left its program's session and removes the `temporary`
+    folders.
+    """
 
     def __init__(
         self,

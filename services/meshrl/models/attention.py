@@ -1,4 +1,13 @@
-"""Attention over packed rows that never crosses a sample's boundary; used by the trainers' forward pass."""
+"""Attention over packed rows that never crosses a sample's boundary; used by the trainers' forward pass.
+
+A packed row holds S samples one after another, T tokens in all. Projections and MLPs run on the row as it is, with no
+padding. Attention runs sample by sample: on CUDA in half precision through the kernels of `fused_attention`, anywhere
+else as causal attention over a few padded blocks of samples of similar length. A T x T mask is never built.
+`choose_kernels` is the one place that picks.
+
+Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size. In ScoreRule Q
+query heads share H key-value heads, and L queries see S keys.
+"""
 
 from __future__ import annotations
 
@@ -182,6 +191,7 @@ class PackedLayout:
         )
 
     def of_one(self, length: int) -> PackedLayout:
+        """The layout of a row with one sample of `length` tokens, on the same device and kernels."""
         return PackedLayout.from_offsets(np.array([0, length]), self.scatter.device, self.kernels)
 
 
@@ -211,6 +221,7 @@ def enable_packed_attention(model: PreTrainedModel) -> None:
 
 
 def use_attention(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> None:
+    """Makes the model's layers attend by `function`, which gets a name in transformers' own table of such functions."""
     AttentionInterface.register(name, function)
     model.set_attn_implementation(name)
 

@@ -1,4 +1,9 @@
-"""Experts of a model, and the parameters that a token goes through; used for MFU and to plan activations."""
+"""Experts of a model, and the parameters that a token goes through; used for MFU and to plan activations.
+
+Read off the modules, which all families of transformers build alike: a module whose class ends in "Experts" holds the
+weights of all experts of a layer, or a list named `experts` holds one module for each. Experts that every token goes
+through (shared ones) are ordinary layers.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_t
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
+    """The experts of one layer: `module` holds the weights of `count`, of which each token goes through `per_token`."""
+
     module: nn.Module
     count: int
     per_token: int

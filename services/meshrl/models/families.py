@@ -1,5 +1,14 @@
-"""How each kind of model can be run: which attention, in packed rows or not, or not at all; asked where one is
-loaded."""
+"""How each kind of model can be run: which attention, in packed rows or not, or not at all; asked where one is loaded.
+
+Three answers, the same for the trainers and the embedded engine:
+
+- packed: attention is replaced by ours, which reads packed rows in training and the slots of the cache in the engine; -
+plain: the model's own forward pass over whole sequences. The trainers pad rows for it, and the engine computes every
+sequence again for each token, which is slow and right; - refused, in one sentence that names the alternative.
+
+What follows from a configuration or a class is a rule; a model type that those rules would misjudge is in a table.
+`tests/contract/models/test_families.py` holds every family that transformers lists against its plain forward pass.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +106,7 @@ def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str |
 
 
 def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
+    """The length beyond which a sequence's rotary embeddings depend on its length; None where they never do."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):

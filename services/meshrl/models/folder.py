@@ -1,4 +1,9 @@
-"""Reads a published model: the files of a folder, or of a name on the Hugging Face hub, and the tensors in them."""
+"""Reads a published model: the files of a folder, or of a name on the Hugging Face hub, and the tensors in them.
+
+`WeightReader` is the one way from files to a model, whole or sharded. It holds the names and shapes of both against
+each other before it reads a value, converts by transformers' own rules (such as experts that are stored one by one and
+computed as one tensor), and gives the tensors one at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do."""
+"""Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do.
+
+A model is always made without storage (`empty_model`), then filled by `fill_model`; between the two a trainer may put
+adapters on it and shard it, and each rank fills its own shards.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +131,10 @@ def fill_at_random(model: PreTrainedModel) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that belongs to the model. Raises ModelError."""
+    """Loads the tokenizer that belongs to the model. Raises ModelError.
+
+    A folder must hold one: transformers would make up an empty tokenizer from the model's kind alone.
+    """
     folder = Path(config.name)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(

@@ -33,6 +33,8 @@ GATES = (".gate", "_gate", ".router", ".wg")
 
 
 class LoraLinear(nn.Linear, AdapterHolder):
+    """A frozen linear layer that may have an adapter beside it; its base parameters are the layer's."""
+
     def __init__(self, base: nn.Linear) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
         self.in_features = base.in_features
@@ -238,6 +240,7 @@ def _joined_experts(model: nn.Module) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear | ExpertAdapter]:
+    """The layers with an adapter of the mounted set, by name, in the model's order; empty where none is mounted."""
     return {name: layer for name, layer in prepared_layers(model).items() if layer.rank}
 
 

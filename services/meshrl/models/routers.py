@@ -1,4 +1,12 @@
-"""The routers of a mixture of experts as they choose: watched, and made to choose what an engine chose."""
+"""The routers of a mixture of experts as they choose: watched, and made to choose what an engine chose.
+
+With router replay (R3, arXiv 2510.11370) a token goes through the experts that it went through when it was sampled. The
+choice alone is replayed: a router computes its scores again and gets its gradient through them.
+
+One way for all families: a router calls `torch.topk` on scores of two dimensions, as wide as there are experts, and the
+call is answered with the given experts and their scores. Routers are numbered in the model's order, layers without
+experts left out. Shapes: N tokens of a forward pass, L routers, E experts of a layer, k of them for each token.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +38,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterChoice:
+    """What one router chose for the N tokens of a pass."""
+
     router: int
     experts: int
     chosen: torch.Tensor  # (N, k)

@@ -205,6 +205,7 @@ def _one(tensor_NHD: torch.Tensor) -> torch.Tensor:
 
 
 def _block(tensor_THD: torch.Tensor, gather_BL: torch.Tensor) -> torch.Tensor:
+    """(B, H, L, D) of the block's tokens."""
     return tensor_THD.index_select(0, gather_BL.flatten()).view(*gather_BL.shape, *tensor_THD.shape[1:]).transpose(1, 2)
 
 

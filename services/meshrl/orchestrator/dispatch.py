@@ -79,6 +79,7 @@ class GroupDispatcher:
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Sampling runs as tasks of this group from now on, which fails with the first RunError of one."""
         self._tasks = tasks
         self.dispatch()
 

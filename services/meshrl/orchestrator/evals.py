@@ -65,6 +65,7 @@ class Evaluator:
         return self._config.env if self._config.eval_base and version == 0 else []
 
     def due_after(self, last_step: int) -> list[EvalEnvConfig]:
+        """Those in which the last version is evaluated once training is over, because it was not during the run."""
         done = self.due(last_step)
         wanted = self._config.eval_final and last_step > 0
         return [env for env in self._config.env if wanted and env not in done]

@@ -93,6 +93,7 @@ class StepFinisher:
         return step if self._samples is None else self._samples.request_logprobs(step)
 
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
+        """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
         self._step_began_s = self._clock.now()
         if self._evaluator is not None:
             step, owed = self._evaluator.owed(self._evaluated, self._run.info.step)

@@ -45,6 +45,7 @@ def main() -> None:
 
 
 def start(config: OrchestratorConfig) -> None:
+    """Runs the program, in the mesh that the configuration names; a run that is found by its folder has its name."""
     if config.mesh is not None:
         try:
             config = in_mesh(config, RunFolder(config.mesh))
@@ -75,8 +76,8 @@ def in_mesh(config: OrchestratorConfig, mesh: RunFolder) -> OrchestratorConfig:
 
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """A benchmark that names no service has stand-ins for all of them. Raises ConfigError when there is nothing to
-    train on."""
+    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on. A benchmark that
+    names no service has stand-ins for all of them. Raises ConfigError when there is nothing to train on."""
     if config.bench and not config.services.model_fields_set:  # `rl --bench` names all of them
         train = config.train if config.train.env else TrainEnvsConfig(env=[TrainEnvConfig(id="made-up")])
         names = {env.resolved_name for env in (*train.env, *(config.eval.env if config.eval is not None else ()))}

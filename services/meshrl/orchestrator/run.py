@@ -1,5 +1,8 @@
-"""The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has
-come."""
+"""The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has come.
+
+A process has one. The dispatcher adds groups to it, the loop makes batches of them, the uploader sends those to the
+trainer, and the finisher ends the steps.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ from meshrl.wire.types import Batch, RunInfo
 
 
 class Run:
+    """A run that continues from the journal; `info` is the trainer's description of it when the process began."""
+
     def __init__(
         self,
         info: RunInfo,
@@ -116,6 +121,7 @@ class Run:
     # --- counting ---------------------------------------------------------------------------------
 
     def count(self, group: RolloutGroup, screened: Screened) -> None:
+        """Counts what was dropped of a group that was judged, and the group itself when nothing of it is kept."""
         self.drop(screened)
         if not screened.kept:
             self.tally.discarded.append(group)
@@ -173,6 +179,7 @@ class StepTraces:
         self._open: dict[int, trace.Span] = {}
 
     def span(self, step: int) -> trace.Span:
+        """The span of a step, to make current around calls that belong to it; it starts with the first call."""
         if step not in self._open:
             self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
         return self._open[step]

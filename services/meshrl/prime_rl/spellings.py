@@ -1,4 +1,8 @@
-"""Gives keys of a layer that are spelt as in prime-rl their names here, by the table in `keys`; no I/O."""
+"""Gives keys of a layer that are spelt as in prime-rl their names here, by the table in `keys`; no I/O.
+
+Readers of a layer (a file, the command line, PRIME_ variables) keep keys as they were written; here they move to their
+place. Notes name the keys that were taken, problems those that have no successor.
+"""
 
 from __future__ import annotations
 

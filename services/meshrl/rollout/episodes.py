@@ -1,4 +1,8 @@
-"""Plays the episodes of one group in this process: from its task to rollouts that training can use."""
+"""Plays the episodes of one group in this process: from its task to rollouts that training can use.
+
+Asked by `group_runner`, which knows nothing of environments. `hosting` runs verifiers' side of an episode, the model
+client in `engines` samples its turns and writes each call into a session, `samples` makes rollouts of both.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +233,8 @@ class _Progress:
 
 
 def stage_of(trace: Trace, session: Session) -> RolloutStage:
-    """What an agent's run does, and since when."""
+    """What an agent's run does, and since when. verifiers stamps the begin of each stage on the trace; within the
+    agent's stage the session knows the call."""
     timing = trace.timing
     setup, scoring = StageKind.SETUP, StageKind.SCORING
     stages = (

@@ -1,6 +1,9 @@
-"""Admits groups, starts their rollouts in order, and counts how each ends.
+"""Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each
+event.
 
-No I/O, no clock: the time comes with each event.
+Used by `group_runner` alone: it passes requests and outcomes in, and gets which rollouts to start and to stop. A
+rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may fail or be cancelled too; it is
+counted once.
 """
 
 from __future__ import annotations

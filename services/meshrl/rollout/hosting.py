@@ -1,4 +1,7 @@
-"""Loads environments and keeps them ready to play: one `HostedEnvironment` for each entry of the configuration."""
+"""Loads environments and keeps them ready to play: one `HostedEnvironment` for each entry of the configuration.
+
+Fed by `main` with the configuration, asked by `episodes` for tasks and for episodes of them.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,8 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 
 
 class EnvironmentOptionsError(ConfigError):
+    """Options of an environment are wrong; `keys` are those of its entry, such as ("args", "level")."""
+
     def __init__(self, message: str, *, keys: Sequence[tuple[str, ...]]) -> None:
         super().__init__(message)
         self.keys = tuple(keys)
@@ -122,6 +127,7 @@ class HostedEnvironment:
             refuse_training(request)
 
     def sampling(self, override: Sampling, index: int) -> Sampling:
+        """How rollout `index` of a group samples: the request over this environment's defaults, with its own seed."""
         merged = override.over(self._default_sampling)
         return merged if merged.seed is None else replace(merged, seed=merged.seed + index)
 

@@ -1,6 +1,7 @@
 """Turns a played episode into rollouts that training can use, or into the reason why it cannot.
 
-Shapes: T tokens of a sample.
+Fed by `episodes` with verifiers' traces and the sessions that kept the versions; drained to the orchestrator. Shapes:
+T tokens of a sample.
 """
 
 from __future__ import annotations

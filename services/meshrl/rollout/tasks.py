@@ -1,7 +1,8 @@
 """The tasks of one taskset by index, finite or not; asked for each rollout of a group, or once for all of them.
 
-So a run that resumes far along draws again up to where it stood, in a thread, once; its duration is logged, and a
-request that gives up meanwhile loses nothing of it. A taskset that can make any task at once has a method
+A finite taskset is held as a list. An infinite one is a generator: verifiers has no other way to a task than to draw
+all before it. So a run that resumes far along draws again up to where it stood, in a thread, once; its duration is
+logged, and a request that gives up meanwhile loses nothing of it. A taskset that can make any task at once has a method
 `task_at(index)`, which is used instead; a finite one that also has `num_tasks` is never read whole.
 """
 

@@ -1,8 +1,9 @@
 """Logs rollouts that fail, and those that wait for long.
 
-A server or an environment that is broken fails hundreds in the same way: the first of a kind is logged at once, those
-like it at level DEBUG and as a count, once a minute. The longest waits are logged by environment and stage, once a
-minute at most; what a worker process plays is reported by the worker, and logged by its front.
+`group_runner` reports each failure. A server or an environment that is broken fails hundreds in the same way: the first
+of a kind is logged at once, those like it at level DEBUG and as a count, once a minute. Every failure goes to the
+caller with its own message as well. The longest waits are logged by environment and stage, once a minute at most; what
+a worker process plays is reported by the worker, and logged by its front.
 """
 
 from __future__ import annotations

@@ -52,6 +52,8 @@ class GroupTicket:
 
 @dataclass(kw_only=True)
 class RolloutGroup:
+    """Rollouts of one task. It is over once each finished, failed or was cancelled, or its stream broke."""
+
     ticket: GroupTicket
     rollouts: list[Rollout] = field(default_factory=list)
     failures: list[RolloutFailure] = field(default_factory=list)

@@ -1,4 +1,7 @@
-"""The rollout services of a run: their environments, health and speed, and the choice of the service for a group."""
+"""The rollout services of a run: their environments, health and speed, and the choice of the service for a group.
+
+No I/O and no clock: `pool` reports health, status and streams to it, with the time, and asks it where to go.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,8 @@ class Quarantine:
 
 @dataclass
 class Achievement:
+    """What a service made of the rollouts of one environment lately; each part halves every HALF_LIFE_S."""
+
     busy_s: float = 0.0
     """Rollout-seconds in flight."""
     finished: float = 0.0

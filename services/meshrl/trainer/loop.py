@@ -1,4 +1,10 @@
-"""The training loop of rank 0: gives the runs their turns, a slice at a time; runs on the training thread."""
+"""The training loop of rank 0: gives the runs their turns, a slice at a time; runs on the training thread.
+
+Consumes batches of each run, in order. Produces a snapshot of a run's weights for its publisher, and a DONE or FAILED
+event a step (`run_training`). Waits for batches, for checkpoints that clients ask for and, before it captures a version
+of a run, for the publication of the one before; meanwhile other runs train. Unblocks the orchestrators, which activate
+a version once its step is DONE.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Trains one run on rank 0: its steps, versions, checkpoints and metrics."""
+"""Trains one run on rank 0: its steps, versions, checkpoints and metrics. The loop gives it its turns.
+
+A step goes through three stages: its slices are passed, then it is made, then its version is captured. Only the last
+waits, for the publication of the version before, so that other runs have their turn meanwhile. Whatever fails in a run
+that is not the trainer's own suspends that run alone.
+"""
 
 from __future__ import annotations
 

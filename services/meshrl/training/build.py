@@ -1,4 +1,8 @@
-"""Builds the learner of the RL trainer and the SFT trainer: model, adapters, sharding; once a start."""
+"""Builds the learner of the RL trainer and the SFT trainer: model, adapters, sharding; once a start.
+
+The model is made without storage, prepared, sharded over the group (one process on a CPU does without), and only then
+filled, so no rank ever holds a sharded model whole.
+"""
 
 from __future__ import annotations
 

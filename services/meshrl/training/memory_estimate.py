@@ -1,4 +1,12 @@
-"""Estimates before a model is loaded whether it can be trained in the memory there is."""
+"""Estimates before a model is loaded whether it can be trained in the memory there is.
+
+Both trainers ask it once they have joined their group, so that a run that cannot fit ends with an error that names the
+remedy, instead of being killed by the system.
+
+The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once, and the snapshot
+of a trainer that publishes versions meanwhile. Activations and what the libraries take come on top, so a model that
+passes may still be too large for a long row; that is then the step's error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step."""
+"""Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step.
+
+Parameters may be sharded: a rank holds and updates its own part, and what is measured is the same number on every rank.
+"""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ class ServerFacts:
 
 
 class PolicyEndpoints:
-    """`urls` are without a trailing /v1. `started` means that they are started by this command, and with the base
-    `model`."""
+    """The servers of one command. Use as an async context manager. `urls` are without a trailing /v1. `started` means
+    that they are started by this command, and with the base `model`. `seq_len` is the longest sequence in tokens; None
+    takes the engines' limit."""
 
     def __init__(
         self,

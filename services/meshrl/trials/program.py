@@ -1,4 +1,7 @@
-"""Starts what plays trials (an engine where one is asked for, the rollout service), runs the work, stops them again."""
+"""Starts what plays trials (an engine where one is asked for, the rollout service), runs the work, stops them again.
+
+The work is that of `eval` or `synthesize`. A signal ends it in order; the same command then continues where it ended.
+"""
 
 from __future__ import annotations
 

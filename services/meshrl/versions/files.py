@@ -1,4 +1,9 @@
-"""The bytes of a version on an engine's host: in mapped files or in memory, without a second copy; and their check."""
+"""The bytes of a version on an engine's host: in mapped files or in memory, without a second copy; and their check.
+
+Used by agents. A version on a shared filesystem is mapped where its publisher wrote it. One that comes in chunks is put
+into a buffer, or, for an engine whose model runs in other processes, into a safetensors file in shared memory that
+those processes read.
+"""
 
 from __future__ import annotations
 

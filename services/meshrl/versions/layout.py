@@ -1,5 +1,7 @@
-"""The layout of a model's weights: what a version must have so that an engine can apply it; and torch's element
-types."""
+"""The layout of a model's weights: what a version must have so that an engine can apply it; and torch's element types.
+
+Engines describe their model by it, agents compare it with a manifest, and staging checks what came against it.
+"""
 
 from __future__ import annotations
 

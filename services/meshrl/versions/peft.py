@@ -1,4 +1,11 @@
-"""LoRA adapters in PEFT's format: the names of tensors, the two files of a folder, and which shapes fit a model."""
+"""LoRA adapters in PEFT's format: the names of tensors, the two files of a folder, and which shapes fit a model.
+
+The trainer uses it to name the tensors of adapter versions and to write adapter folders; engines use it to check, merge
+and load adapters. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+
+A layer is the full name of a linear layer, such as model.layers.0.self_attn.q_proj; its two matrices are A (rank,
+inputs) and B (outputs, rank).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The weights of one version as a rank of the trainer copied them between two steps, in the published form."""
+"""The weights of one version as a rank of the trainer copied them between two steps, in the published form.
+
+The trainer's `Snapshotter` makes snapshots on the training thread; the transports (`versions/transports`) read them on
+the publishing threads. A snapshot shares no memory with the live weights, so training goes on meanwhile.
+"""
 
 from __future__ import annotations
 

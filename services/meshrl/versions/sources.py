@@ -1,4 +1,9 @@
-"""From whom a host fetches versions (relays first, the hub last), and over how many connections."""
+"""From whom a host fetches versions (relays first, the hub last), and over how many connections.
+
+Used by `versions.downloads`, and by `versions.uploads` for uploads. Relays are compared by the rate they were measured
+at; one that brings nothing is avoided for a while. On a link that loses packets a single TCP connection reaches a few
+Mb/s whatever the link could do, so the number of connections is doubled as long as that is faster.
+"""
 
 from __future__ import annotations
 

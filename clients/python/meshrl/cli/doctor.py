@@ -195,6 +195,8 @@ def _remedy(folder: RunFolder, found: Ailment) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseFloor:
+    """The mismatch of one engine and one kernel over some steps: mean and largest |difference| of logprobs, and KL."""
+
     engine: str
     kernel: str
     changed: str

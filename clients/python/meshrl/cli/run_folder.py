@@ -1,4 +1,7 @@
-"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints."""
+"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints.
+
+Used by the commands that show a run; it writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,8 @@ def _reach(server: JsonObject) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
+    """Why a run ended: the program that died first, when (the time of the log's line), and the end of its log."""
+
     program: str
     at: str
     why: str
@@ -99,10 +104,14 @@ class RunFolder:
         return self.path / "weights"
 
     def saved_steps(self, *, to_resume: bool = False) -> list[int]:
+        """The steps that have a snapshot of the weights, or those that a run can resume from, in order."""
         return steps_in(self.path / "checkpoints", "trainer") if to_resume else steps_in(self.path / "weights")
 
     def last_step(self) -> JsonObject | None:
-        """The record of the step that metrics.jsonl ends with, None where there is none yet."""
+        """The record of the step that metrics.jsonl ends with, None where there is none yet.
+
+        The file's last line may be half written, and evaluations have records of their own without a reward.
+        """
         newest_first = json_records(lines_from_the_end(self.path / "metrics.jsonl"))
         return next((record for record in newest_first if "time/step" in record), None)
 

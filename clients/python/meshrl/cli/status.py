@@ -1,4 +1,8 @@
-"""`meshrl status`: every service of a run, the version it is at, and how far behind that is."""
+"""`meshrl status`: every service of a run, the version it is at, and how far behind that is.
+
+Asks rollout, trainer and weights at once, each with a deadline; the orchestrator serves nothing and is known by what it
+writes. A service that does not answer is a row like the others, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +63,7 @@ class RunStatus:
 
     @property
     def is_well(self) -> bool:
+        """Whether all answer, and no program of the run is silent for too long or stuck."""
         in_trouble = any(program.trouble(time.time()) for program in self.programs)
         return bool(self.rows) and all(row.is_well for row in self.rows) and not in_trouble
 

@@ -1,4 +1,7 @@
-"""Reads the spans that programs write below traces/: OTLP JSON lines, each a zstd frame of its own."""
+"""Reads the spans that programs write below traces/: OTLP JSON lines, each a zstd frame of its own.
+
+Files of earlier versions are plain lines. An incomplete frame is left for the next look, a damaged one is left out.
+"""
 
 from __future__ import annotations
 

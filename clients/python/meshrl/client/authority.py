@@ -1,7 +1,9 @@
 """The certificate authority of one run: made by `meshrl run init`, used to let members in for a day at a time.
 
 The authority's key never leaves its folder, a member's key never its host: the member sends a request signed with its
-key, and gets a certificate.
+key, and gets a certificate. Role and name are in the certificate's URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS names
+are those of the role's servers and the hosts bound to the member's token. All cryptography is the library's: ECDSA on
+P-256, X.509.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The causes of trouble that a run's metrics show, each with its evidence and the key to change.
 
 `CAUSES` is in the order of ranking: a cause stands before those that it brings about, such as a learning rate of 0
-before a reward that stands still.
+before a reward that stands still. Each looks at the last steps alone, so that it is over when they are well again.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ailment:
+    """A cause that a run has: the evidence in figures, the key to change, and how."""
+
     cause: str
     symptom: str
     evidence: str

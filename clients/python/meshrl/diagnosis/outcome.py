@@ -18,6 +18,8 @@ BUSY = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
+    """Steps, rollouts, seconds of training, and the devices (GPUs, or CPUs in their place) that worked for it."""
+
     steps: int
     rollouts: int
     seconds: float

@@ -41,6 +41,7 @@ class Echo(GroupRelative):
         }
 
     def _observed(self, sample: Sample) -> NDArray[np.float32]:
+        """(T,) the weight of each token of an observation, 0 elsewhere and where the policy sampled."""
         weights_T = np.zeros(len(sample.token_ids), dtype=np.float32)
         for span in sample.message_spans:
             if span.role in self._roles:

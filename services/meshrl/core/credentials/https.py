@@ -1,4 +1,8 @@
-"""TLS for an engine's HTTP server and its clients, made from the same credential files as gRPC's."""
+"""TLS for an engine's HTTP server and its clients, made from the same credential files as gRPC's.
+
+An engine is known by its certificate, which names its host and, by the run's authority, its role; a caller by the API
+key.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +91,7 @@ def server_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | 
 
 @asynccontextmanager
 async def kept_fresh(context: ssl.SSLContext | None, environ: Mapping[str, str] = os.environ) -> AsyncIterator[None]:
+    """Loads renewed certificates for new connections; open ones go on."""
     files = CredentialFiles.from_environ(environ)
     if context is None or files.cert is None or files.key is None:
         yield

@@ -1,5 +1,9 @@
-"""Finds the credentials that a program shows to others, and renews its certificate; mains are wrapped by
-`as_member`."""
+"""Finds the credentials that a program shows to others, and renews its certificate; mains are wrapped by `as_member`.
+
+Credentials are those of the keys `tls.*` and the MESHRL_TLS_ variables. Where none are set and the run's own authority
+is in output_dir (`meshrl run init`), the program issues itself a certificate by it; else it has none. The result is put
+into the MESHRL_TLS_ variables, which servers, clients and the processes that the program starts read.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +79,7 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str, hosts: Seq
 async def kept_valid(
     authority: Authority | None, role: Role, name: str, hosts: Sequence[str] = ()
 ) -> AsyncIterator[None]:
+    """Renews this program's certificate in time, and keeps its list of revocations up to date."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None:
         yield

@@ -1,4 +1,7 @@
-"""The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`."""
+"""The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`.
+
+A record is filled by one program (sft), or by two (the orchestrator adds the trainer's metrics of a step).
+"""
 
 from __future__ import annotations
 

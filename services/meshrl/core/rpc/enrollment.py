@@ -1,4 +1,8 @@
-"""The EnrollmentService of the weight hub: signs certificates for hosts that join, by the run's authority."""
+"""The EnrollmentService of the weight hub: signs certificates for hosts that join, by the run's authority.
+
+`Enroll` is served at a port of its own, where callers have no certificate yet; `Renew` and `ListRevoked` at the hub's
+main port, behind the guard.
+"""
 # ruff: noqa: N802  # methods are named by the contract
 
 from __future__ import annotations

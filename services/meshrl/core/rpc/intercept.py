@@ -91,7 +91,13 @@ async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.Servicer
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Wraps the handlers of all services, of all four kinds."""
+    """Wraps the handlers of all services, of all four kinds.
+
+    A servicer's MeshError becomes its gRPC status with details; any other exception is logged and becomes INTERNAL.
+    Requests are read and parsed here: for bytes that are no message gRPC itself logs a traceback and answers UNKNOWN,
+    and it never answers a call without its message. Services whose name starts with "meshrl." are also counted, refused
+    in a drain and guarded, with the caller's trace context current inside the servicer.
+    """
 
     def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
         self._tracer = tracer

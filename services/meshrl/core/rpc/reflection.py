@@ -1,4 +1,8 @@
-"""Server reflection: lists for tools such as `buf curl` and `grpcurl` the services and messages of the server."""
+"""Server reflection: lists for tools such as `buf curl` and `grpcurl` the services and messages of the server.
+
+Offered as grpc.reflection.v1, which tools ask for first, and as v1alpha, which older ones know. The two have the same
+messages, and the library has code for v1alpha only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Which role may call which RPC, and which runs a caller may name in it: both are read from proto/."""
+"""Which role may call which RPC, and which runs a caller may name in it: both are read from proto/.
+
+A role is in a certificate or token, and the option `allowed_roles` lists those of each RPC. One without it admits no
+member. Health and reflection are open to everybody. A request names runs in its fields `run_id`, also those inside its
+messages, such as a batch's header. A caller whose credential has no patterns of runs may name any. Lists in answers
+whose entries name a run hold for the others those that their patterns fit.
+"""
 
 from __future__ import annotations
 

@@ -54,9 +54,12 @@ class ListenConfig(Protocol):
 
 
 class GrpcServer:
-    """Order of use: `add` each service, `start`, `set_serving` when warm, `drain`; created on the event loop that runs
-    it. Raises ConfigError for a bind that is not loopback, unless `credentials` encrypt connections or
-    `config.insecure` allows it."""
+    """One server with health per service, reflection and the mesh's call interceptor.
+
+    Order of use: `add` each service, `start`, `set_serving` when warm, `drain`; created on the event loop that runs it.
+    Raises ConfigError for a bind that is not loopback, unless `credentials` encrypt connections or `config.insecure`
+    allows it. Default credentials are those of the MESHRL_TLS_ variables.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,13 @@
-"""The folders of a run's logs: one for each start, `logs/attempt_N`; `logs/latest` is a link to the newest."""
+"""The folders of a run's logs: one for each start, `logs/attempt_N`; `logs/latest` is a link to the newest.
+
+The documents' paths (`logs/trainer.log`, `logs/envs/...`) are links through `latest`, so that they name the newest
+start's. All links are relative: a copied folder keeps them. The start of a run begins an attempt; programs that are
+started alone write to the newest one, each time to a file of their own: `eval.log`, then `eval.2.log`.
+
+    python -m meshrl.core.telemetry.log_folder OUTPUT_DIR FOLDER
+
+begins an attempt, makes a folder in it, and prints its path: for a batch script whose job is several processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One log format for every program of the mesh: loguru, with the standard library's logging led into it."""
+"""One log format for every program of the mesh: loguru, with the standard library's logging led into it.
+
+A line that is logged while a span is current ends with the id of its trace; in JSON it is in `extra`, with the span's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and how it ended."""
+"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and how it ended.
+
+Calls are POST external-runs, metrics, distributions, samples/presign and samples/confirm, and PUT
+external-runs/RUN/status.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given."""
+"""Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given.
+
+Span names are the constants here. `meshrl.wire.trace` turns trace contexts into text for other processes.
+"""
 
 from __future__ import annotations
 

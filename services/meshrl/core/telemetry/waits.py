@@ -1,4 +1,7 @@
-"""A program's current waits: each has a name, a start, and the programs that it waits for."""
+"""A program's current waits: each has a name, a start, and the programs that it waits for.
+
+Entered by the code that waits, on any thread; read by the program's `watchdog`, which logs what lasts unusually long.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,7 @@ class Waits:
                 self._past_s[name].append(self._now() - self._open.pop(key).since_s)
 
     def count(self, counted: CountedWaits) -> None:
+        """Asks `counted` at each look, on the event loop, for waits that are too many to be reported singly."""
         self._counted.append(counted)
 
     def look(self, wall_s: float) -> tuple[WaitState, ...]:

@@ -1,7 +1,8 @@
 """The agent of an engine: registers it at the weight hub, loads new versions, and swaps them under running requests.
 
-A version is loaded while the engine generates; generation pauses only for the swap. The rules are in `states`: this
-module carries out the actions that the rules ask for, each in a task of its own, and passes the results back to them.
+It receives the hub's commands and sends reports. A version is loaded while the engine generates; generation pauses only
+for the swap. The rules are in `states`: this module carries out the actions that the rules ask for, each in a task of
+its own, and passes the results back to them. A hub that is away is called again while the engine serves on.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ STOOD_S = 5.0  # a session that lasted as long was a good one
 
 @dataclass(kw_only=True, eq=False)
 class LineWork:
+    """What is under way for one run: the version being fetched, and the one that is prepared."""
+
     fetcher: VersionFetcher
     loader: VersionLoader
     probes: ProbeRule
@@ -95,6 +98,8 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
+    """What an engine is to the hubs that it follows; one without an id is known by the address at which it serves."""
+
     engine_id: str = ""
     engine_pool: str = ""
     broadcast: WeightBroadcastConfig | None = None
@@ -539,9 +544,12 @@ def _cancel(task: asyncio.Task[None] | None) -> None:
 def apply_span(
     version: int, prepared: PreparedVersion | None, engine_id: str, tracer: trace.Tracer | None = None
 ) -> Iterator[trace.Span]:
-    """The span `rl.sync.apply`: what an engine does between the decision for a version and serving it. It is in the
-    trace of the version's `rl.sync`, which the hub writes and which links to the `rl.train` that made the version: both
-    sides work out its ids alike (`meshrl.wire.trace.sync_context`)."""
+    """The span `rl.sync.apply`: what an engine does between the decision for a version and serving it.
+
+    It is in the trace of the version's `rl.sync`, which the hub writes and which links to the `rl.train` that made the
+    version: both sides work out its ids alike (`meshrl.wire.trace.sync_context`). It is current inside, so that what is
+    logged names its trace. Without anything prepared it is alone.
+    """
     parent = None if prepared is None else sync_context(version, prepared.manifest.result_root)
     context = Context() if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))
     with (tracer or trace.get_tracer("meshrl.inference")).start_as_current_span(

@@ -113,7 +113,12 @@ class StartSleep:
 
 @dataclass(frozen=True, kw_only=True)
 class SendReport:
-    """Report to the hub now: the state, and what is given here."""
+    """Report to the hub now: the state, and what is given here.
+
+    The target here is the version that a fault is about, where that is no longer the machine's target. A fault
+    `of_group`, or of sleep, is about no version: a target that is still being fetched is left out of the report, so
+    that the fault is not taken for one of the target.
+    """
 
     run_id: str = ""
     fault: AgentFault | None = None
@@ -150,6 +155,7 @@ class LineMachine:
     # --- from the hub -------------------------------------------------------------------------
 
     def connected(self) -> list[Action]:
+        """A new session began: a gang that waited for the old one will not be resumed by it."""
         actions: list[Action] = [self._report(applied=self.last_applied)]
         return actions + ([self._resume()] if self.held else [])
 

@@ -1,7 +1,8 @@
 """Loads one version into an engine's shadow copy of the weights, while the engine generates.
 
-The manifest comes from the hub. The bytes come from the publisher's files where this host can read them, else in chunks
-from relays or the hub, or by broadcast.
+Used by the agent for each version that it is to prepare. The manifest comes from the hub. The bytes come from the
+publisher's files where this host can read them, else in chunks from relays or the hub, or by broadcast. All are checked
+against the manifest's digests. A version that is refused leaves the live weights as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_THREADS = 8  # with more, what needs the interpreter's lock takes longer tha
 
 
 class PartTimes:
+    """Seconds by part, in the order in which the parts began; a part that is met again goes on."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 

@@ -1,4 +1,9 @@
-"""The KV cache of the embedded engine, of fixed size, and the attention that reads it; each step writes into it."""
+"""The KV cache of the embedded engine, of fixed size, and the attention that reads it; each step writes into it.
+
+One step is a flat row of T tokens: first one token for each decoding slot (slots 0..R-1, in order), then the prompt
+pieces being prefilled. Shapes: S slots, M tokens a slot, R decoding rows, T tokens of the step, H key-value heads,
+Q query heads, G = Q/H, D head width, L tokens attended to.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,11 @@ class SlotLayer:
 
 
 class SlotCache:
-    """What each call of attention in a forward pass has seen, in the order of the calls."""
+    """What each call of attention in a forward pass has seen, in the order of the calls.
+
+    Not a cache of transformers: that one holds what a layer chose to keep, which need not be what its attention
+    attends to (latents, shared or split heads). A slot is moved or copied by its first `length` tokens only.
+    """
 
     def __init__(self, layers: Sequence[SlotLayer]) -> None:
         self.layers = tuple(layers)
@@ -148,8 +157,11 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one step over the slots; returns (1, T, Q, D). A forward pass without a plan is a plain one over
-    whole sequences."""
+    """Attention of one step over the slots; returns (1, T, Q, D). Called by the stock modeling code.
+
+    `options` are those of transformers' attention functions, and the step's plan. A forward pass without a plan is a
+    plain one over whole sequences.
+    """
     refuse_strange_scores(options)
     rule = ScoreRule(
         scale=options.get("scaling"),

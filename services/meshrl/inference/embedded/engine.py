@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching of a Hugging Face model inside the `inference` program.
 
-It lives on the event loop; the model is stepped by a thread of its own (`step_thread`), which also runs what must not
-meet a step, such as a swap of weights.
+Asked by the HTTP server for completions and by the weight agent for new versions. It lives on the event loop; the model
+is stepped by a thread of its own (`step_thread`), which also runs what must not meet a step, such as a swap of weights.
 """
 
 from __future__ import annotations

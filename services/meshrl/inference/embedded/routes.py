@@ -1,4 +1,7 @@
-"""Keeps the experts that each token of a slot went through, beside the slots' cache, which it stands before."""
+"""Keeps the experts that each token of a slot went through, beside the slots' cache, which it stands before.
+
+Shapes: S slots, M tokens a slot, L routers, K experts of each, N tokens whose routes are kept or read.
+"""
 
 from __future__ import annotations
 

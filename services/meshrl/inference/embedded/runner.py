@@ -1,4 +1,8 @@
-"""Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row."""
+"""Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row.
+
+The forward pass is that of transformers, for every model.
+Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V vocabulary, K alternatives.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,8 @@ class PromptScores:
 
 
 class ModelRunner(ABC):
+    """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
+
     cache: SlotStore
     routes: RouteStore | None  # where the experts that tokens go through are kept; it then stands before the cache
 
@@ -67,7 +73,11 @@ class ModelRunner(ABC):
         """(R, V) logits of the decoding rows."""
 
     def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptScores:
-        """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1."""
+        """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
+
+        One plain forward pass of the live weights, between two steps, which wait for it. Where the logits of all tokens
+        would take more than a gigabyte there are several, of some tokens each.
+        """
         ids_P = torch.tensor(token_ids, dtype=torch.long, device=self.device)
         vocab_size = self.model.config.get_text_config().vocab_size
         found = torch.full((len(ids_P),), torch.nan, device=self.device)

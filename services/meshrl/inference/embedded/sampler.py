@@ -1,7 +1,8 @@
 """Draws one token for each row of logits; the last part of an engine's step, after logits that a request reweights.
 
 Each request owns a counter-based stream of uniforms: the n-th uniform is a hash of (seed, n), so what a request draws
-depends on its seed and its own distribution, not on who else is in the batch.
+depends on its seed and its own distribution, not on who else is in the batch. A uniform becomes a token by inverting
+the cumulative distribution. Shapes: B rows, V tokens of the vocabulary, K alternatives, C rows with some cut.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class SampledTokens:
 
 def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) -> torch.Tensor:
     """A copy of the logits in float32, with logit_bias and penalties of the decoding rows in `slots` applied.
-    Repetition counts prompt and completion (arXiv 1909.05858), presence and frequency the completion alone."""
+
+    In vLLM's order and by its formulas, so that both engines sample alike. Repetition counts prompt and completion
+    (arXiv 1909.05858), presence and frequency the completion alone. Shapes: R rows, U different tokens of one row.
+    """
     reweighted_RV = logits_RV.to(torch.float32, copy=True)
     for slot in slots:
         params = table.rows[slot].request.sampling

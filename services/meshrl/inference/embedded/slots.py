@@ -1,7 +1,9 @@
 """Decides which request has which slot and what each step computes; called by the step thread.
 
-Slots [0, decoding) decode, [decoding, occupied) are being prefilled, the rest is free; rows move so that this stays
-true, which keeps a step's cache reads one contiguous block.
+Pure logic over arrays: no model or thread, and a clock only to note times. Slots [0, decoding) decode, [decoding,
+occupied) are being prefilled, the rest is free; rows move so that this stays true, which keeps a step's cache reads one
+contiguous block. All prompt tokens but the last are prefilled; the last one is the first token to be decoded. Shapes: S
+slots, M tokens a slot, R decoding rows.
 """
 
 from __future__ import annotations

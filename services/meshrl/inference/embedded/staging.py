@@ -1,4 +1,7 @@
-"""Builds the shadow of the embedded engine: the next version's tensors, beside the live ones."""
+"""Builds the shadow of the embedded engine: the next version's tensors, beside the live ones.
+
+Called by the engine for its agent; the engine then swaps the shadow in. Adapters are no shadow: see `low_rank`.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,11 @@ class Staging:
 
 
 class BroadcastReceiver:
-    """The embedded engine's rank, in at most one group of the nccl transport at a time."""
+    """The embedded engine's rank, in at most one group of the nccl transport at a time.
+
+    Calls into a group block, so each runs on a daemon thread and is waited for until its deadline at most. The event
+    loop and the engine's thread never block.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

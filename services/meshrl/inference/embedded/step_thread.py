@@ -1,6 +1,8 @@
 """The thread of the embedded engine: steps the model, and between two steps takes requests and commands.
 
-If a step fails the thread ends, and every request and command, whenever it comes, is answered with that error.
+Fed by `engine` through an inbox that it empties before each step; what a step produced goes back to the event loop in
+one call. A command runs between two steps and never inside one. If a step fails the thread ends, and every request and
+command, whenever it comes, is answered with that error.
 """
 
 from __future__ import annotations
@@ -216,6 +218,7 @@ class StepThread:
                 item.refuse(error)
 
     def _flush(self) -> None:
+        """Hands what this step produced to the event loop, in one call."""
         if not self._outbox or self._loop is None:
             return
         deliveries, self._outbox = self._outbox, []

@@ -1,4 +1,9 @@
-"""Decides who may call which HTTP route; asked by the server before every request."""
+"""Decides who may call which HTTP route; asked by the server before every request.
+
+Admin routes change an engine, so a web page must not reach them through its reader's browser. Such a request carries
+the page's Origin, or, where the page's name was made to point here (DNS rebinding), a Host that is not this machine's.
+Browsers send JSON to another origin only after asking for leave, which this server never gives.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
 
 Most are for an engine that follows no weight hub, such as one under a trainer of its own; /follow_hub is how a hub
-calls it.
+calls it. Where there is a hub, its agent does all of this; what is loaded by hand is then undone as soon as the agent
+notices, and a group joined by hand takes the place of the hub's until the next one is opened.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Turns what was sampled for a chat request into OpenAI's message: its text, its reasoning and its tool calls.
 
-Without a renderer an answer is all text, and requests with tools are refused.
+The model family's renderer (package `renderers`) knows the markup; the chat route asks for the message once a
+completion is over. Without a renderer an answer is all text, and requests with tools are refused.
 """
 
 from __future__ import annotations

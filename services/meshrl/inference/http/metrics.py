@@ -18,6 +18,7 @@ class EngineMetrics(Collector):
         self._engine = engine
 
     def collect(self) -> list[Metric]:
+        """Returns a family with one sample for each metric; a run's adapter has its version in place of the base's."""
         stats, version, adapters = self._engine.stats(), self._engine.version, self._engine.adapters
         runs = {} if adapters is None else {run_id: adapter.version for run_id, adapter in adapters.newest.items()}
         gauges = (

@@ -1,4 +1,9 @@
-"""POST /v1/chat/completions and /v1/completions: OpenAI's request formats for the same engine, whole or as a stream."""
+"""POST /v1/chat/completions and /v1/completions: OpenAI's request formats for the same engine, whole or as a stream.
+
+Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
+the request has `return_token_ids`. Where the model's renderer is known, a chat message has its `reasoning_content` and
+`tool_calls` apart; a stream has them so with tools alone, in its last piece, and else the text as it is sampled.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What becomes of every request key of OpenAI's and vLLM's APIs: honoured, neutral, or refused with a 400.
 
-docs/requests.md is made of it, and the tests run it.
+`schemas` reads the honoured keys and holds all others against this table. docs/requests.md is made of it, and the tests
+run it. A request that is answered with 200 was sampled as it asked: a key that would change that is never passed over.
+Both engines take the same requests, since both sample by the same `SamplingParams`.
 """
 
 from __future__ import annotations

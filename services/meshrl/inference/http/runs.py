@@ -1,4 +1,7 @@
-"""Runs the completions of one HTTP request on the engine, within its deadline, and puts their chunks together."""
+"""Runs the completions of one HTTP request on the engine, within its deadline, and puts their chunks together.
+
+Shared by the routes, which write the result as JSON, as a frame or as a stream.
+"""
 
 from __future__ import annotations
 
@@ -245,6 +248,7 @@ async def _send(response: web.StreamResponse, event: str) -> None:
 
 
 def as_mesh_error(error: Exception, request: web.Request) -> MeshError:
+    """The client's answer for an error; one that is no MeshError is a defect here and is logged."""
     if isinstance(error, MeshError):
         return error
     logger.opt(exception=error).error("{} {} failed", request.method, request.path)

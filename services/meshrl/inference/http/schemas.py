@@ -1,8 +1,8 @@
 """Request bodies of the HTTP routes: checked, then turned into the engine's own request types.
 
-`request_keys` decides about all others: a key that would change what is sampled is refused unless its value is neutral.
-A key that is in no known API is refused in `sampling_params`, and logged on the text routes, whose clients send more
-than an engine needs.
+The routes read the keys that have a field here. `request_keys` decides about all others: a key that would change what
+is sampled is refused unless its value is neutral. A key that is in no known API is refused in `sampling_params`, and
+logged on the text routes, whose clients send more than an engine needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The trace of each completion: a span with how long it waited, was prefilled and decoded, its tokens and versions."""
+"""The trace of each completion: a span with how long it waited, was prefilled and decoded, its tokens and versions.
+
+Used by the routes' `Serving`. The attributes follow OpenTelemetry's conventions for generative AI as far as those go;
+others begin with `meshrl.`. The ids of the hub's span of a version are computed from the version and its root hash, so
+that completions can link to it: see `meshrl.wire.trace.sync_context`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The bytes that each token of a vocabulary stands for; the text routes report them, and join them to text.
 
-A character outside of a byte-level vocabulary is several tokens, none of which is text by itself.
+A character outside of a byte-level vocabulary is several tokens, none of which is text by itself. Vocabularies write
+bytes in two ways: byte-level ones map each byte to a letter, as GPT-2's does; those with byte fallback have tokens such
+as `<0xF0>` beside words in which U+2581 stands for a space.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece."""
+"""Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece.
+
+Prompts are bounded before they are tokenized, in bytes and in time (see `tokenizer_pool`); decoding only reads.
+"""
 
 from __future__ import annotations
 

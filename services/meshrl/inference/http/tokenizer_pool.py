@@ -3,7 +3,7 @@
 Encoding changes a tokenizer's state, so every prompt at work has a copy of its own and a thread of its own. A prompt
 that takes too long is ended: its thread gets an exception at the next Python instruction, as templates and Python
 tokenizers run many of; a call into a compiled tokenizer goes on to its end, which the bound on a prompt's bytes keeps
-near.
+near. Its place is free again once the thread is gone.
 """
 
 from __future__ import annotations

@@ -158,6 +158,7 @@ def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
 
 
 def _forget_signals() -> None:
+    """In a forked process: its signals are not for the event loop of this program."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)

@@ -1,4 +1,7 @@
-"""Hides the differences between the supported releases of vLLM; no other module asks which one is installed."""
+"""Hides the differences between the supported releases of vLLM; no other module asks which one is installed.
+
+Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and only once a vLLM engine was asked for.
+"""
 
 from __future__ import annotations
 

@@ -136,6 +136,7 @@ def _times(record: CompletionRecord | None) -> RequestTimes | None:
 def _from_record(
     record: CompletionRecord | None, count: int, alternatives: int
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """(T,) logprobs and (T, K) alternatives of a whole completion."""
     if record is None or "logprobs" not in record:
         return None, None, None
     logprobs = np.frombuffer(record["logprobs"], dtype="<f4")[:count]

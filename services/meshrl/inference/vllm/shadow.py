@@ -1,4 +1,13 @@
-"""The shadow of a vLLM worker's weights: filled while the engine generates, copied over the live ones in a pause."""
+"""The shadow of a vLLM worker's weights: filled while the engine generates, copied over the live ones in a pause.
+
+vLLM's models load Hugging Face checkpoints into fused and sharded parameters. The shadow is the same model built once
+more without storage for anything but its parameters, so that vLLM's own loading fills it. Where kernels keep weights in
+a packed form of their own (CPUs), there is nothing to copy over: then the shadow is the checkpoint's tensors, and they
+are loaded in the pause.
+
+Some layers rearrange their weights within the same shape once they are loaded; mixtures of experts do on some GPUs.
+That cannot be seen, so where there are such layers a shadow first has to make the live weights out of their checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +63,8 @@ class WorkerShadow(Protocol):
 
 
 class ParameterShadow:
+    """The parameters of a second model instance; `apply` copies them into the live ones, whose addresses stay."""
+
     def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
         """Builds the second instance. Raises ValueError when its parameters have another form than the live ones."""
         config = _config_of_its_own(vllm_config)

@@ -1,4 +1,7 @@
-"""Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans."""
+"""Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans.
+
+Used by the vLLM engine in the process that serves HTTP; `whole_completions` counts the same pauses in vLLM's process.
+"""
 
 from __future__ import annotations
 

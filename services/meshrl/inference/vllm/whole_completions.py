@@ -1,4 +1,10 @@
-"""vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`."""
+"""vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`.
+
+vLLM sends every token of every request to the front end at once, with its logprobs as small arrays; the front end then
+walks over them token by token. A request that wants its answer in one piece needs none of that. Here its tokens and
+logprobs are kept until it is finished and then sent in one message. Meanwhile the scheduler also notes at how many
+tokens generation was resumed after a pause, which is where one weight version ends and the next begins.
+"""
 
 from __future__ import annotations
 

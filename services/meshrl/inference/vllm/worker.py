@@ -1,6 +1,7 @@
-"""What vLLM's workers do for weight versions: stage, receive, apply.
+"""What vLLM's workers do for weight versions: stage, receive, apply. `worker_extension_cls` mixes it into the worker.
 
-`worker_extension_cls` mixes it into the worker.
+Every method is called between two steps of the engine and returns soon; long work runs on a thread, whose outcome the
+engine asks for. All names begin with `meshrl_`, since the class shares its namespace with the worker's own.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ register()  # before the model is built: vLLM imports this module first
 
 
 class WeightsExtension:
+    """The weight side of one vLLM worker. Paths, JSON and plain values in; plain values out."""
+
     _meshrl_shadow: WorkerShadow | None = None  # `gpu_worker` builds it before vLLM measures its room
     _meshrl_phases: Sequence[WorkerPhase] = ()
 

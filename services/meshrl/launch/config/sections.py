@@ -46,6 +46,7 @@ class RunningServicesConfig(BaseConfig):
         return (set(self.given()) | none) - ({"rollout"} if LOCAL in (self.rollout or ()) else set())
 
     def rollout_addresses(self, local: str) -> list[str]:
+        """All rollout services of the run; `local` is the address of the program that rl starts."""
         named = [LOCAL] if self.rollout is None else self.rollout
         return [local if address == LOCAL else address for address in named]
 

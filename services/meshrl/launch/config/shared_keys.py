@@ -19,6 +19,8 @@ EVERY_RUN = "runs.*."
 
 @dataclass(frozen=True)
 class HandedTo:
+    """Marks a key of `rl` whose value components take, by the dotted paths of their keys."""
+
     targets: tuple[str, ...]
     key: str = ""
     """The dotted path below it, for a section of which only one key is shared."""

@@ -1,4 +1,8 @@
-"""Certificates for the engines of a job, by the run's authority on the first node, whose own programs need no help."""
+"""Certificates for the engines of a job, by the run's authority on the first node, whose own programs need no help.
+
+A node's key is made there and stays there; a certificate request and a certificate, neither of them secret, are all
+that goes over srun. The hub renews the certificates while the run lasts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ _MODULE = "meshrl.launch.nodes.member"
 
 
 def certify_engines(spread: Spread, layout: Layout, hub: str) -> list[Mapping[str, str]]:
-    """hub: host:port of the hub that renews them. Raises ConfigError and NodeLostError."""
+    """Gives every node with engines a certificate; returns the variables of each of `spread.engines`. hub: host:port of
+    the hub that renews them. Raises ConfigError and NodeLostError."""
     folder = layout.credentials.absolute()
     nodes = {node.name: node for node in spread.engines}
     answer = on_each(list(nodes), _MODULE, str(folder), "request")

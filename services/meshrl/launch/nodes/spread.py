@@ -100,6 +100,7 @@ def _at(node: JobNode, server: ServerConfig, given: RunDeploymentConfig) -> Serv
 def on_nodes(
     programs: Sequence[Program], spread: Spread, layout: Layout, free_port: Callable[[str], int]
 ) -> list[Program]:
+    """The programs as steps of the job, each on its node; a trainer on several nodes becomes one for each."""
     started: list[Program] = []
     engines = iter(spread.engines)
     numbers: dict[str, int] = {}

@@ -198,6 +198,7 @@ class EagerHub(weights_pb2_grpc.WeightSyncServicer):
 
 
 async def serve(seq_len: int, most_tokens: int, names: list[str]) -> None:
+    """Serves all three on one port, prints the port on stdout, and ends when stdin does."""
     rollouts = MadeUpRollouts(names, most_tokens)
     server = GrpcServer(ServerConfig(port=0))
     server.add("meshrl.v1.RolloutService", rollout_pb2_grpc.add_RolloutServiceServicer_to_server, rollouts)

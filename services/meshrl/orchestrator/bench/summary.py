@@ -49,6 +49,7 @@ class AloneRates:
 
     @classmethod
     def read(cls, folder: Path) -> AloneRates:
+        """From what `--bench` of the programs left in a folder; a missing or empty file adds nothing."""
         return cls(engines=_rate(folder / "inference.json"), trainer=_rate(folder / "trainer.json"))
 
 

@@ -1,6 +1,7 @@
 """One worker that dialled in, as the rollout pool sees it: the same methods as a client of a RolloutService.
 
-Its calls outlive its streams: while it is away they wait, for as long as its lease runs.
+Its calls outlive its streams: while it is away they wait, for as long as its lease runs. Then they fail as those of a
+service that is gone, and the pool plays what is missing elsewhere.
 """
 
 from __future__ import annotations

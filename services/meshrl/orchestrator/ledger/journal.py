@@ -202,7 +202,8 @@ class Journal:
             self._forgotten = upto
 
     async def state_checkpoint(self, last_step: int | None = None) -> None:
-        """Writes the orchestrator's part of the newest durable checkpoint, unless it is there."""
+        """Writes the orchestrator's part of the newest durable checkpoint, unless it is there. The last step's is
+        written ahead: the trainer saves that step after its watchers have gone."""
         step = last_step if last_step is not None and self._saves_last else self._durable
         if step > self._stated and step in self._records:
             self._stated = step

@@ -37,7 +37,10 @@ def open_journal(
     saves_last: bool = False,
     writer: Writer | None = None,
 ) -> Journal:
-    """Blocks. Raises RunError when it cannot be used."""
+    """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
+    `session` is that of the configuration, `least_rollouts` the fewest rollouts that a group must have left, by
+    training environment. `checkpoints` is whether the trainer saves steps on the way, `saves_last` whether it saves the
+    last one."""
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)
@@ -170,7 +173,8 @@ def end_whole(path: Path) -> int:
 
 
 def last_logged_step(path: Path, offset: int) -> int:
-    """The last step with a record after `offset`, 0 without one; evaluations have records of their own."""
+    """The last step with a record after `offset`, 0 without one; evaluations have records of their own. Read from the
+    end: records of steps that were done again follow those of later steps, and have a flag."""
     for record in json_records(lines_from_the_end(path, offset)):
         if "time/step" in record and "progress/redone" not in record:
             return int(record["step"])

@@ -2,7 +2,8 @@
 
 A trainer at step k has trained every step up to k and nothing after. So the groups of steps up to k are trained. The
 batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can take
-them. Finished rollouts become groups again, in flight ones are over.
+them. The groups of later steps count as finished again. Finished rollouts become groups again, in flight ones are over.
+A group that was cut off is completed: what has not come back is sampled again, so nothing that is finished is lost.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ class Past:
     next_sequence: int = 0
 
     def without(self, rollouts: Collection[str], steps: Collection[int]) -> Past:
+        """The same, but for payloads of rollouts and batches of steps that turned out to be damaged."""
         return replace(
             self,
             payloads=self.payloads - frozenset(rollouts),
@@ -153,7 +154,8 @@ def last_run(connection: sqlite3.Connection) -> RunRow | None:
 
 
 def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int) -> Past:
-    """Everything a run needs to go on with a trainer at `trainer_step`."""
+    """Everything a run needs to go on with a trainer at `trainer_step`. What its end cut off (dropped because the run
+    ended) is open again: the run goes on."""
     cut_off = f"(state = 'dropped' AND reason = '{DropReason.RUN_ENDED.value}')"
     forgotten = f"(state = 'trained' AND step > {int(trainer_step)})"
     wanted = f"(state IN ('dispatched', 'finished', 'batched') OR {cut_off} OR {forgotten})"

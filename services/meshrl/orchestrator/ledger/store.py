@@ -123,6 +123,7 @@ class LedgerStore:
     # --- changes ----------------------------------------------------------------------------------
 
     def record(self, entry: LedgerEntry) -> None:
+        """The state of a rollout; the payload of a dropped one goes, unless the run may yet go on with it."""
         row = (
             entry.key, self._run, entry.group_id, entry.environment, entry.task_index, entry.for_step,
             entry.state.value, entry.rollout_id, entry.oldest_version, entry.step, entry.reason, time.time(),

@@ -51,6 +51,7 @@ class StepWatcher:
         on_durable: Callable[[int], None] = lambda step: None,
         clock: Clock,
     ) -> None:
+        """`history` asks for the events of steps that were done before; else those steps have no metrics."""
         self._client = client
         self._address = address
         self._unreachable_s = unreachable_s

@@ -1,6 +1,8 @@
 """Checks at the start of a run that engines and trainer compute the same logprobs; called by the finisher.
 
-For tokens that the engines sampled with the very version that the step trains, the two may differ by rounding alone.
+The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens that the engines
+sampled with the very version that the step trains, the two may differ by rounding alone. A step with older tokens
+proves nothing and is skipped.
 """
 
 from __future__ import annotations

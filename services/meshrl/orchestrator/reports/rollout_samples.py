@@ -43,6 +43,7 @@ class RolloutSamplesWriter:
         self._warned = False
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
+        """The step with a batch that asks the trainer for its logprobs of the rollouts that are to be written."""
         if step.step % self._config.interval:
             return step
         trained = step.assembled.advantages.keys() - step.assembled.untrainable
@@ -71,6 +72,7 @@ class RolloutSamplesWriter:
 
 
 def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
+    """The lines as JSON, as long as they fit; one that does not is left out, and shorter ones after it may follow."""
     for line in lines:
         written = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         if len(written) <= max_bytes:
@@ -99,6 +101,7 @@ def _groups(step: SubmittedStep) -> list[RolloutGroup]:
 
 
 def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:
+    """The rollouts of a step that are to be read, and why; the same whenever it is asked."""
     by_environment: dict[str, list[Rollout]] = defaultdict(list)
     for group in _groups(step):
         for rollout in group.rollouts:

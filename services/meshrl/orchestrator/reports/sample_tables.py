@@ -32,6 +32,7 @@ async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: Sub
 
 
 def sample_rows(groups: Sequence[ReadyGroup], assembled: AssembledBatch, config: LogExtrasConfig) -> list[SampleRow]:
+    """Rows for a table of samples: as many of the batch's rollouts as `config` asks for, evenly spread."""
     rollouts = [rollout for ready in groups for rollout in ready.kept]
     chosen = [rollouts[place] for place in spread(len(rollouts), config.rows_of(len(rollouts)))]
     return [

@@ -50,6 +50,7 @@ def step_metrics(
     seq_len: int,
     seconds: float,
 ) -> Metrics:
+    """The orchestrator's data about one step; `seconds` is the wall time since the step before ended."""
     judged = [ready.group for ready in groups] + tally.discarded
     return (
         rollout_metrics(judged)
@@ -156,7 +157,8 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, se
 
 
 def mixture_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], asked: Mapping[str, float]) -> Metrics:
-    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1."""
+    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1. Zero for one of which
+    nothing was trained: filters, losses and slow environments move a mixture silently."""
     trained = [rollout for ready in groups for rollout in ready.kept if rollout.rollout_id not in assembled.untrainable]
     rollouts = Counter(rollout.environment for rollout in trained)
     tokens: Counter[str] = Counter()
@@ -198,6 +200,7 @@ def trainer_metrics(event: StepEvent) -> Metrics:
 
 
 def activation_metrics(activation: Activation | None, *, skipped: bool = False) -> Metrics:
+    """How the weights reached the engines; None when they kept those before. `skipped`: a later version is there."""
     if activation is None:
         return {"weights/activated": 0.0} | ({"weights/skipped": 1.0} if skipped else {})
     applied = [report.applied for report in activation.engines]

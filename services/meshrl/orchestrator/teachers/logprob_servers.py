@@ -1,6 +1,6 @@
 """Asks engines for the logprobs of given tokens: POST /inference/v1/generate with prompt_logprobs, as vLLM has it.
 
-Asked by the scorer.
+Asked by the scorer. A call that fails in passing is made again, at the next server, for a while.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class LogprobServers:
 
 
 def likeliest(entry: Mapping[str, Mapping[str, float]], top_k: int) -> tuple[list[int], list[float]]:
-    """Ids and logprobs of the likeliest tokens of one place, at most `top_k`, likeliest first."""
+    """Ids and logprobs of the likeliest tokens of one place, at most `top_k`, likeliest first. The token that stands
+    there is among the answer's, too: it is left out unless it is one of them."""
     ranked = sorted(((said["logprob"], int(token)) for token, said in entry.items()), reverse=True)[:top_k]
     return [token for _, token in ranked], [logprob for logprob, _ in ranked]

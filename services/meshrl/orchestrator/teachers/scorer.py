@@ -1,6 +1,8 @@
 """Gets the scores (logprobs under a teacher or the live policy) that algorithms need of rollouts, and caches them.
 
-A teacher's scores are cached by the tokens alone, those of the live policy by rollout too, since the policy changes.
+The dispatcher has each group scored when it is over, so that the scores are there when the loop makes the batch; the
+loop asks for those still missing, after a restart for example. A teacher's scores are cached by the tokens alone, those
+of the live policy by rollout too, since the policy changes.
 """
 
 from __future__ import annotations

@@ -147,6 +147,7 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
 
 
 def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[ReadyGroup, list[Rollout]]]:
+    """Yields each group of a step with the rollouts of it that stay, and the list of those that are in `bad`."""
     for ready in submitted.groups:
         batched = [one for one in ready.kept if one.rollout_id not in submitted.assembled.untrainable]
         kept = tuple(one for one in batched if one.rollout_id not in bad)

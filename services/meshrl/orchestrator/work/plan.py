@@ -39,6 +39,8 @@ class PlanLimits:
 
 
 class WorkPlan:
+    """State: the next step to take groups for, the active version, groups in flight and groups ready."""
+
     def __init__(
         self,
         *,
@@ -147,11 +149,13 @@ class WorkPlan:
         return ticket
 
     def resume_after(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
+        """Goes on behind the tasks that an earlier process drew; those of the tickets `again` come first."""
         self._schedule.skip(drawn)
         self._sequence = max(self._sequence, next_sequence)
         self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
 
     def readmit(self, group: RolloutGroup) -> Screened:
+        """Judges a group that an earlier process finished; what is kept waits for a step as any other."""
         self._begin(group.ticket)
         return self.finish(group)
 

@@ -1,4 +1,8 @@
-"""Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step."""
+"""Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step.
+
+Used by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason,
+for the record of a step and for the ledger.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ MIN_SURVIVORS = 2
 
 
 class DropReason(enum.Enum):
+    """Why a finished rollout was not trained on; the words of the ledger and of the `dropped/...` metrics."""
+
     EMPTY = "empty"
     NOT_FINITE = "reward_not_finite"
     GROUP_LOST = "group_lost"

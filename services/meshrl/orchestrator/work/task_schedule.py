@@ -24,6 +24,8 @@ REMEMBERED_GROUPS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSource:
+    """One training environment: its share of the tasks, and how many it has (None: infinitely many)."""
+
     environment: str
     ratio: float
     num_tasks: int | None

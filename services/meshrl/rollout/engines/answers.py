@@ -1,6 +1,7 @@
-"""Reads an engine's answer to a model call: a completion frame, or JSON in our spelling or vLLM's.
+"""Reads an engine's answer to a model call: a completion frame, or JSON in our spelling or vLLM's. No I/O.
 
 Fed by the model client with the bytes that the router got; the tokens go to verifiers and the spans to the session.
+T tokens of a completion.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""How many rollouts may run at once: a number from the configuration, or the capacity that the engines report."""
+"""How many rollouts may run at once: a number from the configuration, or the capacity that the engines report. No I/O.
+
+The group runner reads it whenever engines were asked for their state, and reports what finished rollouts took. An
+engine runs at most `slots` sequences, and only as many as its KV cache has room for; ours have both in the answer to
+GET /version. A vLLM server that is not ours has its KV cache in GET /metrics.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +60,7 @@ NOTHING_SAID = EngineCapacity()
 
 
 def capacity_of(payload: object) -> EngineCapacity:
+    """Reads the answer of GET /version; a field that is no positive number counts as missing."""
     said = payload if isinstance(payload, dict) else {}
     least = {"slots": 1, "kv_tokens": 1, "in_flight": 0, "waiting": 0, "preempted": 0}
     values = {name: (said.get(name), fewest) for name, fewest in least.items()}
@@ -76,6 +82,9 @@ def capacity_in_metrics(text: str) -> EngineCapacity:
 
 @dataclass(frozen=True)
 class EpisodeSizes:
+    """What one rollout took: tokens that the policy sampled, KV cache that a call of it held, seconds in all and in
+    model calls."""
+
     sampled_tokens: int
     held_tokens: float
     total_s: float

@@ -1,6 +1,8 @@
 """Samples the policy from plain OpenAI-compatible servers, which give text and no tokens: for evaluations and teachers.
 
-Takes the place of router and model client where `rollout.client.api` is `chat_completions`.
+Takes the place of router and model client where `rollout.client.api` is `chat_completions`. verifiers' own client makes
+the HTTP calls, so every harness and API dialect goes; here a server is chosen for each call, a call moves on from a
+server that does not answer, and one with a Retry-After waits. Nothing can be trained on what comes back.
 """
 
 from __future__ import annotations

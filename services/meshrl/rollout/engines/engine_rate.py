@@ -1,7 +1,8 @@
-"""How many tokens/s an engine samples for this process: a moving average over its last calls.
+"""How many tokens/s an engine samples for this process: a moving average over its last calls. No I/O, no clock.
 
 Fed by the router and the model client with every call that an engine answered, asked by the engine table before each
-call.
+call. Calls that run at an engine at the same time share it, so what counts is the rate of one call times the calls that
+ran beside it: an engine that gets few calls is not taken for a slow one.
 """
 
 from __future__ import annotations

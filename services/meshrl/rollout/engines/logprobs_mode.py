@@ -3,7 +3,13 @@
 A loss weighs each token by r = p / q, the trainer's probability over the sampler's. Temperature, top-p, top-k and min-p
 change the sampler's distribution, so q must be read after them ("processed", as our engine and vLLM with
 --logprobs-mode processed_logprobs report it). With q of the unprocessed distribution ("raw", vLLM's default) r is wrong
-at every token; such sampling is refused here before a token is drawn.
+at every token; such sampling is refused here before a token is drawn. Temperature travels with each sample, and the
+trainer divides its logits by it.
+
+What stays biased with right q: a cut distribution never draws the tokens that it dropped. On the tokens that it kept,
+r = p / q' with the renormalised q' is the right density ratio, and an average weighed by it is the policy's own over
+those tokens; what the policy would gain or lose on the others is not seen. Only top_p = 1, top_k = 0, min_p = 0 see
+everything.
 """
 
 from __future__ import annotations

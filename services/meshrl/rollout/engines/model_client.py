@@ -1,8 +1,9 @@
 """The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a
 message.
 
-It takes the place of verifiers' own train client because that one goes through a second HTTP client, keeps no policy
-versions and cannot choose an engine.
+Fed by verifiers' interception server with one turn at a time; `rendering` makes its tokens and the router calls an
+engine. It takes the place of verifiers' own train client because that one goes through a second HTTP client, keeps no
+policy versions and cannot choose an engine.
 """
 
 from __future__ import annotations
@@ -210,7 +211,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
 
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client."""
+    """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client.
+    `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration."""
 
     def __init__(self, inner: Interception, client: EngineClient | ChatServers, endpoint: TrainClientConfig) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
 known.
 
-A call is moved to another engine only while no byte of an answer has come, so no turn gets tokens of two engines.
+The model client calls it for every completion; `engine_table` chooses the engine, this module does the I/O. A call is
+moved to another engine only while no byte of an answer has come, so no turn gets tokens of two engines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps two facts of each agent's run that its trace lacks: which policy may sample it, and which version sampled each
 token.
 
-A session is found by the id of the agent's trace; `episodes` opens it, the model client writes each call into it,
-`samples` reads it.
+A session is found by the id of the agent's trace; `episodes` opens it, the model client writes each call into
+it, `samples` reads it. verifiers keeps no versions in its traces, which is why they are kept here.
 """
 
 from __future__ import annotations

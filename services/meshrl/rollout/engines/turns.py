@@ -1,7 +1,10 @@
 """Takes a turn of an agent that plays in this process straight to the model client, without HTTP in between.
 
-What verifiers' interception server does around a model call is done here in the same order and with the same outcome:
-limits and stop conditions before it, the turn committed to the trace and the call recorded after it.
+The in-process harness (`meshrl.environments.harness`) asks for a completion here; the model client samples it. What
+verifiers' interception server does around a model call is done here in the same order and with the same outcome:
+limits and stop conditions before it, the turn committed to the trace and the call recorded after it. An agent whose
+task rewrites or polices requests, whose network is restricted or that has an endpoint of its own goes through the
+server, which does more.
 """
 
 from __future__ import annotations

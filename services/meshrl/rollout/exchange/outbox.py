@@ -1,6 +1,8 @@
 """The events that a worker has yet to deliver, in order, until the orchestrator has acknowledged them.
 
-Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it lists what is sent again.
+No I/O. Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it lists what is sent
+again. An event goes numbered -> stored (it is in the spool) -> sent -> acknowledged, and back to stored when the stream
+that it was sent over breaks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The file in which a worker keeps what it made until the orchestrator has it; written before anything is sent.
 
-A write that nobody waits for any more goes on there, so that `close` waits for it: SQLite crashes when a file is closed
-under a statement.
+One process at a time has it open. Its calls block; `worker` makes them on a thread. A write that nobody waits for any
+more goes on there, so that `close` waits for it: SQLite crashes when a file is closed under a statement.
 """
 
 from __future__ import annotations

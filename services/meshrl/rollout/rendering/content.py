@@ -1,5 +1,8 @@
 """Finds the content of messages among the tokens that a chat template made of them; the rest of a message is its
-markup."""
+markup.
+
+Used by `renderer` around the renderer for unknown chat templates, which does not separate the two, as others do.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Keeps the tokens of prompts that are rendered again and again: the first prompt of a group's rollouts, earlier
-turns."""
+"""Keeps the tokens of prompts that are rendered again and again: the first prompt of a group's rollouts, earlier turns.
+
+Used by `renderer` around a renderer and its tokenizer, which do the same work for each rollout of a group.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,9 @@ def remember_prefixes(renderer: Renderer) -> None:
 
 
 def quicken(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts and
-    tokens."""
+    """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts and tokens.
+    Renderers decode every completion twice and encode the same header three times to read it, and ask six times for the
+    ids of the same marks."""
     decode, encode = tokenizer.decode, tokenizer.encode
     one_by_one = getattr(tokenizer, "_decode", None)
 

@@ -1,7 +1,8 @@
 """Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
 
-Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that `tokenizer_folders`
-does not know.
+`local` loads the renderer once; the model client asks it for each turn's prompt, and for the message in what was
+sampled. Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that
+`tokenizer_folders` does not know.
 """
 
 from __future__ import annotations

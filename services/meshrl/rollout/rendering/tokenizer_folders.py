@@ -1,4 +1,9 @@
-"""Loads the tokenizer of a folder without torch, if the folder's files suffice."""
+"""Loads the tokenizer of a folder without torch, if the folder's files suffice.
+
+AutoTokenizer of transformers reads the model's configuration first, and that imports torch wherever it is installed:
+three seconds of a core and 500 MiB in every process that plays. Used by `renderer`, and by the front of the workers to
+decide what their fork server imports. What is not known here is left to AutoTokenizer.
+"""
 
 from __future__ import annotations
 

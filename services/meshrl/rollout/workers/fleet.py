@@ -1,10 +1,11 @@
 """All workers of the service: which environment is played where, and what happens when a worker is lost.
 
-Environments share the workers of `rollout.workers` unless they ask for their own. When a shared worker is lost, the
-environment whose code did it gets workers of its own, so that it costs the others nothing from then on; if the cause is
-unknown, each that played there gets its own, and the next loss shows it. Where code blocks a shared worker, the worker
-is left to its environment for good within about a second, and the others go on elsewhere. A standby, which has loaded
-the shared environments too, takes over from a lost worker at once, and the lost one's place starts the next standby.
+The players (`pool`) get a worker from it for each group. Environments share the workers of `rollout.workers` unless
+they ask for their own. When a shared worker is lost, the environment whose code did it gets workers of its own, so that
+it costs the others nothing from then on; if the cause is unknown, each that played there gets its own, and the next
+loss shows it. Where code blocks a shared worker, the worker is left to its environment for good within about a second,
+and the others go on elsewhere. A standby, which has loaded the shared environments too, takes over from a lost
+worker at once, and the lost one's place starts the next standby.
 """
 
 from __future__ import annotations

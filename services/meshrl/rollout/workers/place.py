@@ -1,4 +1,7 @@
-"""One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next."""
+"""One place for a worker: starts its process, watches it, ends one that is stuck, and starts the next.
+
+The fleet owns the places and gets each lost worker with the cause; it decides who is to blame.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ SHORTEST_SILENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Loss:
+    """How a worker was lost: in words that follow "its worker", and whose code did it."""
+
     words: str
     culprit: Culprit = NOBODY
 

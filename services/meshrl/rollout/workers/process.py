@@ -1,7 +1,8 @@
 """The front's side of one worker process: starts it, has it play rollouts, and ends it.
 
-A worker is called over `link`, once for each rollout. What its event loop cannot report comes as one JSON object a line
-over another socket pair: that it is unusable, that its event loop is blocked and by whom, and whose code ends it.
+Owned by a place of the fleet, which starts another process when this one is lost. A worker is called over `link`, once
+for each rollout. What its event loop cannot report comes as one JSON object a line over another socket pair: that it is
+unusable, that its event loop is blocked and by whom, and whose code ends it.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ def run_worker(link: socket.socket, reports: socket.socket, order: str) -> None:
 
 
 class WorkerProcess:
+    """One worker process. Use from one event loop."""
+
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = replace(settings, mark=secrets.token_hex(16))
         self.infos: tuple[EnvironmentInfo, ...] = ()
@@ -288,6 +291,7 @@ class WorkerProcess:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _take(self, kind: FrameKind, number: int, message: bytes) -> None:
+        """Takes in a frame that its event loop has sent."""
         self.heard_s = time.monotonic()
         call = self.calls.get(number)
         match kind:

@@ -1,8 +1,9 @@
 """Finds out, inside a worker, which environment's code holds the event loop up or ends the process.
 
 A thread looks at what the loop runs. The code of an environment runs in a context that names it (`playing`), and the
-loop's own frame at the bottom of the stack holds that context. It is silent while code in C holds the interpreter's
-lock; the front then receives nothing at all.
+loop's own frame at the bottom of the stack holds that context. What the thread finds goes to the front over a socket
+pair, as one JSON object a line, since the rollout service cannot answer meanwhile. It is silent while code in C holds
+the interpreter's lock; the front then receives nothing at all.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _PLAYING: ContextVar[tuple[str, str]] = ContextVar("meshrl_playing", default=_NO
 
 
 def report(to: socket.socket, kind: str, **fields: object) -> None:
+    """Sends the front one report, from any thread."""
     with suppress(OSError):  # the front is gone, or has not read the last ones yet
         to.send(json.dumps({"kind": kind, **fields}).encode() + b"\n", socket.MSG_DONTWAIT)
 

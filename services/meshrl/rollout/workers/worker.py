@@ -1,7 +1,8 @@
 """One worker process: plays rollouts of the environments that its front has it host, when the front calls it.
 
-It plays as a program without workers does, by `local` and `group_runner`, and calls engines itself. It has no limits of
-its own, and ends when the front ends.
+It plays as a program without workers does, by `local` and `group_runner`, and calls engines itself. The front calls it
+over `link` for each rollout, and passes its answers on as they are. It has no limits of its own, and ends when the
+front ends.
 """
 
 from __future__ import annotations

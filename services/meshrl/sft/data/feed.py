@@ -1,4 +1,7 @@
-"""Brings each step's rows to every rank: rank 0 reads and tokenizes, and sends the others what it packed."""
+"""Brings each step's rows to every rank: rank 0 reads and tokenizes, and sends the others what it packed.
+
+A row is tokenized once for the whole group, and while a step trains where processes of the loader run ahead.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ _ROWS, _ERROR = b"R", b"E"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRows:
+    """A rank's input for a step: all ranks' rows, and on rank 0 the rows that were dealt."""
+
     micro_batches: Sequence[MicroBatch]
     batch: SFTBatch | None
 

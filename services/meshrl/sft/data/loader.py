@@ -1,4 +1,8 @@
-"""Tokenizes rows in the order of the mixture, here or in processes that run ahead of training."""
+"""Tokenizes rows in the order of the mixture, here or in processes that run ahead of training.
+
+The order does not depend on the number of processes: torch's DataLoader hands results out in the order in which they
+were asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Opens what `data.name` names: files, folders and datasets of the Hugging Face hub as rows by their index."""
+"""Opens what `data.name` names: files, folders and datasets of the Hugging Face hub as rows by their index.
+
+Rows are read when they are asked for, so that a dataset may be larger than memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Finds what is learned among the tokens that a chat template made of a conversation; used by `tokenization`."""
+"""Finds what is learned among the tokens that a chat template made of a conversation; used by `tokenization`.
+
+A template with `generation` marks has the answer already. Of any other only the prefixes that bound a learned message
+are rendered: the messages before it with the generation prompt, and the messages up to it. Both must begin the whole
+conversation, or it is not certain which tokens the message contributed.
+"""
 
 from __future__ import annotations
 
@@ -210,6 +215,7 @@ class TemplateMasks:
         return _last(whole, stop, start, end) if stop in whole[start:end] else end
 
     def _behind_special(self, whole: list[int], start: int, end: int) -> int | None:
+        """Behind the special token that ends a span but for white space; None for another end."""
         while end > start + 1 and whole[end - 1] not in self._special and self._is_blank(whole[end - 1]):
             end -= 1
         return end if end > start and whole[end - 1] in self._special else None

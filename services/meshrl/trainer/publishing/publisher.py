@@ -1,4 +1,8 @@
-"""Rank 0's publisher: stages and seals each captured version at the hub, by the transport chosen at the start."""
+"""Rank 0's publisher: stages and seals each captured version at the hub, by the transport chosen at the start.
+
+The training loop gives it what the snapshotter captured. Once a version is sealed, engines prepare it. Versions are
+activated by the orchestrator, not here.
+"""
 
 from __future__ import annotations
 

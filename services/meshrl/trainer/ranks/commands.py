@@ -1,5 +1,11 @@
-"""Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in
-order."""
+"""Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in order.
+
+Rank 0's training loop sends a command and carries it out itself; every other rank (`worker`) receives it over the
+group's broadcast and carries it out too. A command is one byte for its kind; one for a run goes on with the run's id,
+preceded by its length (uint64, little-endian), and with its payload. That of a TrainCommand is the batch as protobuf
+messages, each preceded by its length too, as are the other runs of a PassCommand; that of a PublishSetupCommand its
+settings as JSON.
+"""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ class RunMaker:
         return self.output_dir / settings.folder if settings and settings.folder else self.runs_folder / run_id
 
     def forget(self, run: RankRun, other: RankRun) -> None:
+        """Ends a run on this rank, so that its memory is free; `other` is taken up in its place."""
         try:
             run.checkpointer.wait_for_save()
         except CheckpointError as error:

@@ -1,4 +1,8 @@
-"""The only thread of rank 0 that touches the model: it builds it, trains it and takes part in every collective."""
+"""The only thread of rank 0 that touches the model: it builds it, trains it and takes part in every collective.
+
+It is one thread because torch's current GPU and OpenMP's number of threads are set for each thread, and because
+collectives must be called in one order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Functions of the user that are called as runs come and go, named in the `run_hooks` section of the trainer."""
+"""Functions of the user that are called as runs come and go, named in the `run_hooks` section of the trainer.
+
+Runs have an index, the smallest that is free, for as long as they are here. `config` is the table of control/orch.toml.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart."""
+"""Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart.
+
+On the event loop of rank 0; what touches the model it has the training thread do, between two turns. The runs are
+listed in <output_dir>/runs/index.json. Each has its own folder there: checkpoints, weights and the number of its epoch.
+"""
 
 from __future__ import annotations
 

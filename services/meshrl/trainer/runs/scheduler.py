@@ -1,4 +1,12 @@
-"""Divides the training thread among runs: deficit round robin (Shreedhar and Varghese, 1995) over slices of batches."""
+"""Divides the training thread among runs: deficit round robin (Shreedhar and Varghese, 1995) over slices of batches.
+
+A slice is the next rows of a run's batch, one for each group of ranks that trains rows of its own. Runs take turns in a
+ring. At its turn a run is given its quantum of tokens and trains slices while its credit lasts; what is left it keeps
+for its next turn as long as it has work. No clock and no I/O: the loop asks for each turn and trains what it is given.
+
+Bound: between a run that has work and its next turn lie the quanta of the other runs, and from each of them at most one
+slice more than its quantum.
+"""
 
 from __future__ import annotations
 

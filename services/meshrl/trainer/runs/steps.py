@@ -1,4 +1,9 @@
-"""Keeps the state of a run's steps: the waiting batches, the state of each, and the events for watchers."""
+"""Keeps the state of a run's steps: the waiting batches, the state of each, and the events for watchers.
+
+No clock, sockets or tasks. The TrainingQueue calls it when the service takes a batch and when the training loop reports
+a step. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order,
+without gaps. When one fails, those queued behind it fail too, and the failed step is the next to submit.
+"""
 
 from __future__ import annotations
 

@@ -18,11 +18,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
+    """What the training thread is to do: calls first, then one piece of work of each run."""
+
     calls: tuple[Callable[[], None], ...]
     work: Mapping[str, Work]
 
 
 class RunTable:
+    """The queue of each run. Made on the event loop that serves them."""
+
     def __init__(self, own: StepBook, *more: StepBook, held: bool = False, complete: bool = True) -> None:
         """An empty run_id stands for `own`. With `held` no queue gives work out until its `open` is called.
 

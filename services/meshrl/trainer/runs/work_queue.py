@@ -1,5 +1,9 @@
-"""The queue between the service's event loop and the training thread: batches in one direction, reports in the
-other."""
+"""The queue between the service's event loop and the training thread: batches in one direction, reports in the other.
+
+TrainerService puts batches and save requests in; the training loop takes them out one at a time, through the table of
+runs, and reports the outcome of each. The step book is read and written on the event loop only, which gets the thread's
+reports in order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Folders that appear on disk whole or not at all, and the manifest in each; the checkpointer writes these."""
+"""Folders that appear on disk whole or not at all, and the manifest in each; the checkpointer writes these.
+
+A folder is written as `NAME.partial`, flushed, and renamed into place, so that neither a kill nor a power cut leaves a
+half of it under its name. A folder is deleted by way of `NAME.deleted`. Leftovers of both kinds are deleted at the
+next start.
+"""
 
 from __future__ import annotations
 

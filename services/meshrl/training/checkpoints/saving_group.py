@@ -1,4 +1,8 @@
-"""The ranks of a training group while they save or load a checkpoint; used by the checkpointer."""
+"""The ranks of a training group while they save or load a checkpoint; used by the checkpointer.
+
+What fails on one rank fails on all, with an error that names the rank. The ranks have a control group of their own, so
+that a save in the background never mixes with the collectives of a step.
+"""
 
 from __future__ import annotations
 

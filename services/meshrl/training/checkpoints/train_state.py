@@ -1,4 +1,8 @@
-"""The tensors from which a run resumes exactly, by name."""
+"""The tensors from which a run resumes exactly, by name.
+
+Read and restored by the checkpointer. Names are the model's own, whatever the sharding, so that another number of ranks
+can read the state; the settings of the optimizer come from the configuration and are not part of it.
+"""
 
 from __future__ import annotations
 

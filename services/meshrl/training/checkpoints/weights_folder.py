@@ -1,4 +1,8 @@
-"""Writes a policy as a Hugging Face folder, which any reader of such folders loads; used by the checkpointer."""
+"""Writes a policy as a Hugging Face folder, which any reader of such folders loads; used by the checkpointer.
+
+The state comes gathered and in Hugging Face names. How its model is configured, tied and split into files comes from
+an outline, the model without storage, so that writing never touches the model that trains.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Refuses layouts that a model cannot be trained in, before its weights are loaded: each in one sentence."""
+"""Refuses layouts that a model cannot be trained in, before its weights are loaded: each in one sentence.
+
+Whether the sizes divide the ranks is checked before, where the ParallelPlan is made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Expert parallelism: each rank keeps some of a layer's experts and is sent the tokens that go through them."""
+"""Expert parallelism: each rank keeps some of a layer's experts and is sent the tokens that go through them.
+
+Ranks first exchange how many tokens go to each expert: the one thing in a layer that the host waits for, while the
+device gathers what is sent. All reordering is by permutations whose inverses are known, so gradients are gathered, not
+added up. FSDP then shards each rank's experts over the ranks that keep the same ones. From transformers come the
+families that this works for (`base_model_ep_plan`) and the experts' products.
+
+Shapes: T tokens, K experts of each, S = T K pairs, M pairs that this rank is sent, R ranks, E experts of a rank, H
+hidden size.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +95,7 @@ def _through_experts(
     chosen_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
+    """The weighted outputs (T, H) of a layer's `count` experts, where ranks have different tokens."""
     experts_S, each = chosen_TK.flatten(), chosen_TK.shape[1]
     order_S = experts_S.argsort()
     back_S = _inverse(order_S)
@@ -154,6 +164,8 @@ def _to_host(numbers: torch.Tensor) -> Callable[[], Any]:
 
 
 class _Rows(torch.autograd.Function):
+    """Rows (S, H) in an order (S,), each of those that are given `each` times; `inverse` is the order back."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, each: int) -> torch.Tensor:
         ctx.save_for_backward(inverse)

@@ -1,5 +1,9 @@
-"""The two ends of a broadcast: a sender rank of the trainer sends its snapshot, a rank of an engine receives a
-version."""
+"""The two ends of a broadcast: a sender rank of the trainer sends its snapshot, a rank of an engine receives a version.
+
+A snapshot (`versions.snapshot`) has its pieces in the order in which they are sent, so nothing is copied once more. A
+receiver checks a version and passes on whole tensors. Used by the broadcast transport, the embedded engine's
+`BroadcastReceiver` and vLLM's workers.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +82,8 @@ Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiveTimes:
+    """Where the time of a broadcast went, in seconds: waiting for bytes, in the sink, checking digests."""
+
     wire_s: float
     load_s: float
     verify_s: float

@@ -1,4 +1,7 @@
-"""Communicators for the nccl transport, made directly over a store and never part of torch's default group."""
+"""Communicators for the nccl transport, made directly over a store and never part of torch's default group.
+
+Every wait ends: at a deadline, or when another thread breaks the group. What went wrong is a MeshError GROUP_BROKEN.
+"""
 
 from __future__ import annotations
 

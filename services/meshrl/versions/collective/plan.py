@@ -1,4 +1,9 @@
-"""Which sender rank broadcasts which bytes, and in what order: computed alike by senders and receivers."""
+"""Which sender rank broadcasts which bytes, and in what order: computed alike by senders and receivers. No I/O.
+
+A version's tensors are sent in buckets, runs of whole tensors in manifest order. In a bucket each sender in turn
+broadcasts one flat piece: its rows of each tensor, tensor after tensor. A sender keeps all its pieces in one buffer in
+that order, so a piece is a slice of it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,8 @@ from meshrl.wire.types import CollectivePlan, TensorEntry
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
+    """Bytes [start, end) of one tensor, at `at` in its sender's flat piece of the bucket."""
+
     tensor: int
     start: int
     end: int

@@ -1,4 +1,14 @@
-"""The chain of versions below a delta, in the hub's spool, and the deltas merged from it."""
+"""The chain of versions below a delta, in the hub's spool, and the deltas merged from it.
+
+A delta's chain is its base, the base of that, and so on down to a full version, the anchor. The folder of a delta has
+its base in `base`, as hard links to the base's own files, and that one's base in `base/base`. So an engine that may
+fetch a version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once no
+version needs it. An anchor that came by files has its bytes in those files, which stay as long as a delta leads on from
+it. `joined/ROOT` holds the deltas merged into one, for engines that missed versions and still have the
+weights of ROOT.
+
+Blocking: call it off the event loop.
+"""
 
 from __future__ import annotations
 
@@ -116,6 +126,7 @@ def _merged(base: Manifest, deltas: Sequence[VersionBytes]) -> VersionBytes:
 
 
 def stored(manifest: Manifest, folder: Path) -> VersionBytes:
+    """A part of a chain, all of whose bytes are in a folder of the spool."""
     part = VersionBytes(manifest, file=folder / PAYLOAD)
     part.missing.clear()
     return part

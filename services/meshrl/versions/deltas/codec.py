@@ -144,6 +144,7 @@ def pack(found: Changes) -> Packed:
 
 
 def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -> Packed:
+    """Compresses the three streams of a run: gaps, steps, and the steps that no byte holds."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     gaps, steps, escapes = (
         compressor.compress(np.ascontiguousarray(stream).data) if stream.size else b"" for stream in streams

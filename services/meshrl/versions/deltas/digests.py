@@ -160,7 +160,11 @@ def _halves(places: NDArray[np.int64], halves: int) -> NDArray[np.int64]:
 
 
 def _differences(number: NDArray[np.int64], words: NDArray[np.uint16], begins: Sequence[int]) -> Lanes:
-    """(S, 2) lanes of S tensors after a change less those before, of which W words are given."""
+    """(S, 2) lanes of S tensors after a change less those before, of which W words are given.
+
+    `number` (W,) is each word's in its tensor, from 1 on; `words` (2, W) are before and after. The words of each tensor
+    are those from its place in `begins`, which rise from 0, to the next.
+    """
     lanes = np.zeros((len(begins), 2), dtype=np.uint64)
     room = np.empty((2, 2, min(TILE_WORDS, len(number))), dtype=np.uint64)
     for at in range(0, len(number), TILE_WORDS):

@@ -1,6 +1,12 @@
 """A full copy of the weights in host memory, which deltas take from version to version, forward and back.
 
-An agent keeps one for an engine whose versions come as deltas, and stages versions from it.
+An agent keeps one for an engine whose versions come as deltas, and stages versions from it. A delta is written into the
+image only after its result was found to have the root of the manifest, which follows from the changed words alone.
+Between two deltas each tensor is guarded by a BLAKE3 hash, so that a bit that flips in memory makes the image unusable
+and never reaches the engine. The hashes are computed on a thread of their own while the version is staged, and checked
+while the next delta is decoded.
+
+Blocking, for any thread; calls are carried out one after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Makes a delta of weights on a GPU, and decodes one there."""
+"""Makes a delta of weights on a GPU, and decodes one there.
+
+The bytes are those that `codec.encode` makes from host memory. Elements are compared as integers, in areas of many runs
+at once, since each step over an area costs a few kernels whatever its size. An area in which much changes is halved,
+which bounds the memory that this takes. Only two or three bytes a change are copied to the host, to compress.
+
+Legend: C changes of an area or a batch, R runs of an area.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Decides which versions leave the trainer as deltas, and from which version each delta is made."""
+"""Decides which versions leave the trainer as deltas, and from which version each delta is made.
+
+Used on rank 0, by the transports through the host. A version goes in full when there is no earlier one to make a delta
+from, when its delta would not be much smaller, every so often as an anchor for engines that join, and when the hub has
+refused the delta.
+"""
 
 from __future__ import annotations
 

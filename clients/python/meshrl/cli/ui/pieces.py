@@ -1,4 +1,8 @@
-"""The text of each token of a rollout: from the tokenizer.json of the run's model, where this machine has it."""
+"""The text of each token of a rollout: from the tokenizer.json of the run's model, where this machine has it.
+
+For the page's view of tokens. Needs no library of tokenizers: a token's text is its entry in the vocabulary, in which
+byte-level vocabularies (Qwen, Llama 3, GPT-2) write each byte as one character and others a space as U+2581.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The web server of `meshrl ui`: a page, what it asks for as JSON, and an event stream with a run's progress.
 
-It reads the folders that it was given and asks the services that they name; it changes nothing.
+It reads the folders that it was given and asks the services that they name; it changes nothing. Anyone who opens the
+page sees what policies wrote, so it listens on loopback; elsewhere every request needs the token that its address
+carries.
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ def differences(settings: Sequence[Mapping[str, str]]) -> list[JsonObject]:
 
 
 def without_tokens(sample: JsonObject) -> JsonObject:
+    """A sample without its lists of one entry a token, and whether the trainer's logprobs are among them."""
     kept = {key: value for key, value in sample.items() if key not in PER_TOKEN}
     return {**kept, "compared": "trainer_logprobs" in sample}
 
@@ -124,7 +125,11 @@ def tokens_of(sample: JsonObject, window: int) -> JsonObject:
 
 
 class LedgerFunnel:
-    """How many rollouts of each environment are in each state, and why. Not for several threads."""
+    """How many rollouts of each environment are in each state, and why. Not for several threads.
+
+    Counting a million rollouts takes a second, so an answer is given again while the ledger has not changed, and for
+    FUNNEL_S after.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
