@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import digest_bytes, sum128
@@ -30,7 +29,6 @@ from meshrl.versions.deltas.codec import (
 )
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.deltas.on_device import encode_on_device
-from meshrl.versions.deltas.rule import compare
 from meshrl.versions.deltas.words import UNSIGNED, from_ordered, ordered, unzigzag, zigzag
 from meshrl.versions.files import HostBytes
 from meshrl.wire.errors import MeshError, Reason
@@ -319,16 +317,3 @@ def test_tensors_that_do_not_change_cost_no_bytes() -> None:
         assert size(np.zeros(len(old), dtype=bool)) == len(write_stream([])) < 32
         share = size((source.random(len(old)) < 0.004) & touched) / (2 * len(old))  # 0.05% of all, in an eighth of them
     assert share < 1 / 2000
-
-
-def test_a_broadcast_over_a_slow_network_names_the_key_for_deltas() -> None:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(str(message)), format="{level} {message}")
-    try:
-        compare("nccl", 8_000_000_000, 0.1)
-        compare("nccl", 8_000_000_000, 6.4)
-    finally:
-        logger.remove(sink)
-    assert "INFO versions go in full: a version's 8.00 GB took 0.10 s over nccl" in lines[0]
-    assert lines[1].startswith("WARNING")
-    assert "weight_broadcast.type = 'stream'" in lines[1]

@@ -14,20 +14,6 @@ from loguru import logger
 from meshrl.wire.types import Manifest, TensorEntry
 
 PAYS_BELOW = 0.5  # of the full version's bytes
-DELTA_S, COMPARED_BYTES_S = 0.3, 16e9
-"""About what a delta takes from a trainer on a GPU to engines of its host, of which the second part is by size."""
-
-
-def compare(backend: str, num_bytes: int, wire_s: float) -> None:
-    """Logs why versions that are broadcast go in full, or the key that makes them deltas where these are quicker."""
-    delta_s = DELTA_S + num_bytes / COMPARED_BYTES_S
-    took = (
-        f"a version's {num_bytes / 1e9:.2f} GB took {wire_s:.2f} s over {backend}, a delta takes about {delta_s:.2f} s"
-    )
-    if wire_s <= delta_s:
-        logger.info("versions go in full: {}", took)
-    else:
-        logger.warning("{}; set weight_broadcast.type = 'stream', which sends deltas, on this network", took)
 
 
 class DeltaRule:
