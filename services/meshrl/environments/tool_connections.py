@@ -25,6 +25,7 @@ KEPT_S = 60.0
 """After so long the server is asked again which tools it has, by one connection for all of them."""
 
 Servers = Mapping[str, Mapping[str, object]]
+"""Tool servers by name: `url` and `timeout` of each."""
 
 
 @dataclass(eq=False)

@@ -43,8 +43,11 @@ class LoopSettings:
     """What the loop keeps to besides the plan."""
 
     services: ServicesConfig
+    """Addresses, for errors."""
     batch_s: float
+    """How long a step waits for its groups."""
     seq_len: int
+    """Tokens of a row."""
     env_seq_len: Mapping[str, int]
     """Most tokens of a sample, by environment."""
     sleep_engines: bool = False

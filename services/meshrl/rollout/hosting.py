@@ -52,6 +52,7 @@ from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest, Sampling
 
 PolicyClient = EngineClient | ChatServers
+"""How the policy's turns are sampled."""
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""

@@ -404,6 +404,7 @@ AddressesOrNone = Annotated[
 
 
 LOCAL = "local"
+"""Stands in a list of rollout services for the one that rl starts beside the others."""
 
 
 class ServicesConfig(BaseConfig):

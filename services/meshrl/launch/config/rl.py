@@ -99,6 +99,7 @@ class RLConfig(BaseConfig):
     run_id: Annotated[str | None, HandedTo(("trainer.run_id", "orchestrator.run_id"))] = Field(
         default=None, min_length=1
     )
+    """Name of the run, for trainer and orchestrator."""
 
     log: Annotated[LogConfig, HandedTo(every_component("log"))] = LogConfig()
     """Logging, for every program and rl itself."""

@@ -33,6 +33,7 @@ class StartingPoint:
     recorded: int
     logged: int
     unlogged_from: int
+    """The first step that still needs its record."""
     evaluated: int = 0
     """The last step whose evaluation has its record; evaluations that were due after it are not over."""
     progress: RunTotals = field(default_factory=RunTotals)

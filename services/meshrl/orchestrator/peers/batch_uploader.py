@@ -34,8 +34,11 @@ class StepCursors:
     """How far a run has come: trained <= uploaded <= recorded, but for steps done before this process began."""
 
     recorded: int
+    """The last step whose batch is on disk."""
     uploaded: int
+    """The last step whose batch the trainer took."""
     trained: int
+    """The last step that is done, and that the loop was told of."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class VersionGoneError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings:
     address: str
+    """The hub's, for errors."""
     policy: ActivationPolicy
     deadlines: DeadlinesConfig
     engine_pool: str = ""

@@ -102,6 +102,7 @@ class PolicyServers(Protocol):
 
     engines: EngineTable
     on_look: Callable[[], None]
+    """Called after every look at the servers."""
 
     async def require(self, need: Requirement) -> None:
         """Raises MeshError when no server can serve `need` now."""

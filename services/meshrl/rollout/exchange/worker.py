@@ -35,6 +35,7 @@ FIRST_ANSWER_S = 30.0
 """For the orchestrator to name its terms."""
 
 LOOK_S = 0.5
+"""Between two looks at the versions of the engines."""
 
 SILENT_HEARTBEATS = 3
 """Heartbeats without a sign after which a stream is taken for dead."""
