@@ -57,6 +57,7 @@ class Run:
         self.scorer = scorer
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
         self.tally = StepTally()
+        """What was judged since the last batch was made."""
         self._services, self._in_flight = services, in_flight
         self.waits = waits_of(tracer)
         self._clock = clock

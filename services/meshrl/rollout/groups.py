@@ -67,7 +67,9 @@ class GroupTable:
         one_call_a_group: bool = True,
     ) -> None:
         self.running = 0
+        """Rollouts that run now, over all groups."""
         self.queued = 0
+        """Rollouts that wait for a place, over all groups."""
         self.max_concurrent = max_concurrent
         """May change; rollouts that run beyond a lower one go on."""
         self._max_queued = max_queued

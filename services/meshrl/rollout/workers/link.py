@@ -34,6 +34,7 @@ class Link(asyncio.Protocol):
 
     def __init__(self, take: Callable[[FrameKind, int, bytes], None]) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the other side has left."""
         self.room = asyncio.Event()
         """Set unless MOST_WAITING_BYTES wait to be taken; set when the other side has left."""
         self.room.set()

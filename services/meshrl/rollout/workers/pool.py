@@ -60,6 +60,7 @@ class PooledGroup:
         self._ends_s = time.monotonic() + request.deadline_s
         self._worker: WorkerProcess | None = None
         self._doing: dict[int, tuple[WorkerProcess | None, float]] = {}
+        """By rollout: the worker that plays it, None while it waits for one, and since when."""
 
     async def play(self, index: int) -> EpisodeResult:
         """Raises the worker's MeshError where that refuses the group."""

@@ -145,6 +145,7 @@ class WorkerProcess:
         self.settings = replace(settings, mark=secrets.token_hex(16))
         self.infos: tuple[EnvironmentInfo, ...] = ()
         self.in_flight: Mapping[str, int] = {}
+        """Its model calls, by engine."""
         self.calls: dict[int, WorkerCall] = {}
         """The rollouts that it plays, by the number of the call."""
         self.load = 0
@@ -152,6 +153,7 @@ class WorkerProcess:
         self.heard_s = time.monotonic()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
+        """The process has ended, or is about to."""
         self.exiter = NOBODY
         """Whose code ends the process, as far as it has reported that."""
         self.ended_by = ""
