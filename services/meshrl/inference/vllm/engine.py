@@ -344,10 +344,10 @@ class VllmEngine(EngineBase):
             try:
                 await self._calls.rpc("meshrl_drop_adapter", number)
                 await self._calls.core(self._llm.add_lora(request))
-            except BaseException:
+            except BaseException:  # whatever it was, nothing names the folder
                 store.remove(number)
                 raise
-        except BaseException:
+        except BaseException:  # a load that is given up holds a slot
             self._unload(ServedAdapter(run_id=host.run_id, version=host.version, number=number, loaded=request))
             raise
         adapters.add(host.run_id, host.version, number, request)

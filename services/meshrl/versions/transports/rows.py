@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
@@ -83,7 +84,7 @@ def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], item
 
 
 @dataclass(eq=False)
-class RowShare:
+class RowShare(ABC):
     """One rank's share of versions whose bytes go through the host: share `share` of `num_shares`.
 
     `held` is what it captured last; `deadline_s`: how long its training may lag behind rank 0's.
@@ -139,9 +140,9 @@ class RowShare:
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
+    @abstractmethod
     def _write(self, snapshot: Snapshot, call: Any) -> Answer:
         """Carries out a call of the transport's own, for versions in full."""
-        raise NotImplementedError
 
     def delta_path(self, share: int) -> Path:
         """The file of a share's pieces."""
@@ -234,7 +235,7 @@ ShareT = TypeVar("ShareT", bound=RowShare)
 Made = TypeVar("Made")
 
 
-class RowTransport(Generic[ShareT]):
+class RowTransport(ABC, Generic[ShareT]):
     """Rank 0's side: decides between a delta and a full version, and joins what the ranks contribute.
 
     A transport makes versions in full by `_full`.
@@ -347,9 +348,9 @@ class RowTransport(Generic[ShareT]):
         self._rule.made(manifest, full)
         return manifest, payload
 
+    @abstractmethod
     def _full(self, version: int) -> tuple[Manifest, NDArray[np.uint8] | None]:
         """The version in full and, where its bytes go through the hub, the byte stream."""
-        raise NotImplementedError
 
     def _each(self, digest: Callable[[tuple[int, int]], Made], spans: Iterable[tuple[int, int]]) -> Iterable[Made]:
         for found in self._threads.map(digest, spans):
