@@ -150,6 +150,11 @@ class InferenceConfig(BaseConfig):
     """vLLM: type of the logits of a mixture's routers, which should be the trainer's (trainer.model.router_dtype):
     float32 does not round what is summed, model leaves it to the family."""
 
+    share_compiled: bool = False
+    """vLLM on a GPU: give what it compiles at its start to the weight hub, and take from there what another engine of
+    the same model, options and GPU gave. It is code that is run: only where all engine hosts of the run trust each
+    other, and only from a hub whose certificate the run's authority vouches for."""
+
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
     embedded engine takes both. `rl` sets it."""
@@ -282,7 +287,7 @@ class InferenceConfig(BaseConfig):
     @property
     def vllm_only(self) -> tuple[str, ...]:
         own = [key for key in VLLM_KEYS if self._own(key) is not None]
-        own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
+        own += [key for key in ("headless", "sleep_while_training", "share_compiled") if getattr(self, key)]
         own += ["head_dtype"] if self.head_dtype == "model" else []
         own += ["router_dtype"] if self.router_dtype == "float32" else []
         return (*own, *(f"vllm.{key}" for key in self.vllm))

@@ -178,3 +178,8 @@ def test_sleep_while_training_is_refused_without_a_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=says):
         choose("--sleep-while-training", "--engine", engine)
+
+
+def test_compiled_code_is_shared_only_where_that_is_asked_for() -> None:
+    assert not load().share_compiled
+    assert load("--share-compiled").vllm_only == ("share_compiled",)

@@ -62,9 +62,10 @@ async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
         routed = await asyncio.to_thread(_routed, config.model)
     facts = compiled_by(vllm_config)
     folder = None if facts is None else await asyncio.to_thread(folder_of, facts)
-    if folder is not None:
+    shared = folder if config.share_compiled else None
+    if shared is not None:
         with start.phase("vllm.compiled"):
-            await bring(folder, config.weight_broadcast)
+            await bring(shared, config.weight_broadcast)
     with start.phase("vllm.processes"):
         llm = await asyncio.to_thread(_start, vllm_config, forks=forks)
     engine = VllmEngine(
@@ -84,8 +85,8 @@ async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
     except BaseException:  # whatever it was, vLLM's processes must not outlive it
         await engine.close()
         raise
-    if folder is not None:
-        engine.sharing = asyncio.create_task(share(folder, config.weight_broadcast))
+    if shared is not None:
+        engine.sharing = asyncio.create_task(share(shared, config.weight_broadcast))
     return engine
 
 
