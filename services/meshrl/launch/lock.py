@@ -69,7 +69,12 @@ class FolderLock:
         between any two of these lines."""
         while True:
             self._made = not self._folder.exists()
-            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:  # of a file in its place, or of a folder that is gone by now
+                if self._folder.exists():
+                    raise
+                continue
             try:
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except FileNotFoundError:

@@ -109,6 +109,22 @@ def test_who_waits_never_locks_a_file_that_its_holder_has_removed(tmp_path: Path
     assert (most, ended) == (1, 4)
 
 
+def test_a_folder_that_is_removed_while_it_is_made_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, calls = os.mkdir, []
+
+    def made_by_another_that_removes_it(path: Path, mode: int = 0o777) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(path)
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", made_by_another_that_removes_it)
+    with FolderLock(Layout(tmp_path / "run")):
+        assert len(calls) == 2
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
