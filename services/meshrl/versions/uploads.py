@@ -91,6 +91,17 @@ class Uploader:
         if self._connections is not None:
             await self._connections.close()
 
+    async def hub_capabilities(self) -> Collection[str]:
+        """Those that the hub lists, which is asked once. Raises UNREACHABLE where it is away for `retry_for_s`."""
+        attempts = Attempts(self._retry_for_s, left=0)
+        while self._client.capabilities is None:
+            try:
+                await self._client.epoch()
+            except MeshError as error:
+                await attempts.another(error, left=0)
+                logger.warning("the hub cannot be asked for what it can do: {}; asking again", error)
+        return self._client.capabilities
+
     async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
         """Sends the hub a manifest and, of a streamed version, the chunks that it misses.
 

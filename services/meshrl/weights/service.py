@@ -246,4 +246,6 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
             next_page_token=token,
             epoch=max(epochs.values(), default=0) if len(epochs) < 2 else 0,
             run_epochs=epochs,
+            contract_version=CONTRACT_VERSION,
+            capabilities=capabilities.HUB,
         )

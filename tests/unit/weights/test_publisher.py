@@ -25,7 +25,7 @@ from meshrl.wire import frames, manifest_checks
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import from_json, manifest_path
-from meshrl.wire.types import StagedVersion, TensorEntry, Transport
+from meshrl.wire.types import StagedVersion, TensorEntry, Transport, capabilities
 from state_publisher import StatePublisher
 from virtual_time import run_at_once
 
@@ -34,6 +34,7 @@ class FirstHub(WeightSyncClient):
     """Answers a publisher as a hub does that takes everything."""
 
     def __init__(self) -> None:
+        self.capabilities = frozenset(capabilities.HUB)
         self.manifest: Any = None
         self.received: dict[int, bytes] = {}
 

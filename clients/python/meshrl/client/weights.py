@@ -101,6 +101,8 @@ class WeightSyncClient(ServiceClient):
         if of_relay:
             self.server_role = "relay"
         super().__init__(address, options, tracer=tracer)
+        self.capabilities: frozenset[str] | None = None
+        """Of the hub, once it has listed its engines; those of 1.0 have none."""
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(
             frames.CREATE_VERSION,
@@ -351,13 +353,17 @@ class WeightSyncClient(ServiceClient):
         )
 
     async def list_engines(self, engine_pool: str = "") -> tuple[EngineInfo, ...]:
-        """In order of registration."""
-        response = await self._unary(
-            self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest(engine_pool=engine_pool)
-        )
+        """In order of registration. Raises CONTRACT_MISMATCH for a hub of another major version."""
+        response = await self._list_engines(engine_pool)
         return tuple(convert.from_proto(EngineInfo, engine) for engine in response.engines)
 
     async def epoch(self) -> int:
         """The epoch of the trainer that publishes; 0 before the first. A successor begins the next one."""
-        response = await self._unary(self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest())
-        return int(response.epoch)
+        return int((await self._list_engines()).epoch)
+
+    async def _list_engines(self, engine_pool: str = "") -> pb.ListEnginesResponse:
+        request = pb.ListEnginesRequest(engine_pool=engine_pool, contract_version=CONTRACT_VERSION)
+        response: pb.ListEnginesResponse = await self._unary(self._stub.ListEngines, "ListEngines", request)
+        validate_contract_version(response.contract_version)
+        self.capabilities = frozenset(response.capabilities)
+        return response

@@ -728,17 +728,21 @@ class SleepEnginesResponse(_message.Message):
     def __init__(self, asleep: _Optional[int] = ..., awake: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ListEnginesRequest(_message.Message):
-    __slots__ = ("engine_pool", "page_size", "page_token")
+    __slots__ = ("engine_pool", "page_size", "page_token", "contract_version", "capabilities")
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     engine_pool: str
     page_size: int
     page_token: str
-    def __init__(self, engine_pool: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    contract_version: str
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engine_pool: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., contract_version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListEnginesResponse(_message.Message):
-    __slots__ = ("engines", "epoch", "next_page_token", "run_epochs")
+    __slots__ = ("engines", "epoch", "next_page_token", "run_epochs", "contract_version", "capabilities")
     class RunEpochsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -750,11 +754,15 @@ class ListEnginesResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     RUN_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     epoch: int
     next_page_token: str
     run_epochs: _containers.ScalarMap[str, int]
-    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., epoch: _Optional[int] = ..., next_page_token: _Optional[str] = ..., run_epochs: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    contract_version: str
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., epoch: _Optional[int] = ..., next_page_token: _Optional[str] = ..., run_epochs: _Optional[_Mapping[str, int]] = ..., contract_version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep", "layout_signature", "served", "last_seen_time", "max_adapters", "max_adapter_rank")

@@ -78,7 +78,8 @@ class Publisher:
         sealing, UNREACHABLE after `retry_for_s`. Raises OSError for files that cannot be written.
         """
         async with self._busy:
-            prepared = await self._transport.prepare(version, captured)
+            hub = await self._uploader.hub_capabilities()
+            prepared = await self._transport.prepare(version, captured, hub)
             probe = None if captured.probe is None else await asyncio.to_thread(captured.probe)
             manifest = replace(prepared.manifest, probe=probe)
             began_s = time.monotonic()
@@ -88,7 +89,7 @@ class Publisher:
                 if manifest.kind is not VersionKind.DELTA or error.reason is not Reason.UNKNOWN_VERSION:
                     raise
                 logger.warning("{}", error)  # the hub has lost its base: the next try goes in full
-                prepared = await self._transport.prepare(version, captured)
+                prepared = await self._transport.prepare(version, captured, hub)
                 manifest = replace(prepared.manifest, probe=probe)
                 staged = await self._uploader.stage(manifest, prepared.buffer)
             staged_s = time.monotonic()

@@ -7,7 +7,7 @@ does its part on a thread beside training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.manifest import Adapter, build_manifest
-from meshrl.wire.types import ChunkEntry, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport
+from meshrl.wire.types import ChunkEntry, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport, capabilities
 
 Answer = Mapping[str, Mapping[str, str]]
 """What a rank answers to a call: tables by name, such as the digests that it computed."""
@@ -102,8 +102,10 @@ class VersionTransport(Protocol):
     @property
     def progress(self) -> Progress: ...
 
-    async def prepare(self, version: int, captured: Captured) -> Prepared:
-        """Does the work before the version is declared at the hub. Raises MeshError and OSError."""
+    async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
+        """Does the work before the version is declared at the hub, with no more than its capabilities (`hub`).
+
+        Raises MeshError and OSError."""
 
     async def deliver(self, version: int) -> Mapping[str, float]:
         """Sends a sealed version to the engines where they do not fetch it themselves; returns seconds by part."""

@@ -33,7 +33,15 @@ from meshrl.versions.transports.base import Answer, Prepared, PublishCall, Versi
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import layout_signature
-from meshrl.wire.types import AgentState, CollectivePlan, EngineInfo, OpenedGroup, TensorEntry, Transport
+from meshrl.wire.types import (
+    AgentState,
+    CollectivePlan,
+    EngineInfo,
+    OpenedGroup,
+    TensorEntry,
+    Transport,
+    capabilities,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +195,7 @@ class BroadcastTransport:
         self._pauses: defaultdict[str, _Pause] = defaultdict(_Pause)
         self._watching: asyncio.Task[None] | None = None
 
-    async def prepare(self, version: int, captured: Captured) -> Prepared:
+    async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
         """Makes sure that there is a group of all engines. Raises also what ended the watch for late engines."""
         assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
         if self._watching is not None and self._watching.done():

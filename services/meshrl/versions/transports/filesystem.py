@@ -30,7 +30,7 @@ from meshrl.versions.transports.base import Answer, VersionCall
 from meshrl.versions.transports.rows import RowShare, RowTransport, in_slices, in_threads
 from meshrl.wire.manifest import SUM128, plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
-from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
+from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport, capabilities
 
 WIDE_BYTES = 64 * 2**20  # tensors from this size on are hashed by several threads at once
 DELTAS_FROM_BYTES = 64 * 2**20  # a smaller version is written and read sooner than compared
@@ -264,6 +264,8 @@ class FileShare(RowShare):
 
 class FilesystemTransport(RowTransport[FileShare]):
     """Rank 0's side: has the ranks write and hash the files of a version in full, and writes its manifest."""
+
+    deltas_need = (capabilities.FILE_DELTAS,)
 
     def _full(self, version: int) -> tuple[Manifest, None]:
         size, files = self._chunk_bytes, self._share.files(version, self._chunk_bytes)

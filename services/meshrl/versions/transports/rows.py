@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, Ho
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest
-from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
+from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind, capabilities
 
 SLICE_BYTES = 32 * 2**20  # of one write; a multiple of the page size
 KEPT_ON_GPU_BELOW = 1 / 16
@@ -238,8 +238,11 @@ Made = TypeVar("Made")
 class RowTransport(ABC, Generic[ShareT]):
     """Rank 0's side: decides between a delta and a full version, and joins what the ranks contribute.
 
-    A transport makes versions in full by `_full`.
+    A transport makes versions in full by `_full`. `deltas_need` are the capabilities that hubs of 1.0 do not have and
+    without which it makes no deltas.
     """
+
+    deltas_need: ClassVar[Collection[str]] = ()
 
     def __init__(
         self,
@@ -270,12 +273,12 @@ class RowTransport(ABC, Generic[ShareT]):
         self._digested: tuple[TensorEntry, ...] = ()  # the same with digests, where deltas are on
         self._made: Prepared | None = None
 
-    async def prepare(self, version: int, captured: Captured) -> Prepared:
+    async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
         """Collects the version's bytes, or those of its delta, from the ranks; they are the `buffer` for the hub.
 
         A delta that is asked for again before it was delivered becomes a full version: the hub has refused it.
         """
-        return await asyncio.to_thread(self._prepare, version, captured.gathered)
+        return await asyncio.to_thread(self._prepare, version, captured.gathered, hub)
 
     async def deliver(self, version: int) -> Mapping[str, float]:
         """Engines fetch the version from the hub; the ranks keep it, to make the next version's delta from."""
@@ -291,7 +294,7 @@ class RowTransport(ABC, Generic[ShareT]):
         self._threads.shutdown(wait=False)
         self._share.close()
 
-    def _prepare(self, version: int, gathered: GatheredWeights | None) -> Prepared:
+    def _prepare(self, version: int, gathered: GatheredWeights | None, hub: Collection[str]) -> Prepared:
         began_s = time.monotonic()
         if gathered is not None and gathered is not self._gathered:
             self._gathered, self._made = gathered, None
@@ -303,6 +306,11 @@ class RowTransport(ABC, Generic[ShareT]):
             num_bytes = sum(tensor.num_bytes for tensor in self._tensors)
             if self._rule is not None and num_bytes < self._deltas_from:
                 logger.info("versions leave in full: {} bytes are brought sooner than compared", num_bytes)
+                self._rule = None
+            lacking = [name for name in self.deltas_need if name not in hub]
+            if self._rule is not None and lacking:
+                text = "versions leave in full: the hub lacks the capability {}; start it from the trainer's release"
+                logger.warning(text, " and ".join(lacking))
                 self._rule = None
             base = None if self._rule is None else self._rule.base_of(version, self._tensors)
             goes_as_delta = False

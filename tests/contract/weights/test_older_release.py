@@ -1,0 +1,66 @@
+"""A hub of the older release, which has contract 1.0: a trainer and an engine of today use only what it has."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+import older_release
+from meshrl.wire.types import Transport, VersionKind
+
+
+@pytest.fixture
+async def older_mesh(mesh, tmp_path: Path) -> AsyncIterator[object]:  # type: ignore[no-untyped-def]  # the fixture's class is in conftest
+    """The mesh with a hub program of the older release in the place of its own."""
+    await mesh.kill_hub()
+    code, output = tmp_path / "code", tmp_path / "older"
+    code.mkdir()
+    flags = ("--server.port", str(mesh.port), "--output-dir", str(output), "--max-chunk-bytes", "4096")
+    hub = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "meshrl.weights.main", *flags, env=older_release.unpacked(code),
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    said = asyncio.create_task(hub.stderr.read())  # type: ignore[union-attr]  # it is piped
+    try:
+        await mesh.client().wait_until_serving(120.0)
+        yield mesh
+    finally:
+        hub.kill()
+        print((await said).decode())
+        await hub.wait()
+
+
+@pytest.mark.timeout(180)
+async def test_versions_go_through_a_hub_of_1_0(older_mesh, engine, state, transport) -> None:
+    changed = {name: tensor.clone() for name, tensor in state(1).items()}
+    changed["model.norm.weight"][:3] += 1.0
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING")
+    publisher = older_mesh.publisher(transport, anchor_every=4)
+    older_mesh.start_agent("e0", engine)
+    kinds = []
+    for version, weights in enumerate((state(1), changed)):
+        report = await publisher.publish(version, weights)
+        found = await publisher.client.find_version("run", version, artifact_id=report.artifact_id)
+        kinds.append(found.manifest.kind)
+        await publisher.client.activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
+        assert engine.holds(weights)
+    logger.remove(sink)
+    streamed = transport is Transport.STREAM
+    assert kinds == [VersionKind.FULL, VersionKind.DELTA if streamed else VersionKind.FULL]
+    assert sum("lacks the capability deltas.files" in line for line in lines) == (0 if streamed else 1)
+
+
+async def test_the_hub_of_today_takes_deltas_between_files(mesh, state) -> None:
+    publisher = mesh.publisher(Transport.FILESYSTEM, anchor_every=4)
+    changed = {name: tensor.clone() for name, tensor in state(1).items()}
+    changed["model.norm.weight"][:3] += 1.0
+    for version, weights in enumerate((state(1), changed)):
+        await publisher.publish(version, weights)
+    found = await publisher.client.find_version("run", 1, artifact_id="")
+    assert found.manifest.kind is VersionKind.DELTA
