@@ -68,6 +68,7 @@ async def _rollouts(path: str, target: Target, stack: AsyncExitStack, number: in
     from meshrl.rollout.config import RolloutConfig
     from meshrl.rollout.main import build
     from meshrl.rollout.service import RolloutServicer
+    from meshrl.v1 import rollout_pb2 as pb
     from meshrl.wire import convert
     from meshrl.wire.types import RolloutRequest
 
@@ -108,8 +109,8 @@ async def _rollouts(path: str, target: Target, stack: AsyncExitStack, number: in
             deadline_s=600.0,
         )
         tokens = 0
-        async for event in servicer.RunRollouts(convert.to_proto(request), None):
-            event.SerializeToString()  # what gRPC would send
+        async for sent in servicer.RunRollouts(convert.to_proto(request), None):
+            event = pb.RunRolloutsResponse.FromString(sent)
             if event.HasField("failure"):
                 raise RuntimeError(f"a rollout failed: {event.failure.message}")
             if tools and event.HasField("rollout") and event.rollout.num_turns != TOOL_TURNS:

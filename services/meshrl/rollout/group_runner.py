@@ -199,11 +199,12 @@ class GroupRunner:
         return running
 
     def _follow_engines(self) -> None:
-        up = {engine.url: engine.capacity for engine in self._router.engines.listed if engine.healthy}
-        if self._limit.follow(up):
-            log = logger.debug if up.keys() == self._counted else logger.info
+        engines = [engine for engine in self._router.engines.listed if engine.healthy]
+        if self._limit.follow(engines):
+            up = {engine.url for engine in engines}
+            log = logger.debug if up == self._counted else logger.info
             log("at most {} rollouts run at once: {}", self._limit.rollouts, self._limit.reason)
-            self._counted = set(up)
+            self._counted = up
         self._table.max_concurrent = self._limit.rollouts
         self._start_waiting()
 

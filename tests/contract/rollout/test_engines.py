@@ -45,7 +45,7 @@ async def test_a_call_moves_to_another_engine_when_the_first_dies_without_an_ans
 async def engine_takes_a_call_first(mesh, engine, second):
     """Makes the other engine look busy, so that the next call goes to `engine`."""
     for known in mesh.runner._router.engines.listed:
-        known.in_flight = 5 if known.url == second.url else 0
+        known.rate.running = 5 if known.url == second.url else 0
 
 
 async def test_without_any_engine_the_rollout_fails_as_the_engines_fault(start_mesh, make_group, engine):

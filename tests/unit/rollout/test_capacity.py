@@ -11,7 +11,7 @@ from meshrl.rollout.engines.capacity import (
     capacity_in_metrics,
     capacity_of,
 )
-from meshrl.rollout.engines.engine_table import EngineTable
+from meshrl.rollout.engines.engine_table import EngineTable, KnownEngine
 from meshrl.wire import convert
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
@@ -38,8 +38,8 @@ def engines_of(**capacities: EngineCapacity) -> EngineTable:
     return engines
 
 
-def up(engines: EngineTable) -> dict[str, EngineCapacity]:
-    return {engine.url: engine.capacity for engine in engines.listed if engine.healthy}
+def up(engines: EngineTable) -> list[KnownEngine]:
+    return [engine for engine in engines.listed if engine.healthy]
 
 
 def limit_of(limit: RolloutLimit, engines: EngineTable) -> int:
@@ -86,28 +86,30 @@ def test_room_in_the_kv_cache_bounds_long_rollouts_once_their_length_is_known():
     assert limit_of(limit, engines) == pytest.approx(1125, rel=0.01)
 
 
-def looks(limit: RolloutLimit, *, count: int, preempted: int, waiting: int, in_flight: int) -> int:
+def looks(limit: RolloutLimit, engine: KnownEngine, *, count: int, preempted: int, waiting: int, in_flight: int) -> int:
     """The limit after so many looks at an engine of 1,024 slots whose KV cache holds 200 of the rollouts."""
     for _ in range(count):
-        reported = EngineCapacity(
+        engine.capacity = EngineCapacity(
             slots=1024, kv_tokens=100_000, preempted=preempted, waiting=waiting, in_flight=in_flight
         )
-        limit.follow({"a": reported})
+        limit.follow([engine])
     return limit.rollouts
 
 
 def test_preemptions_lower_the_limit_and_a_full_engine_without_a_queue_raises_it():
-    limit = RolloutLimit(None)
+    limit, engine = RolloutLimit(None), KnownEngine(url="a")
     limit.shape.take(EpisodeSizes.of(played(prompt=100, completion=800)))
-    assert looks(limit, count=9, preempted=0, waiting=25, in_flight=225) == 225, "all as computed"
-    assert looks(limit, count=1, preempted=4, waiting=25, in_flight=225) == 203  # 180, and an eighth
-    assert looks(limit, count=9, preempted=4, waiting=20, in_flight=203) == 203, "no more of them: it stays"
-    assert looks(limit, count=60, preempted=99, waiting=0, in_flight=100) == 183, "not full, so nothing is known"
-    rising = [looks(limit, count=1, preempted=99, waiting=0, in_flight=1024) for _ in range(60)]
+    assert looks(limit, engine, count=9, preempted=0, waiting=25, in_flight=225) == 225, "all as computed"
+    assert looks(limit, engine, count=1, preempted=4, waiting=25, in_flight=225) == 203  # 180, and an eighth
+    assert looks(limit, engine, count=9, preempted=4, waiting=20, in_flight=203) == 203, "no more of them: it stays"
+    assert looks(limit, engine, count=60, preempted=99, waiting=0, in_flight=100) == 183, (
+        "not full, so nothing is known"
+    )
+    rising = [looks(limit, engine, count=1, preempted=99, waiting=0, in_flight=1024) for _ in range(60)]
     assert rising == sorted(rising)
     assert rising[-1] == 1152, "all its slots: their prompts are shared"
     for more in range(100, 200):
-        looks(limit, count=1, preempted=more, waiting=9, in_flight=1024)
+        looks(limit, engine, count=1, preempted=more, waiting=9, in_flight=1024)
     assert limit.rollouts == 57, "a quarter at least"
 
 

@@ -31,7 +31,6 @@ class Engines:
                 self._finish_one()
             engine = self.table.select(Requirement())
             assert engine is not None
-            engine.in_flight += 1
             had[engine.url] += 1
             self._calls.append((engine, engine.rate.began(self.now_s), [TOKENS]))
         return had
@@ -47,7 +46,6 @@ class Engines:
         done = min(self._calls, key=lambda call: call[2][0])
         self._calls.remove(done)
         engine, running, _ = done
-        engine.in_flight -= 1
         self.table.sampled(engine.url, engine.rate.ended(running, self.now_s), TOKENS)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshrl.rollout.engines.capacity import EngineCapacity, RolloutLimit
 from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
 from meshrl.rollout.engines.router import version_of
@@ -16,13 +17,13 @@ def pool(**versions: int | None) -> EngineTable:
 
 def test_the_least_loaded_engine_is_chosen():
     engines = pool(a=0, b=0)
-    engines.listed[0].in_flight = 3
+    engines.listed[0].rate.running = 3
     assert engines.select(Requirement()).url == "b"
 
 
 def test_a_session_stays_on_its_engine_while_that_fits():
     engines = pool(a=0, b=0)
-    engines.listed[0].in_flight = 3
+    engines.listed[0].rate.running = 3
     assert engines.select(Requirement(), prefer="a").url == "a"
     engines.lose("a")
     assert engines.select(Requirement(), prefer="a").url == "b"
@@ -68,7 +69,7 @@ def test_discovered_engines_come_and_go_but_configured_ones_stay():
 def test_equals_take_turns():
     engines = pool(a=0, b=0, c=0)
     assert [engines.select(Requirement()).url for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
-    engines.listed[0].in_flight = 1
+    engines.listed[0].rate.running = 1
     assert [engines.select(Requirement()).url for _ in range(3)] == ["b", "c", "b"]
 
 
@@ -79,7 +80,7 @@ def placed(engines: EngineTable, *, groups: int, prompt_tokens: int) -> tuple[li
         found.append(set())
         for _ in range(8):
             engine = engines.select(Requirement(), group_id=str(group), prompt_tokens=prompt_tokens)
-            engine.in_flight += 1
+            engine.rate.running += 1
             found[-1].add(engine.url)
     return found, [engine.in_flight for engine in engines.listed]
 
@@ -121,7 +122,7 @@ def test_an_engine_with_calls_in_flight_is_remembered_while_it_is_off_the_list()
     engines.discover([("a", ""), ("b", "")])
     engines.observe("a", 1)
     busy = engines.listed[0]
-    busy.in_flight = 2
+    busy.rate.running = 2
     engines.discover([])
     assert engines.listed == ()
     assert engines.select(Requirement()) is None
@@ -130,6 +131,21 @@ def test_an_engine_with_calls_in_flight_is_remembered_while_it_is_off_the_list()
     assert engines.select(Requirement()) is None  # not looked at yet: it may hold another version now
     engines.observe("a", 2)
     assert (engines.select(Requirement(exact_version=2)), busy.in_flight) == (busy, 2)
+
+
+def test_all_that_is_known_of_an_engine_goes_with_it():
+    engines, limit = EngineTable([]), RolloutLimit(None)
+    engines.discover([("a", "")])
+    engines.observe("a", 1, None, EngineCapacity(slots=100, kv_tokens=100_000, preempted=5))
+    engines.select(Requirement(), group_id="g", prompt_tokens=8000)
+    limit.follow(engines.listed)
+    assert limit.rollouts == 102, "preempted: 90, and an eighth"
+    engines.discover([])
+    engines.discover([("a", "")])  # another process, at the same address
+    engines.observe("a", 1, None, EngineCapacity(slots=100, kv_tokens=100_000))
+    limit.follow(engines.listed)
+    assert limit.rollouts == 113
+    assert not engines.listed[0].prompts
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.types import Rollout
+
+if TYPE_CHECKING:
+    from meshrl.rollout.engines.engine_table import KnownEngine
 
 _VLLM_CACHE = "vllm:cache_config_info"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -161,27 +165,23 @@ class RolloutLimit:
 
     def __init__(self, fixed: int | None) -> None:
         self.shape = RolloutShape()
-        self._rooms: dict[str, KvRoom] = {}
         self.rollouts = UNKNOWN_SLOTS if fixed is None else fixed
         self.follows_engines = fixed is None
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
 
-    def follow(self, engines: Mapping[str, EngineCapacity]) -> bool:
-        """Counts the engines that may get calls now, by their URLs; whether the limit has changed. Without any it stays
-        as it was."""
+    def follow(self, engines: Collection[KnownEngine]) -> bool:
+        """Counts the engines that may get calls now; whether the limit has changed. Without any it stays as it was."""
         if not self.follows_engines or not engines:
             return False
         shape, before = self.shape, self.rollouts
-        held = {
-            url: self._rooms.setdefault(url, KvRoom()).sequences(capacity, shape.held_tokens)
-            for url, capacity in engines.items()
-        }
-        said = sum(held[url] for url, capacity in engines.items() if capacity != NOTHING_SAID)
+        held = [(engine, engine.room.sequences(engine.capacity, shape.held_tokens)) for engine in engines]
+        most = sum(number for _, number in held)
+        said = sum(number for engine, number in held if engine.capacity != NOTHING_SAID)
         time_in_calls = max(LEAST_TIME_IN_CALLS, shape.time_in_calls)
-        self.rollouts = math.ceil((sum(held.values()) + SPARE * said) / time_in_calls)
-        each = ", ".join(f"{url} {_describe_hold(capacity, held[url])}" for url, capacity in engines.items())
+        self.rollouts = math.ceil((most + SPARE * said) / time_in_calls)
+        each = ", ".join(f"{engine.url} {_describe_hold(engine.capacity, number)}" for engine, number in held)
         self.reason = (
-            f"auto: engines hold {sum(held.values())} ({each}), and {math.ceil(SPARE * said)} more wait at them;"
+            f"auto: engines hold {most} ({each}), and {math.ceil(SPARE * said)} more wait at them;"
             f" {time_in_calls:.0%} of a rollout's time is in model calls"
         )
         return self.rollouts != before

@@ -152,7 +152,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
                 skip = set()
                 continue
             session.engine, session.doing = server.url, f"in a model call at {server.url}"
-            server.in_flight += 1
+            running = server.rate.began(time.monotonic())
             try:
                 return await call(self._clients[server.url])
             except ProviderError as error:
@@ -165,7 +165,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
                     session.failure = MeshError(Reason.ENGINE_FAILED, detail)
                 raise
             finally:
-                server.in_flight -= 1
+                server.rate.ended(running, time.monotonic())
                 session.doing = ""
 
 

@@ -42,7 +42,8 @@ class CallTiming:
 
 class EngineRate:
     def __init__(self) -> None:
-        self._running = 0
+        self.running = 0
+        """Calls that the engine has now."""
         self._calls_s = 0.0  # the time of all calls so far
         self._changed_s = 0.0
         self._tokens = self._seconds = 0.0  # averages of a call
@@ -59,8 +60,8 @@ class EngineRate:
         return CallTiming(seconds, max(1.0, (self._calls_s - call.before_s) / seconds))
 
     def _go_on(self, now_s: float, calls: int) -> None:
-        self._calls_s += self._running * (now_s - self._changed_s)
-        self._running, self._changed_s = self._running + calls, now_s
+        self._calls_s += self.running * (now_s - self._changed_s)
+        self.running, self._changed_s = self.running + calls, now_s
 
     def sampled(self, timing: CallTiming, tokens: int, now_s: float) -> None:
         self._heard, self._heard_s = self._left(now_s) + 1, now_s

@@ -7,13 +7,14 @@ goes where its group's prompt is computed already, while that saves more than th
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity
+from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity, KvRoom
 from meshrl.rollout.engines.engine_rate import CallTiming, EngineRate, mean_rate
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
 from meshrl.wire.types import EngineEndpoint, RolloutRequest, ServedVersion
@@ -22,6 +23,7 @@ PREFILL = 1 / 8
 """What computing a token of a prompt costs an engine, in sampled tokens."""
 
 REMEMBERED_GROUPS = 4096
+"""Whose prompts an engine is taken to have, the latest."""
 
 REMEMBERED_CALLS = 64
 """Each call that is answered moves the mean of sampled tokens by one part in so many."""
@@ -68,8 +70,9 @@ class Requirement:
 
 @dataclass
 class KnownEngine:
-    """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known. `listed` is
-    False once the hub names it no more: it gets no new calls, and is forgotten when those it has are over."""
+    """All that this process knows of one engine, which goes with it. `version` and `logprobs_mode` are None while they
+    are not known. `listed` is False once the hub names it no more: it gets no new calls, and is forgotten when those it
+    has are over."""
 
     url: str
     pool: str = ""
@@ -82,10 +85,20 @@ class KnownEngine:
     """The version of each run's adapter; empty where the engine serves one policy."""
     logprobs_mode: str | None = None
     capacity: EngineCapacity = NOTHING_SAID
-    in_flight: int = 0
+    room: KvRoom = field(default_factory=KvRoom)
     listed: bool = True
     chosen: int = 0  # number of the call that went here last
     rate: EngineRate = field(default_factory=EngineRate)
+    prompts: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """The groups whose prompt it has computed, by group_id."""
+    silent_since_s: float | None = None
+    """When it was first found not to answer, since it last did."""
+    patience: set[asyncio.Timeout] = field(default_factory=set)
+    """Of the calls that have no answer from it yet."""
+
+    @property
+    def in_flight(self) -> int:
+        return self.rate.running
 
     def fits(self, need: Requirement) -> bool:
         reports_right = not need.reshaped_by or self.logprobs_mode == PROCESSED
@@ -117,8 +130,6 @@ class EngineTable:
         self._calls = 0
         self._answered = 0
         self._sampled_tokens = 0.0  # of a call, on average
-        self._prompts_at: OrderedDict[str, set[str]] = OrderedDict()
-        """By group, the engines that have computed its prompt."""
 
     @property
     def listed(self) -> tuple[KnownEngine, ...]:
@@ -218,11 +229,11 @@ class EngineTable:
         fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
         now_s, mean = self._clock(), mean_rate(engine.rate for engine in fitting)
         loads = {engine.url: (engine.in_flight + 1) / engine.rate.estimate(mean, now_s) for engine in fitting}
-        least, there = min(loads.values(), default=1.0), self._prompts_at.get(group_id, ())
+        least = min(loads.values(), default=1.0)
         sampling, prefill = (self._sampled_tokens, PREFILL * prompt_tokens) if self._sampled_tokens else (1.0, 0.0)
 
         def cost(engine: KnownEngine) -> tuple[float, int]:
-            prompt = 0.0 if engine.url in there else prefill
+            prompt = 0.0 if group_id in engine.prompts else prefill
             return sampling * loads[engine.url] / least + prompt, engine.chosen
 
         own = next((engine for engine in fitting if engine.url == prefer), None)
@@ -231,10 +242,10 @@ class EngineTable:
             self._calls += 1
             engine.chosen = self._calls
             if group_id:
-                self._prompts_at.setdefault(group_id, set()).add(engine.url)
-                self._prompts_at.move_to_end(group_id)
-                if len(self._prompts_at) > REMEMBERED_GROUPS:
-                    self._prompts_at.popitem(last=False)
+                engine.prompts[group_id] = None
+                engine.prompts.move_to_end(group_id)
+                if len(engine.prompts) > REMEMBERED_GROUPS:
+                    engine.prompts.popitem(last=False)
         return engine
 
     def newest(self, need: Requirement) -> int | None:

@@ -94,8 +94,6 @@ class EngineRouter:
         self._api_key = api_key
         self._discovery = discovery
         self._hub_away = False
-        self._silent_since: dict[str, float] = {}
-        self._waiting: dict[str, set[asyncio.Timeout]] = {}  # calls without an answer yet, by engine
         self._changed = Pulse()
         self._probing: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
@@ -233,19 +231,18 @@ class EngineRouter:
             total=self._config.call_deadline_s, sock_connect=self._config.connect_deadline_s
         )
         before = engine.version_for(need)
-        engine.in_flight += 1
         running = engine.rate.began(time.monotonic())
         timing: CallTiming | None = None
         answered = False
-        waiting, patience = self._waiting.setdefault(engine.url, set()), asyncio.timeout(None)
-        waiting.add(patience)
+        patience = asyncio.timeout(None)
+        engine.patience.add(patience)
         try:
             async with (
                 patience,
                 self._http.post(engine.url + GENERATE_PATH, data=body, headers=headers, timeout=timeout) as reply,
             ):
                 patience.reschedule(None)  # an answer is coming: nobody else may be asked
-                waiting.discard(patience)
+                engine.patience.discard(patience)
                 answered = True
                 raw = await reply.read()
                 if reply.status in BUSY:
@@ -276,8 +273,7 @@ class EngineRouter:
                 Reason.ENGINE_FAILED, f"{engine.url} took longer than {self._config.call_deadline_s:g} s"
             ) from error
         finally:
-            waiting.discard(patience)
-            engine.in_flight -= 1
+            engine.patience.discard(patience)
             if timing is None:
                 engine.rate.ended(running, time.monotonic())
 
@@ -305,10 +301,14 @@ class EngineRouter:
     def _note_answer(self, engine: KnownEngine, answers: bool) -> None:
         now = time.monotonic()
         if answers:
-            self._silent_since.pop(engine.url, None)
-        elif now - self._silent_since.setdefault(engine.url, now) >= self._config.failover_s:
-            for patience in self._waiting.pop(engine.url, set()):
+            engine.silent_since_s = None
+            return
+        if engine.silent_since_s is None:
+            engine.silent_since_s = now
+        if now - engine.silent_since_s >= self._config.failover_s:
+            for patience in engine.patience:
                 patience.reschedule(asyncio.get_running_loop().time())
+            engine.patience.clear()
 
     async def _discover(self) -> None:
         if self._discovery is None:
