@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loguru import logger
 
+from meshrl.client.authority import Authority
+from meshrl.client.credentials import CredentialFiles, credentials_of
+from meshrl.client.trust import Role
 from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.inference import compiled
 from meshrl.inference.compiled import CompiledFolder, bring, share
@@ -74,6 +78,47 @@ async def test_hub_without_a_certificate_is_neither_asked_nor_given_anything(
     await mesh.client().keep_compiled(KEY, lambda: asyncio.to_thread(hosts[0].pack))
     assert await logged(hosts[1], way) == []
     assert hosts[1].is_empty
+
+
+async def test_engines_share_over_tls_with_a_hub_of_their_run_and_with_no_other(
+    mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is replaced here: certificates of the run's authority at both ends, as `share_compiled` wants them."""
+    run, other = (Authority.create(tmp_path / name / "credentials", name) for name in ("run", "other"))
+
+    def member(authority: Authority, role: Role, name: str) -> Path:
+        authority.issue(authority.folder / name, role, name)
+        return authority.folder / name
+
+    def opened(name: str) -> CompiledFolder:
+        folder = CompiledFolder(KEY, tmp_path / name)
+        folder.open()
+        return folder
+
+    async def serve(authority: Authority) -> None:
+        await mesh.kill_hub()
+        files = CredentialFiles.of_folder(member(authority, Role.HUB, "hub"))
+        mesh.credentials = credentials_of(replace(files, trust=authority.trust.path))
+        await mesh.start_hub()
+
+    for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # what `open` sets is taken back after the test
+    monkeypatch.setenv("MESHRL_TLS_FOLDER", str(member(run, Role.AGENT, "first")))
+    way = WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}")
+    first = opened("one host")
+    (tmp_path / "one host" / KEY / "graph.py").write_bytes(b"def call(): ...")
+    await serve(run)
+    await share(first, way)
+    monkeypatch.setenv("MESHRL_TLS_FOLDER", str(member(run, Role.AGENT, "second")))
+    [line] = await logged(opened("another host"), way)
+    assert line.startswith("what this engine would compile came from the hub: ")
+    assert (tmp_path / "another host" / KEY / "graph.py").read_bytes() == b"def call(): ..."
+    await serve(other)
+    assert (mesh.hub.compiled._folder / KEY).exists()
+    left_alone = opened("a third host")
+    [line] = await logged(left_alone, way)
+    assert line.startswith("this engine compiles by itself: UNREACHABLE: ")
+    assert left_alone.is_empty
 
 
 async def test_hub_checks_digests_finds_damage_and_keeps_the_newest_keys(mesh: Any) -> None:
