@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.client.machine.ports import bound, port_of
+from meshrl.machine.ports import bound, port_of
 from meshrl.versions.peft import config_table, write_folder
 from meshrl.wire.types import AdapterConfig
 

@@ -9,44 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from types import FrameType
-
-
-def rl() -> None:
-    _call("meshrl.launch.main")
-
-
-def rollout() -> None:
-    _call("meshrl.rollout.main")
-
-
-def trainer() -> None:
-    _call("meshrl.trainer.main")
-
-
-def weights() -> None:
-    _call("meshrl.weights.main")
-
-
-def inference() -> None:
-    _call("meshrl.inference.main")
-
-
-def orchestrator() -> None:
-    _call("meshrl.orchestrator.main")
-
-
-def sft() -> None:
-    _call("meshrl.sft.main")
-
-
-def eval() -> None:  # noqa: A001  # the console script's name
-    _call("meshrl.eval.main")
-
-
-def synthesize() -> None:
-    _call("meshrl.synthesize.main")
 
 
 def _call(module: str) -> None:
@@ -81,3 +46,14 @@ def _have_home() -> None:
 
 def _leave(signum: int, _frame: FrameType | None) -> None:
     os._exit(128 + signum)
+
+
+rl = partial(_call, "meshrl.launch.main")
+rollout = partial(_call, "meshrl.rollout.main")
+trainer = partial(_call, "meshrl.trainer.main")
+weights = partial(_call, "meshrl.weights.main")
+inference = partial(_call, "meshrl.inference.main")
+orchestrator = partial(_call, "meshrl.orchestrator.main")
+sft = partial(_call, "meshrl.sft.main")
+eval = partial(_call, "meshrl.eval.main")  # noqa: A001  # the console script's name
+synthesize = partial(_call, "meshrl.synthesize.main")

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from loguru import logger
 
-from meshrl.client.machine.fitness import open_files
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.durable import disk_trouble
@@ -29,6 +28,7 @@ from meshrl.core.paths import Layout
 from meshrl.core.private_folders import ReadableBy, keep_to
 from meshrl.core.telemetry.log_folder import log_place, own_log
 from meshrl.core.telemetry.logs import setup_logging, stdout_goes_beside
+from meshrl.machine.fitness import open_files
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:  # takes long to import, and not every process traces

@@ -12,12 +12,12 @@ import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
-from meshrl.client.machine.memory import machine_memory
 from meshrl.core.telemetry.start import Start
 from meshrl.inference.config import InferenceConfig, only_vllm
 from meshrl.inference.embedded.engine import MAX_ADAPTERS, EmbeddedEngine
 from meshrl.inference.engine import Engine
 from meshrl.inference.sizing import GIB
+from meshrl.machine.memory import machine_memory
 from meshrl.models.load import eos_token_ids, load_model
 
 SLOTS = 128

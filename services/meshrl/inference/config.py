@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import EVERYWHERE, LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
 from meshrl.core.private_folders import ReadableBy
+from meshrl.machine.addresses import ANY_HOST
 from meshrl.prime_rl.keys import VLLM_ARGUMENTS
 from meshrl.wire.values import JsonObject
 
@@ -271,12 +272,12 @@ class InferenceConfig(BaseConfig):
 
     def hosts(self) -> tuple[str, ...]:
         published = "" if self.url is None else urlsplit(self.url).hostname or ""
-        return tuple(host for host in (self.server.host, published) if host and host not in EVERYWHERE)
+        return tuple(host for host in (self.server.host, published) if host and host not in ANY_HOST)
 
     @property
     def unpublished(self) -> str:
         """Why the hub has no address of this engine to give to others; empty where it has one."""
-        if self.url is not None or self.server.host not in EVERYWHERE:
+        if self.url is not None or self.server.host not in ANY_HOST:
             return ""
         return (
             f"inference.server.host is {self.server.host!r}, all addresses of this machine, and the weight hub gives"

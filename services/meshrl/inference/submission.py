@@ -6,12 +6,12 @@ import os
 
 from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import EVERYWHERE
 from meshrl.core.paths import Layout
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.slurm.config import InferenceDeploymentConfig, SlurmConfig
 from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.inference.config import InferenceConfig
+from meshrl.machine.addresses import ANY_HOST
 
 
 class InferenceProgramConfig(InferenceConfig):
@@ -64,7 +64,7 @@ def _listening(config: InferenceProgramConfig) -> dict[str, object]:
     where = ""
     if not given:
         where = '--server.host "$ADDRESS"'
-    elif server.host in EVERYWHERE and config.url is None:
+    elif server.host in ANY_HOST and config.url is None:
         where = f'--url "{scheme}://$ADDRESS:{server.port}"'
     return {"where": where, "scheme": scheme, "port": server.port}
 

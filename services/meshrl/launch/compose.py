@@ -10,7 +10,6 @@ from typing import TypeVar
 from pydantic import SecretStr
 
 from meshrl.core.config import BaseConfig, ConfigError
-from meshrl.core.config.shared import ServerConfig
 from meshrl.core.credentials.secret import checked
 from meshrl.core.paths import Layout
 from meshrl.core.torch_environment import VISIBLE_GPUS
@@ -89,15 +88,19 @@ def compose(
         config=config,
         free_port=free_port,
         placement=placement or place(config.gpu_demand, gpus),
-        hub=running.weights or reach(weights.server),
+        hub=running.weights or weights.server.local_address,
     )
     trainer = run.trainer()
     engines = run.engines(engine_hosts)
     # Two that load a model onto one GPU at once take each other's room: vLLM counts what is free while it starts.
     shared = [part.name for number, part in enumerate(engines) if run.placement.shared(number)]
     rollout = _with_port(run.rollout(), free_port)
-    addresses = {"trainer": reach(trainer.server), "weights": run.hub, **running.model_dump(exclude_none=True)}
-    addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
+    addresses = {
+        "trainer": trainer.server.local_address,
+        "weights": run.hub,
+        **running.model_dump(exclude_none=True),
+    }
+    addresses["rollout"] = running.rollout_addresses(rollout.server.local_address)
     orchestrators: dict[str, OrchestratorConfig] = {}
     teachers: dict[str, RolloutConfig] = {}
     for section in config.orchestrators.values():
@@ -108,7 +111,7 @@ def compose(
         values: dict[str, object] = {
             "services": addresses,
             **run.deadlines(section.deadlines, ENGINE_START_S if shared else 0.0),
-            **({} if taught is None else {"teacher.rollout": [reach(taught.server)]}),
+            **({} if taught is None else {"teacher.rollout": [taught.server.local_address]}),
             **({"session": session} if session and not section.session else {}),
         }
         if isinstance(section, RunSection) and section.output_dir == config.output_dir:
@@ -208,7 +211,7 @@ class _Composition:
         config, ckpt = self.config, self.config.trainer.ckpt
         if config.inference is not None and config.inference.sleep_while_training:
             values["sleep_engines"] = True
-        if ckpt is not None and not ckpt.weights_only and "trainer" not in config.orchestrator.services.given():
+        if ckpt is not None and not ckpt.weights_only and config.starts("trainer"):
             values |= {"checkpoint_interval": ckpt.interval, "checkpoint_at_end": True}
         return with_values(orchestrator_of(section), values)
 
@@ -310,11 +313,6 @@ class _Composition:
 def orchestrator_of(section: OrchestratorConfig) -> OrchestratorConfig:
     others = {} if isinstance(section, RunSection) else _KEYS_OF_THE_ROLLOUT_PROGRAM
     return _own_keys(OrchestratorConfig, section, others)
-
-
-def reach(server: ServerConfig) -> str:
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-    return ServerConfig(host=everywhere.get(server.host, server.host), port=server.port).address
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:

@@ -59,12 +59,12 @@ def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
             )
         listed, trainer = demand.inference_gpu_ids, demand.trainer_gpu_ids
         return Placement(
-            engines=_divide(None if listed is None else [str(gpu) for gpu in listed], count),
+            engines=divide(None if listed is None else [str(gpu) for gpu in listed], count),
             trainer=None if trainer is None else tuple(str(gpu) for gpu in trainer),
         )
     engines, trainer = _places(demand, len(gpus))
     return Placement(
-        engines=_divide([gpus[place] for place in engines], count), trainer=tuple(gpus[place] for place in trainer)
+        engines=divide([gpus[place] for place in engines], count), trainer=tuple(gpus[place] for place in trainer)
     )
 
 
@@ -93,7 +93,8 @@ def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequenc
     return engines, left[:for_trainer] if trainer is None else trainer
 
 
-def _divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
+def divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
+    """The GPUs of each of `count` engines, which share them where they are fewer; None where none are named."""
     if gpus is None:
         return (None,) * count
     if len(gpus) < count:

@@ -16,6 +16,7 @@ from typing import Self
 
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
+from meshrl.wire.program_state import is_alive
 
 ENDING_S = 15.0  # longer than a guardian takes for the programs of an rl that was killed
 POLL_S = 0.1
@@ -45,8 +46,9 @@ class FolderLock:
         try:
             while not self._try():
                 holder = self._holder()
-                if not _was_killed(holder) or time.monotonic() > deadline_s:
-                    pid, host, since = (holder.get(key) for key in ("pid", "host", "since"))
+                pid, host, since = (holder.get(key) for key in ("pid", "host", "since"))
+                was_killed = host == platform.node() and isinstance(pid, int) and not is_alive(pid)
+                if not was_killed or time.monotonic() > deadline_s:
                     described = f"rl (pid {pid} on {host}, since {since})" if holder else "another rl"
                     raise FolderInUseError(f"{self._folder} is in use by {described}")
                 time.sleep(POLL_S)
@@ -101,16 +103,3 @@ class FolderLock:
         except (FileNotFoundError, ValueError):  # removed, or not written yet
             return {}
         return holder if isinstance(holder, dict) else {}
-
-
-def _was_killed(holder: Mapping[str, object]) -> bool:
-    pid = holder.get("pid")
-    if holder.get("host") != platform.node() or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # it is another user's, and lives
-        return False
-    return False

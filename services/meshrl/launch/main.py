@@ -67,20 +67,16 @@ def programs(
 ) -> list[Program]:
     """Each part as a process that reads its own configuration file, with its credentials' variables. A restarted
     trainer goes on from the newest checkpoint that this run has written."""
-    commands = {
-        part.name: [str(part.python or sys.executable), "-m", part.module, "@", str(layout.config(part.name))]
-        for part in parts
-    }
     began_s = time.time()
 
-    def trainer_again() -> list[str]:
+    def from_newest_checkpoint() -> list[str]:
         step = newest_checkpoint(layout.output_dir, since_s=began_s)
-        return commands["trainer"] + ([] if step is None else ["--ckpt.resume-step", str(step)])
+        return [] if step is None else ["--ckpt.resume-step", str(step)]
 
     return [
         Program(
             name=part.name,
-            command=commands[part.name],
+            command=[str(part.python or sys.executable), "-m", part.module, "@", str(layout.config(part.name))],
             log=log_place(layout, f"{part.name}.log"),
             environ={
                 **part.environ,
@@ -91,7 +87,7 @@ def programs(
             leader=part.module == "meshrl.orchestrator.main",
             title=part.run_id,
             restarts=part.restarts,
-            again=trainer_again if part.name == "trainer" else None,
+            resumed=from_newest_checkpoint if part.name == "trainer" else tuple,
             after=part.after,
         )
         for part in parts

@@ -7,8 +7,8 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from meshrl.client.machine.ports import bound, port_of
 from meshrl.core.config import ConfigError
+from meshrl.machine.ports import bound, port_of
 
 HOLDS = sys.platform == "linux"
 """Only Linux lets a server listen on a port to which another socket is bound without listening."""

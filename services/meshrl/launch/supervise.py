@@ -57,8 +57,8 @@ class Program:
     restarts: int = 0
     """Restarts when it dies, unless MAX_FAILED_STARTS in a row ended before it served."""
 
-    again: Callable[[], Sequence[str]] | None = None
-    """Makes the command of a restart; None means the same command."""
+    resumed: Callable[[], Sequence[str]] = tuple
+    """Arguments that the command of a restart has besides."""
 
     after: Sequence[str] = ()
     """Programs that must serve before it runs; the order of starts is that of the list."""
@@ -320,9 +320,7 @@ class Supervisor:
         logger.warning("{} {}; starting it again ({} more times)", name, how_it_ended(child.process.returncode), left)
         if failed_starts:  # what it needs may come
             await asyncio.sleep(RESTART_PAUSE_S)
-        again = child.program.again
-        command = child.program.command if again is None else again()
-        await self._start(child.program, command, left, failed_starts)
+        await self._start(child.program, [*child.program.command, *child.program.resumed()], left, failed_starts)
 
     def _report_loss(self) -> None:
         logger.error(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshrl.client.machine.memory import machine_memory
+from meshrl.machine.memory import machine_memory
 from meshrl.models.experts import expert_layers
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
 from meshrl.models.lora import prepare_lora, saved_parameters

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from loguru import logger
 
-from meshrl.core.config.shared import EVERYWHERE
 from meshrl.core.rpc.blocking_http import ask_blocking, error_text
 from meshrl.core.waiting import set_within
+from meshrl.machine.addresses import ANY_HOST
 
 CALL_EVERY_S = 2.0
 CALL_DEADLINE_S = 10.0  # the engine looks for the hub before it answers
@@ -39,7 +39,7 @@ class EngineCaller:
         `token`: what the engines are to show to this hub.
         """
         self._urls, self._registered, self._every_s = tuple(urls), registered, every_s
-        self._hub = {"host": "" if host in EVERYWHERE else host, "port": port}
+        self._hub = {"host": "" if host in ANY_HOST else host, "port": port}
         if token is not None:
             self._hub["token"] = token
         self._api_key = api_key

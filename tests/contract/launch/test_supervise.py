@@ -158,7 +158,7 @@ async def test_the_programs_go_on_for_the_runs_of_others_after_the_last_leader(
         asyncio.Event()
     ))  # fmt: skip
     await until(lambda: any("the mesh goes on for run_letters, and ends after them" in line for line in messages))
-    assert programs.alive() == ["server"]
+    await until(lambda: programs.alive() == ["server"])  # which may come up after the leader has ended
     others.clear()
     assert await supervising == min(code, 1)
     assert gone(programs)
@@ -393,12 +393,12 @@ async def test_a_program_that_still_waits_for_another_ends_with_the_run(programs
     assert programs.pid("trainer") is None
 
 
-async def test_restart_may_have_a_command_of_its_own(programs: Programs) -> None:
-    programs.add("trainer", SLEEP, restarts=1)
+async def test_restart_may_have_arguments_besides(programs: Programs) -> None:
+    programs.add("trainer", f"open(sys.argv[-1], 'w').write(str(os.getpid()))\n{SLEEP}", restarts=1)
     programs.add("leader", SLEEP, leader=True)
     first = programs.listed[0]
     resumed = programs.folder / "resumed"
-    programs.listed[0] = replace(first, again=lambda: [*PYTHON, UP + SLEEP, str(resumed)])
+    programs.listed[0] = replace(first, resumed=lambda: [str(resumed)])
     stop = asyncio.Event()
     running = asyncio.create_task(supervise(programs, stop))
     await programs.up("trainer", "leader")

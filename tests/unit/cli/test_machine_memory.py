@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.client.machine.memory import MachineMemory, machine_memory
+from meshrl.machine.memory import MachineMemory, machine_memory
 
 GIB = 2**30
 GROUPS = Path("/sys/fs/cgroup")
@@ -91,7 +91,7 @@ def group() -> Iterator[Path]:
 def test_a_process_in_a_real_cgroup_finds_its_limit(group: Path) -> None:
     program = (
         f"import os, pathlib; pathlib.Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()));"
-        "from meshrl.client.machine.memory import machine_memory; found = machine_memory();"
+        "from meshrl.machine.memory import machine_memory; found = machine_memory();"
         "print(found.total, found.available, found.limited)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120.0, check=True)

@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
-from meshrl.client.machine.memory import MachineMemory
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference import build
 from meshrl.inference.build import build_engine
@@ -18,6 +17,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.slots import MIN_SHARED_TOKENS
 from meshrl.inference.engine import FinishReason, GenerateRequest, HostVersion
+from meshrl.machine.memory import MachineMemory
 from meshrl.wire.errors import MeshError, Reason
 
 TOLERANCE = 1e-4

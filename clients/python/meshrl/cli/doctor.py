@@ -25,11 +25,11 @@ import click
 
 from meshrl.cli.command import CliError, folder_option, json_option, options_for, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
-from meshrl.client.machine.fitness import Diagnosis, open_files, room_of
-from meshrl.client.machine.memory import machine_memory
 from meshrl.diagnosis.causes import Ailment, Observed, diagnose
 from meshrl.diagnosis.history import Column, MetricsHistory, RunSeries
 from meshrl.diagnosis.outcome import slower_half
+from meshrl.machine.fitness import Diagnosis, open_files, room_of
+from meshrl.machine.memory import machine_memory
 
 if TYPE_CHECKING:
     from meshrl.client import ChannelOptions

@@ -25,6 +25,7 @@ from meshrl.cli.trace_file import read_lines, spans_of, trace_files
 from meshrl.diagnosis.causes import Observed
 from meshrl.diagnosis.history import MetricsHistory
 from meshrl.diagnosis.outcome import RunOutcome, outcome_of
+from meshrl.machine.addresses import local_address
 from meshrl.wire.growing_file import json_records, lines_from_the_end
 from meshrl.wire.ledger_file import open_to_read
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
@@ -38,13 +39,6 @@ FULL_BYTES = 2**20
 """A disk with less room takes no more logs, states and metrics."""
 UNSET = "None"
 """What a resolved configuration has for a key without a value: TOML has no null."""
-_ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
-
-
-def _reach(server: JsonObject) -> str:
-    """host:port by which a server of this machine is called, IPv6 hosts in brackets."""
-    host = "127.0.0.1" if server["host"] in _ANY_HOST else str(server["host"])
-    return f"[{host}]:{server['port']}" if ":" in host else f"{host}:{server['port']}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +69,16 @@ class RunFolder:
         (`exchange`)."""
         if service == "exchange":
             exchange = self.config("orchestrator").get("exchange")
-            return (_reach(exchange),) if isinstance(exchange, dict) and exchange["port"] else ()
+            return (
+                (local_address(exchange["host"], exchange["port"]),)
+                if isinstance(exchange, dict) and exchange["port"]
+                else ()
+            )
         named = self.config("orchestrator").get("services", {}).get(service)
         if named is not None and named != UNSET:
             return tuple(named) if isinstance(named, list) else (str(named),)
         server = self.config(service).get("server")
-        if not isinstance(server, dict):
-            return ()
-        return (_reach(server),)
+        return (local_address(server["host"], server["port"]),) if isinstance(server, dict) else ()
 
     def credentials(self) -> Credentials | None:
         """The operator's credentials for the run's services; None if the environment has them, or the folder has

@@ -157,12 +157,13 @@ def _process_state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return "" if Path("/proc/self/stat").exists() or not _is_alive(pid) else "?"
+        return "" if Path("/proc/self/stat").exists() or not is_alive(pid) else "?"
     except OSError:  # it ended while it was read
         return ""
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether this machine has a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

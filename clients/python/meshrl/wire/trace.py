@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 
 from opentelemetry import context, trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 TRACEPARENT = "traceparent"
-_FORMAT = re.compile(r"^(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?$")
+_W3C = TraceContextTextMapPropagator()
 
 
 def format_traceparent(span_context: trace.SpanContext) -> str:
@@ -37,15 +37,7 @@ def current_traceparent() -> str:
 
 def parse_traceparent(traceparent: str) -> trace.SpanContext | None:
     """None for a text that is empty or malformed."""
-    match = _FORMAT.match(traceparent)
-    if match is None:
-        return None
-    span_context = trace.SpanContext(
-        trace_id=int(match[1], 16),
-        span_id=int(match[2], 16),
-        is_remote=True,
-        trace_flags=trace.TraceFlags(int(match[3], 16)),
-    )
+    span_context = trace.get_current_span(_W3C.extract({TRACEPARENT: traceparent})).get_span_context()
     return span_context if span_context.is_valid else None
 
 
@@ -57,8 +49,7 @@ def trace_id_of(traceparent: str) -> str:
 
 def context_from(traceparent: str) -> context.Context | None:
     """A context whose current span is the remote one, to start children in; None without a remote."""
-    span_context = parse_traceparent(traceparent)
-    return None if span_context is None else trace.set_span_in_context(trace.NonRecordingSpan(span_context))
+    return _W3C.extract({TRACEPARENT: traceparent}) or None
 
 
 def link_from(traceparent: str) -> trace.Link | None:

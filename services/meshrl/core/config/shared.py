@@ -11,10 +11,8 @@ from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model
 
 from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config.base import BaseConfig
+from meshrl.machine.addresses import address_of, local_address
 from meshrl.wire.types import Sampling
-
-EVERYWHERE = ("0.0.0.0", "::")
-"""Addresses to bind that cannot be called."""
 
 
 class ServerConfig(BaseConfig):
@@ -31,7 +29,12 @@ class ServerConfig(BaseConfig):
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address_of(self.host, self.port)
+
+    @property
+    def local_address(self) -> str:
+        """By which programs of its machine call it."""
+        return local_address(self.host, self.port)
 
 
 class TlsConfig(BaseConfig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -15,6 +15,7 @@ from opentelemetry import trace
 from meshrl.client.credentials import CredentialError, Credentials, default_credentials
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.schema import flag
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.guard import guard_of
 from meshrl.core.rpc.health import HealthServicer
 from meshrl.core.rpc.intercept import CallInterceptor
@@ -42,17 +43,6 @@ MAX_UNREQUESTED_S = 24 * 3600
 MAX_PENDING_CALLS = 65536
 
 
-class ListenConfig(Protocol):
-    @property
-    def host(self) -> str: ...
-
-    @property
-    def port(self) -> int: ...
-
-    @property
-    def insecure(self) -> bool: ...
-
-
 class GrpcServer:
     """One server with health per service, reflection and the mesh's call interceptor.
 
@@ -63,7 +53,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        config: ListenConfig,
+        config: ServerConfig,
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         min_ping_interval_s: float = MIN_PING_INTERVAL_S,
@@ -101,13 +91,11 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health.set(self._services, serving=False)
         add_reflection((*self._services, HEALTH_SERVICE), self._server)
-        host, port = self._config.host, self._config.port
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._credentials.add_port(self._server, address)
+            bound = self._credentials.add_port(self._server, self._config.address)
         except RuntimeError as error:  # how grpc says that it could not bind
             raise ConfigError(
-                f"cannot listen on {address}: {error}; set another server.port, or 0 for a free one"
+                f"cannot listen on {self._config.address}: {error}; set another server.port, or 0 for a free one"
             ) from error
         await self._server.start()
         if self._checks:
@@ -161,7 +149,7 @@ def server_options(
     ]
 
 
-def check_bind(config: ListenConfig, *, encrypted: bool = False) -> None:
+def check_bind(config: ServerConfig, *, encrypted: bool = False) -> None:
     """Raises ConfigError unless connections are encrypted, the host is loopback, or `insecure` allows others."""
     if not encrypted and not config.insecure and not is_loopback(config.host):
         raise ConfigError(

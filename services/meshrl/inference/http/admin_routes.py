@@ -16,6 +16,7 @@ from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.schemas import WeightsBody, parse
+from meshrl.machine.addresses import address_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup
 
@@ -163,7 +164,7 @@ class AdminRoutes:
         if self._follower is None:
             raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without an agent for weight hubs")
         host = body.host or request.remote or ""
-        hub = f"[{host}]:{body.port}" if ":" in host else f"{host}:{body.port}"
+        hub = address_of(host, body.port)
         await self._follower.follow(hub, body.url, body.token)
         return web.json_response({"status": "following", "hub": hub})
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import ALL_EXPERTS, EXPERT_RANK_STEP, ModelConfig
-from meshrl.launch.config.presets import fit_preset, section_of
+from meshrl.launch.config.presets import at, fit_preset, section_of
 from meshrl.orchestrator.config import OrchestratorConfig
 
 HOSTED_KEYS = (
@@ -36,7 +36,8 @@ def complete(values: ReadTable) -> Table:
     _follow(completed, "rollout", "seq_len", "orchestrator")
     given = completed.get("runs")
     runs = given if isinstance(given, list) else []
-    if _is_longer(completed.get("trainer")):
+    seq_len = str(at(completed, "trainer", "seq_len"))  # text where a flag gave it
+    if seq_len.isdecimal() and int(seq_len) > OrchestratorConfig.model_fields["seq_len"].default:
         _follow(completed, "orchestrator", "seq_len", "trainer")
         for run in runs:
             if isinstance(run, dict):
@@ -54,17 +55,11 @@ def complete(values: ReadTable) -> Table:
 
 def _adapt_experts(values: Table) -> None:
     """Has the experts of a mixture adapted as well where engines serve that and grouped products take the rank."""
-    lora, rank = _at(values, "trainer", "model", "lora"), str(_at(values, "trainer", "model", "lora", "rank") or 16)
-    merged = str(_at(values, "trainer", "weight_broadcast", "lora_adapter_only")).lower() == "false"
-    served = merged or _at(values, "inference", "engine") == "embedded"
+    lora, rank = at(values, "trainer", "model", "lora"), str(at(values, "trainer", "model", "lora", "rank") or 16)
+    merged = str(at(values, "trainer", "weight_broadcast", "lora_adapter_only")).lower() == "false"
+    served = merged or at(values, "inference", "engine") == "embedded"
     if isinstance(lora, dict) and served and rank.isdecimal() and int(rank) % EXPERT_RANK_STEP == 0:
         lora.setdefault("target_parameters", [ALL_EXPERTS])
-
-
-def _at(values: object, *names: str) -> object:
-    for name in names:
-        values = values.get(name) if isinstance(values, Mapping) else None
-    return values
 
 
 def _follow(values: Table, name: str, key: str, other: str) -> None:
@@ -74,12 +69,6 @@ def _follow(values: Table, name: str, key: str, other: str) -> None:
         if key == "model" and isinstance(value, Mapping):  # a trainer's model has keys that only trainers know
             value = {part: value[part] for part in value if part in ModelConfig.model_fields}
         section.setdefault(key, value)
-
-
-def _is_longer(trainer: object) -> bool:
-    seq_len = str(trainer.get("seq_len")) if isinstance(trainer, Mapping) else ""  # text where a flag gave it
-    usual: int = OrchestratorConfig.model_fields["seq_len"].default
-    return seq_len.isdecimal() and int(seq_len) > usual
 
 
 def _hosted_environments(orchestrators: Sequence[object]) -> list[Table]:

@@ -98,12 +98,16 @@ def _preset(name: object) -> Preset | None:
 
 def _longest_reply(values: ReadTable) -> object:
     for path in (("orchestrator", "sampling", "max_tokens"), ("rollout", "seq_len"), ("orchestrator", "seq_len")):
-        found: object = values
-        for key in path:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if found is not None:
+        if (found := at(values, *path)) is not None:
             return found
     return OrchestratorConfig.model_fields["seq_len"].default
+
+
+def at(values: object, *names: str) -> object:
+    """The value at a path of tables; None for none."""
+    for name in names:
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
 
 
 def section_of(values: object, name: str) -> Table | None:

@@ -206,9 +206,14 @@ class RLConfig(BaseConfig):
 
     @property
     def local_environments(self) -> list[EnvConfig]:
-        """The environments of the rollout program that is started."""
+        """The environments of the rollout program that is started; none where none is."""
         elsewhere = self.orchestrator.environments_elsewhere
-        return [entry for entry in self.rollout.env if entry.resolved_name not in elsewhere]
+        hosted = self.rollout.env if self.starts("rollout") else []
+        return [entry for entry in hosted if entry.resolved_name not in elsewhere]
+
+    def starts(self, program: str) -> bool:
+        """Whether one of COMPONENTS is started, rather than off or running already."""
+        return getattr(self, program) is not None and program not in self.orchestrator.services.replaced()
 
     @property
     def feeds_own_run(self) -> bool:
@@ -261,11 +266,10 @@ class RLConfig(BaseConfig):
         given, engines = self._given_gpus(), 0
         if self.inference is not None:
             engines = self.engine_count * self.inference.gpus_per_engine() if given is None else given
-        running = self.orchestrator.services.trainer is not None
         return GpuDemand(
             engines=self.engine_count,
             for_engines=engines,
-            for_trainer=0 if running else self.trainer.deployment.num_train_gpus,
+            for_trainer=self.trainer.deployment.num_train_gpus if self.starts("trainer") else 0,
             num_infer_gpus=self.deployment.num_infer_gpus,
             inference_gpu_ids=self.inference_gpu_ids,
             trainer_gpu_ids=self.trainer_gpu_ids,
@@ -390,12 +394,8 @@ class RLConfig(BaseConfig):
             )
         return problems
 
-    def _started(self) -> set[str]:
-        return {name for name in COMPONENTS if getattr(self, name) is not None} - self.orchestrator.services.replaced()
-
     def _differences(self) -> list[str]:
-        started = self._started()
-        parts = {name: getattr(self, name) for name in COMPONENTS if name in started}
+        parts = {name: getattr(self, name) for name in COMPONENTS if self.starts(name)}
         problems = [
             f"{name}.output_dir is {str(part.output_dir)!r} but output_dir is {str(self.output_dir)!r};"
             " a run has one folder: set output_dir only"
@@ -406,9 +406,9 @@ class RLConfig(BaseConfig):
             f"{name}.model.name is {parts[name].model.name!r} but trainer.model.name is {self.trainer.model.name!r};"
             " set model.name once"
             for name in ("inference", "rollout")
-            if {name, "trainer"} <= started and parts[name].model.name != self.trainer.model.name
+            if {name, "trainer"} <= parts.keys() and parts[name].model.name != self.trainer.model.name
         ]
-        if "trainer" in started and self.orchestrator.run_id not in ("", self.trainer.run_id):
+        if "trainer" in parts and self.orchestrator.run_id not in ("", self.trainer.run_id):
             problems.append(
                 f"orchestrator.run_id is {self.orchestrator.run_id!r} but the trainer's run is"
                 f" {self.trainer.run_id!r}; set run_id once"
@@ -449,7 +449,7 @@ class RLConfig(BaseConfig):
 
     def _restarts(self) -> list[str]:
         ckpt, count = self.trainer.ckpt, self.restarts_of("trainer")
-        if not count or "trainer" not in self._started():
+        if not count or not self.starts("trainer"):
             return []
         key = "restarts" if self.trainer_restarts is None else "trainer_restarts"
         if ckpt is None or ckpt.interval is None:
@@ -499,8 +499,7 @@ class RLConfig(BaseConfig):
 
     def _lengths(self) -> list[str]:
         problems = []
-        started = self._started()
-        for name, orchestrator in self.orchestrators.items() if "trainer" in started else ():
+        for name, orchestrator in self.orchestrators.items() if self.starts("trainer") else ():
             if orchestrator.seq_len > self.trainer.seq_len:
                 problems.append(
                     f"{name}.seq_len ({orchestrator.seq_len}) is more than trainer.seq_len"
@@ -511,9 +510,10 @@ class RLConfig(BaseConfig):
                 problems.append(
                     f"{name}.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
                 )
-        if self.inference is not None and "rollout" in started and self.rollout.seq_len > self.inference.max_model_len:
+        longest = None if self.inference is None else self.inference.max_model_len
+        if longest is not None and self.starts("rollout") and self.rollout.seq_len > longest:
             problems.append(
                 f"rollout.seq_len ({self.rollout.seq_len}) is more than inference.max_model_len"
-                f" ({self.inference.max_model_len}); raise max_model_len, or lower seq_len"
+                f" ({longest}); raise max_model_len, or lower seq_len"
             )
         return problems

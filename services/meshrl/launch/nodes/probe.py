@@ -1,5 +1,5 @@
-"""Run once on each node of a job, with the standard library alone: prints what `rl` must know about it, as a line of
-JSON.
+"""Run once on each node of a job: prints what `rl` must know about it, as a line of JSON. It imports little, since a
+first import from a cold network disk takes its time.
 
 python -m meshrl.launch.nodes.probe TOKEN_FILE NUM_PORTS
 """
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+
+from meshrl.machine.ports import bound, port_of
 
 
 def main() -> None:
     token_file, num_ports = Path(sys.argv[1]), int(sys.argv[2])
-    probes = [socket.socket() for _ in range(num_ports)]
-    for probe in probes:  # all at once, so that they differ
-        probe.bind(("", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
+    with ExitStack() as held:  # all at once, so that they differ
+        ports = [port_of(held.enter_context(bound(""))) for _ in range(num_ports)]
     token = token_file.read_text() if token_file.is_file() else None
     said = {"node": os.environ["SLURMD_NODENAME"], "ports": ports, "token": token}
     sys.stdout.write(json.dumps(said) + "\n")

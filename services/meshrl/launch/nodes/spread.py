@@ -16,7 +16,7 @@ from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import LAUNCHER_LOGS
 from meshrl.launch.config import RLConfig
 from meshrl.launch.config.sections import RunDeploymentConfig
-from meshrl.launch.gpus import Placement
+from meshrl.launch.gpus import Placement, divide
 from meshrl.launch.nodes.job import STEP, JobNode
 from meshrl.launch.supervise import Program
 
@@ -75,7 +75,7 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
         trainers=trainers,
         engines=engines,
         ranks_per_node=max(1, given.gpus_per_node),
-        placement=Placement(engines=_gpus_of_engines(each, given.gpus_per_node) * len(hosts)),
+        placement=Placement(engines=divide([*map(str, range(given.gpus_per_node))] or None, each) * len(hosts)),
     )
     model = config.trainer.model
     if given.nodes_per_fsdp_group is not None:
@@ -132,7 +132,6 @@ def _trainers(program: Program, spread: Spread, layout: Layout, master_port: int
         "WORLD_SIZE": str(ranks * len(spread.trainers)),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    again = program.again
     return [
         replace(
             _step(
@@ -143,29 +142,20 @@ def _trainers(program: Program, spread: Spread, layout: Layout, master_port: int
                 before=("sh", "-c", AS_RANK, "rank"),
             ),
             name="trainer" if number == 0 else f"trainer_node_{number}",
-            again=None if again is None else _again(again, node, ranks),
         )
         for number, node in enumerate(spread.trainers)
     ]
 
 
-def _again(again: Callable[[], Sequence[str]], node: JobNode, ranks: int) -> Callable[[], Sequence[str]]:
-    return lambda: _command(node, again(), tasks=ranks, before=("sh", "-c", AS_RANK, "rank"))
-
-
 def _step(program: Program, node: JobNode, *, log: Path, tasks: int = 1, before: Sequence[str] = ()) -> Program:
+    where = (f"--ntasks={tasks}", f"--nodelist={node.name}")
     return replace(
         program,
-        command=_command(node, program.command, tasks=tasks, before=before),
+        command=[*STEP, *where, "sh", "-c", END_BY_USR1, "node", *before, *program.command],
         log=log,
         environ={**program.environ, LAUNCHER_LOGS: "1"},
         ends_on_usr1=True,
     )
-
-
-def _command(node: JobNode, command: Sequence[str], *, tasks: int, before: Sequence[str]) -> list[str]:
-    where = (f"--ntasks={tasks}", f"--nodelist={node.name}")
-    return [*STEP, *where, "sh", "-c", END_BY_USR1, "node", *before, *command]
 
 
 def _engines_per_node(each: int, gpus: int) -> int:
@@ -178,13 +168,6 @@ def _engines_per_node(each: int, gpus: int) -> int:
             " several nodes with `inference` and give its address in orchestrator.client.base_url"
         )
     return gpus // each
-
-
-def _gpus_of_engines(each: int, gpus: int) -> tuple[tuple[str, ...] | None, ...]:
-    if not gpus or not each:
-        return (None,) * each
-    size = gpus // each
-    return tuple(tuple(str(gpu) for gpu in range(place * size, (place + 1) * size)) for place in range(each))
 
 
 def _with(section: Section, **values: object) -> Section:

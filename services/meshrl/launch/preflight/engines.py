@@ -35,7 +35,7 @@ def check_engines(plan: Plan) -> Iterator[Finding]:
     urls = plan.config.running_engines
     if plan.config.inference is None and not urls:
         yield note("no engine is started or named: the run waits for those that are started for its weight hub")
-    if urls and not plan.starts("weights"):
+    if urls and not plan.config.starts("weights"):
         hub = plan.config.orchestrator.services.weights
         yield note(f"the hub at {hub} runs already: it calls the engines of its own --engines, not {', '.join(urls)}")
         return

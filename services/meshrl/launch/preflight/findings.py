@@ -33,11 +33,6 @@ class Plan:
     folder_in_use: bool = False
     """Another run lives in the output folder, so its ports and hub are taken."""
 
-    def starts(self, program: str) -> bool:
-        if program == "inference":
-            return self.config.inference is not None
-        return program not in self.config.orchestrator.services.replaced()
-
 
 Check = Callable[[Plan], Iterable[Finding]]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from meshrl.client.machine.fitness import open_files
 from meshrl.core.torch_environment import VISIBLE_GPUS
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
+from meshrl.machine.fitness import open_files
 
 WANDB_URL = "https://api.wandb.ai"
 

@@ -87,12 +87,12 @@ def is_offline() -> bool:
 def _named(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
     config = plan.config
     models: dict[str, str] = {}
-    if plan.starts("trainer"):
+    if plan.config.starts("trainer"):
         models[config.trainer.model.name] = "trainer.model.name"
     if config.inference is not None:
         models.setdefault(config.inference.model.name, "inference.model.name")
     tokenizers: dict[str, str] = {}
-    if plan.starts("rollout"):
+    if plan.config.starts("rollout"):
         own = config.rollout.tokenizer
         tokenizers[own or config.rollout.model.name] = "rollout.model.name" if own is None else "rollout.tokenizer"
     return models, tokenizers

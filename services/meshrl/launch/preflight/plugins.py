@@ -27,7 +27,7 @@ Answer = tuple[Severity, str, Sequence[Sequence[str]]]
 
 
 def check_plugins(plan: Plan) -> Iterator[Finding]:
-    for taskset in dict.fromkeys(entry.id for entry in plan.config.local_environments if plan.starts("rollout")):
+    for taskset in dict.fromkeys(entry.id for entry in plan.config.local_environments):
         if taskset in NAMESAKES:
             yield note(f"environment id {taskset!r} is {NAMESAKES[taskset]}")
     questions = _questions(plan)
@@ -68,7 +68,7 @@ def _questions(plan: Plan) -> dict[str, object]:
     config, loss, advantage = plan.config, plan.config.trainer.loss, plan.config.orchestrator.advantage
     return {
         "loss": {"import_path": loss.import_path, "kwargs": loss.kwargs}
-        if plan.starts("trainer") and loss.import_path
+        if config.starts("trainer") and loss.import_path
         else None,
         "advantage": {"import_path": advantage.import_path, "kwargs": advantage.kwargs}
         if advantage.import_path
@@ -79,9 +79,8 @@ def _questions(plan: Plan) -> dict[str, object]:
             "max_turns": config.rollout.max_turns,
             "load": config.dry_run,
         }
-        if plan.starts("rollout")
         # Nothing can be wrong with a taskset of ours without options.
-        and (config.dry_run or any(entry.args or not is_registered(entry.id) for entry in config.local_environments))
+        if any(config.dry_run or entry.args or not is_registered(entry.id) for entry in config.local_environments)
         else None,
     }
 

@@ -32,7 +32,7 @@ def check_running_services(plan: Plan) -> Iterator[Finding]:
                 status = int(health.Check(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True).status)
         except grpc.RpcError as problem:
             text = f"{key}: {_explained(problem, client.service)}"
-            others = len(given[program]) > 1 or plan.starts(program)
+            others = len(given[program]) > 1 or plan.config.starts(program)
             yield warning(f"{text}; the others are used until it serves") if others else error(text)
             continue
         if status != health_pb2.HealthCheckResponse.SERVING:
@@ -45,7 +45,7 @@ def check_environments_elsewhere(plan: Plan) -> Iterator[Finding]:
     addresses = plan.config.orchestrator.services.given().get("rollout")
     if addresses is None or not plan.config.dry_run:
         return
-    local = {entry.resolved_name for entry in plan.config.local_environments if plan.starts("rollout")}
+    local = {entry.resolved_name for entry in plan.config.local_environments}
     hosted: dict[str, dict[str, str]] = {}
     for address in addresses:
         key = f"orchestrator.services.rollout {address!r}"
@@ -64,7 +64,7 @@ def check_environments_elsewhere(plan: Plan) -> Iterator[Finding]:
 
 def check_hub(plan: Plan) -> Iterator[Finding]:
     """A hub that was started by hand may be at work in the folder."""
-    if plan.folder_in_use or not plan.starts("weights"):
+    if plan.folder_in_use or not plan.config.starts("weights"):
         return
     folder = plan.config.weights.spool_dir or plan.config.output_dir / "weight_hub"
     if is_locked(str(folder / "decisions.sqlite-lock")):

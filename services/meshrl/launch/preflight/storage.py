@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshrl.client.machine.fitness import room_of
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import SHM, SHM_VERSIONS
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.launch.preflight.models import ModelSize, local_folder, stored_size
+from meshrl.machine.fitness import room_of
 from meshrl.training.config import CheckpointConfig
 from meshrl.wire.saved_steps import steps_in
 
@@ -24,7 +24,7 @@ STATE_BYTES = {"adamw": 8, "muon": 8, "sgd": 4}
 
 def check_resume_step(plan: Plan) -> Iterator[Finding]:
     ckpt = plan.config.trainer.ckpt
-    if ckpt is None or ckpt.resume_step is None or not plan.starts("trainer"):
+    if ckpt is None or ckpt.resume_step is None or not plan.config.starts("trainer"):
         return
     if plan.config.clean_output_dir:
         yield error(
@@ -111,7 +111,7 @@ def version_bytes(plan: Plan, size: ModelSize) -> int:
 
 
 def _size(plan: Plan) -> ModelSize | None:
-    folder = local_folder(plan.config.trainer.model.name) if plan.starts("trainer") else None
+    folder = local_folder(plan.config.trainer.model.name) if plan.config.starts("trainer") else None
     return None if folder is None else stored_size(folder)
 
 

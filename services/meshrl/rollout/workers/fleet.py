@@ -20,10 +20,10 @@ from typing import Literal
 
 from loguru import logger
 
-from meshrl.client.machine.memory import machine_memory
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
+from meshrl.machine.memory import machine_memory
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.place import Loss, PlaceLimits, WorkerPlace
 from meshrl.rollout.workers.process import WorkerProcess, WorkerSettings

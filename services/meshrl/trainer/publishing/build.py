@@ -22,6 +22,7 @@ from meshrl.core.paths import Layout
 from meshrl.core.private_folders import versions_folder
 from meshrl.core.rpc.serve import is_loopback
 from meshrl.core.telemetry.waits import Waits
+from meshrl.machine.addresses import address_of
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
 from meshrl.trainer.publishing.publisher import Publisher
@@ -172,8 +173,7 @@ def open_publication(
     if decided.transport == Transport.NCCL.value or (decided.in_shares and parallel.plan.num_senders > 1):
         host = store_host(decided.transport, options.broadcast.host, environment, one_host=parallel.plan.on_one_host)
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
-        address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
-        decided = replace(decided, store_address=address)
+        decided = replace(decided, store_address=address_of(host, store.port))
     return open_run(decided, options, parts, parts.run, commands, client, store)
 
 

@@ -11,6 +11,7 @@ import click
 
 from meshrl.cli.command import CliError
 from meshrl.cli.run_folder import RunFolder
+from meshrl.machine.addresses import address_of
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -52,7 +53,7 @@ def ui(output_dirs: tuple[Path, ...], host: str, port: int) -> None:
     token = None if host in LOOPBACK else secrets.token_urlsafe(24)
 
     def ready(port: int) -> None:
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        address = f"http://{address_of(host, port)}/"
         click.echo(f"open {address}{'' if token is None else f'?token={token}'}  (Ctrl-C ends it)")
 
     with contextlib.suppress(KeyboardInterrupt):

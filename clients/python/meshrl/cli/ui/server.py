@@ -38,9 +38,9 @@ from meshrl.cli.ui.views import (
     without_tokens,
 )
 from meshrl.client.idle_connections import IdleConnections
-from meshrl.client.machine.ports import bound, port_of
 from meshrl.diagnosis.causes import diagnose
 from meshrl.diagnosis.history import MetricsHistory
+from meshrl.machine.ports import bound, port_of
 from meshrl.wire.values import JsonObject
 
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ import socket
 
 
 def bound(host: str, *, shared: bool = False) -> socket.socket:
-    """A socket that is bound to a free port of the host, and does not listen. Raises OSError.
+    """A socket that is bound to a free port of the host ("" is all of them), and does not listen. Raises OSError.
 
     While it is open the kernel gives the port to no socket that asks for any; with `shared` a server may have it by
     number all the same, on Linux alone.
