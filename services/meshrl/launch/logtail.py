@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
-from meshrl.wire.growing_file import GrowingFile
+from meshrl.wire.growing_file import GrowingFile, lines_from_the_end
 
 LAST_LINES = 20
-_LAST_BYTES = 64 * 1024
 _LEAK_REPORT = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind.")
 """First words of lines that a library of vLLM writes when Python ends, after the error that explains the end."""
 
@@ -30,12 +30,6 @@ class LogTail:
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:
-    """The last lines of a file, none from before byte `start`, and none of a report of leaks."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(start, size - _LAST_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    return [line for line in text.splitlines() if not line.startswith(_LEAK_REPORT)][-LAST_LINES:]
+    """The last whole lines of a file, none from before byte `start`, and none of a report of leaks."""
+    lines = (line.decode(errors="replace") for line in lines_from_the_end(path, start))
+    return [*islice((line for line in lines if not line.startswith(_LEAK_REPORT)), LAST_LINES)][::-1]

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from meshrl.core.config.shared import ModelConfig
-from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
+from meshrl.core.huggingface import ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.models.sharded import Part
 from meshrl.models.state import stored_tensors
 
@@ -64,7 +64,7 @@ class ModelFolder:
                         break
             except (OSError, ValueError, NO_ANSWER) as error:
                 raise ModelError(
-                    f"cannot download the weights of model.name {config.name!r}: {told(error)}; {HUB_ADVICE}"
+                    f"cannot download the weights of model.name {config.name!r}: {told(error)}; {ADVICE}"
                 ) from error
         return cls(config.name, path)
 

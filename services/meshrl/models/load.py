@@ -21,7 +21,7 @@ from transformers import (
 from transformers.initialization import meta_device_safe_creation_ops
 
 from meshrl.core.config.shared import ModelConfig
-from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
+from meshrl.core.huggingface import ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.models.families import attention_implementation, refusal
 from meshrl.models.folder import GENERATION_CONFIG, ModelError, ModelFolder, WeightReader
 from meshrl.models.sharded import fill_part, own_part
@@ -174,7 +174,7 @@ def _from_pretrained(
         return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code)
     # A missing, broken or unknown model, one that needs a package, or a hub that does not answer.
     except (OSError, ValueError, ImportError, NO_ANSWER) as error:
-        kind, why = ("folder", str(error)) if is_folder else (HUB_NAME, f"{told(error)}; {HUB_ADVICE}")
+        kind, why = ("folder", str(error)) if is_folder else (HUB_NAME, f"{told(error)}; {ADVICE}")
         raise ModelError(
             f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {why}"
         ) from error

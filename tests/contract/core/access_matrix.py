@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,6 +14,7 @@ import grpc
 import meshrl.v1
 from meshrl.client.credentials import Credentials
 from meshrl.client.trust import Role
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
@@ -37,7 +37,7 @@ def servicers() -> list[tuple[str, Callable[[Any, Any], None], object]]:
 @asynccontextmanager
 async def serving(credentials: Credentials, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """A server that offers every service of the contract and implements none; yields its address."""
-    server = GrpcServer(SimpleNamespace(host=host, port=0, insecure=False), credentials=credentials)
+    server = GrpcServer(ServerConfig(host=host), credentials=credentials)
     for service, adder, servicer in servicers():
         server.add(service, adder, servicer)
     port = await server.start()

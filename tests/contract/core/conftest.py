@@ -1,11 +1,10 @@
 """A real server on loopback with a scripted RolloutService and TrainerService, and clients of it."""
 # ruff: noqa: N802  # methods are named by the contract
 
-from types import SimpleNamespace
-
 import pytest
 
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import rollout_pb2 as rollout_pb
 from meshrl.v1 import rollout_pb2_grpc as rollout_grpc
@@ -64,7 +63,7 @@ class Mesh:
 
 
 async def start_mesh(port=0, **options):
-    config = SimpleNamespace(host="127.0.0.1", port=port, insecure=False)
+    config = ServerConfig(port=port)
     script = Script()
     mesh = Mesh(GrpcServer(config, **options), script)
     mesh.server.add("meshrl.v1.RolloutService", rollout_grpc.add_RolloutServiceServicer_to_server, script)

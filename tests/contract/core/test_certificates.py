@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -31,7 +30,7 @@ from meshrl.client.credentials import (
 )
 from meshrl.client.enrollment import join, renew, revoked_members
 from meshrl.client.trust import Role, TrustFile
-from meshrl.core.config.shared import TlsConfig
+from meshrl.core.config.shared import ServerConfig, TlsConfig
 from meshrl.core.credentials.identity import identify, kept_valid
 from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.roles import ROLES_OF
@@ -149,7 +148,7 @@ class Steps(trainer_pb2_grpc.TrainerServiceServicer):
 async def watched(hub: Credentials, caller: Credentials) -> AsyncIterator[tuple[Steps, Any, Any]]:
     """A standing stream from a server with `hub`'s credentials to a caller, and the caller's channel."""
     steps = Steps()
-    server = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False), credentials=hub)
+    server = GrpcServer(ServerConfig(), credentials=hub)
     server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, steps)
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -224,7 +223,7 @@ def hub_files(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator
 async def entry(authority: Authority) -> AsyncIterator[str]:
     """A hub that lets hosts join, and renews; yields where they join."""
     servicer = EnrollmentServicer(authority)
-    main = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False))
+    main = GrpcServer(ServerConfig())
     main.add(SERVICE, identity_pb2_grpc.add_EnrollmentServiceServicer_to_server, servicer)
     servicer.renewal_port = await main.start()
     server, port = await open_entry(servicer, "127.0.0.1", 0)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import aiohttp
 import grpc
@@ -29,7 +28,7 @@ from meshrl.client.credentials import CredentialError, CredentialFiles, Credenti
 from meshrl.client.enrollment import join, renew
 from meshrl.client.names import server_name
 from meshrl.client.trust import SERVING, Role, Trust, TrustFile
-from meshrl.core.config.shared import TlsConfig
+from meshrl.core.config.shared import ServerConfig, TlsConfig
 from meshrl.core.credentials.https import client_context
 from meshrl.core.credentials.identity import identify, kept_valid
 from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
@@ -70,7 +69,7 @@ def hub_files(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator
 async def entry(authority: Authority, hub_files: None) -> AsyncIterator[str]:
     """Where hosts join the run."""
     servicer = EnrollmentServicer(authority)
-    main = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False))
+    main = GrpcServer(ServerConfig())
     main.add(SERVICE, identity_pb2_grpc.add_EnrollmentServiceServicer_to_server, servicer)
     servicer.renewal_port = await main.start()
     server, port = await open_entry(servicer, "127.0.0.1", 0)
@@ -264,7 +263,7 @@ class Versions(weights_pb2_grpc.WeightSyncServicer):
 @asynccontextmanager
 async def relay_with(credentials: Credentials) -> AsyncIterator[str]:
     """A server of WeightSync with these credentials; yields its address."""
-    server = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False), credentials=credentials)
+    server = GrpcServer(ServerConfig(), credentials=credentials)
     server.add("meshrl.v1.WeightSync", weights_pb2_grpc.add_WeightSyncServicer_to_server, Versions())
     port = await server.start()
     server.set_serving()

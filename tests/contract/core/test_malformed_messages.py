@@ -7,6 +7,7 @@ import grpc
 import pytest
 from loguru import logger
 
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2_grpc
 from meshrl.wire.errors import Reason, from_rpc_error
@@ -60,7 +61,7 @@ class Reader(
 
 @pytest.fixture
 async def reader(caplog):
-    server, servicer = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False)), Reader()
+    server, servicer = GrpcServer(ServerConfig()), Reader()
     server.add("meshrl.v1.RolloutService", rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer)
     server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)
     server.add("meshrl.v1.WeightSync", weights_pb2_grpc.add_WeightSyncServicer_to_server, servicer)

@@ -6,7 +6,6 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.config.base import ConfigError
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.wire.errors import MeshError, Reason
 
@@ -197,7 +197,7 @@ async def test_a_drain_ends_after_its_grace_whatever_runs(make_mesh):
 
 
 async def test_a_port_in_use_is_an_error_that_says_what_to_change(mesh):
-    taken = GrpcServer(SimpleNamespace(host="127.0.0.1", port=mesh.port, insecure=False))
+    taken = GrpcServer(ServerConfig(port=mesh.port))
     with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+.*set another server\.port"):
         await taken.start()
 
@@ -205,11 +205,11 @@ async def test_a_port_in_use_is_an_error_that_says_what_to_change(mesh):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.com"])
 async def test_a_bind_that_others_reach_is_refused_without_tls(host):
     with pytest.raises(ConfigError, match=r"there is no TLS; .*--server\.insecure"):
-        GrpcServer(SimpleNamespace(host=host, port=0, insecure=False))
+        GrpcServer(ServerConfig(host=host))
 
 
 @pytest.mark.parametrize(("host", "insecure"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
 async def test_loopback_and_allowed_binds_are_taken(host, insecure):
-    server = GrpcServer(SimpleNamespace(host=host, port=0, insecure=insecure))
+    server = GrpcServer(ServerConfig(host=host, port=0, insecure=insecure))
     assert await server.start() > 0
     await server.drain(0.0)

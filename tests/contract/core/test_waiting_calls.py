@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc import serve
 from meshrl.core.rpc.serve import DEFAULT_MAX_MESSAGE_BYTES, GrpcServer, server_options
 from meshrl.v1 import trainer_pb2, trainer_pb2_grpc
@@ -30,7 +30,7 @@ async def codes_after_a_block(num_calls, block_s):
 
     The callers are threads of gRPC's own, so the calls reach the server although the loop is blocked.
     """
-    server, trainer = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False)), Trainer()
+    server, trainer = GrpcServer(ServerConfig()), Trainer()
     server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer)
     port = await server.start()
     server.set_serving()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshrl.client import WeightSyncClient
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
@@ -62,7 +63,7 @@ class Hub(weights_pb2_grpc.WeightSyncServicer):
 
 @pytest.fixture
 async def hub():
-    server, servicer = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False)), Hub()
+    server, servicer = GrpcServer(ServerConfig()), Hub()
     server.add(frames.SERVICE, frames.add_weight_sync, servicer)
     port = await server.start()
     server.set_serving()

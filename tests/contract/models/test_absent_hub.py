@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hub_server import serving_hub
-from meshrl.core import hub
+from meshrl.core import huggingface
 from meshrl.core.config.shared import ModelConfig
 from meshrl.models.load import ModelError, empty_model, fill_model
 from meshrl.sft.data.config import DataConfig
@@ -30,7 +30,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "HUB_ANSWER_S", 0.5)
+    monkeypatch.setattr(huggingface, "ANSWER_S", 0.5)
 
 
 def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
-from meshrl.wire.convert.by_annotation import _dtype_of
+from meshrl.wire.convert.by_annotation import dtype_of
 
 T = TypeVar("T", bound=np.generic)
 KeptAlias = TypeAliasType("KeptAlias", "np.ndarray[Any, np.dtype[T]]", type_params=(T,))  # as numpy 2.5 has NDArray
@@ -15,4 +15,4 @@ KeptAlias = TypeAliasType("KeptAlias", "np.ndarray[Any, np.dtype[T]]", type_para
 
 @pytest.mark.parametrize("annotation", [NDArray[np.int32], np.ndarray[Any, np.dtype[np.int32]], KeptAlias[np.int32]])
 def test_the_type_of_a_vector_is_found_however_numpy_spells_its_alias(annotation: Any) -> None:
-    assert _dtype_of(annotation) == "int32"
+    assert dtype_of(annotation) == "int32"

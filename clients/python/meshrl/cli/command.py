@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
@@ -14,9 +14,10 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.wire.text_table import plain_table
 
 if TYPE_CHECKING:
-    from meshrl.client.channel import ChannelOptions
+    from meshrl.client.channel import ChannelOptions, ServiceClient
 
 _T = TypeVar("_T")
+_Client = TypeVar("_Client", bound="ServiceClient")
 _Command = Callable[..., object]
 
 CALL_DEADLINE_S = 10.0
@@ -124,6 +125,22 @@ def run(work: Coroutine[None, None, _T]) -> _T:
         said = " ".join(error.message.rpartition("last error: UNKNOWN: ")[2].split())
         remedy = REMEDIES.get(error.reason.name)
         raise CliError(f"{error.reason.name}: {said}{f'; {remedy}' if remedy else ''}") from error
+
+
+def ask(
+    client: Callable[[str, ChannelOptions], _Client],
+    service: str,
+    folder: RunFolder,
+    address: str | None,
+    question: Callable[[_Client], Awaitable[_T]],
+) -> _T:
+    """The answer of one service, at the given address or the folder's first. Raises CliError."""
+
+    async def asked() -> _T:
+        async with client(the_address(folder, service, address), options_for(folder)) as opened:
+            return await question(opened)
+
+    return run(asked())
 
 
 def ago(seconds: float) -> str:

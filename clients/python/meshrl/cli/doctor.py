@@ -26,7 +26,7 @@ import click
 from meshrl.cli.command import CliError, folder_option, json_option, options_for, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
 from meshrl.diagnosis.causes import Ailment, Observed, diagnose
-from meshrl.diagnosis.history import Column, MetricsHistory, RunSeries
+from meshrl.diagnosis.history import RunSeries
 from meshrl.diagnosis.outcome import slower_half
 from meshrl.machine.fitness import Diagnosis, open_files, room_of
 from meshrl.machine.memory import machine_memory
@@ -141,7 +141,7 @@ def _packages() -> Iterator[Diagnosis]:
 def _services(folder: RunFolder) -> Iterator[Diagnosis]:
     from meshrl.cli.status import read_status  # gRPC, which a machine is examined without
 
-    if not folder.is_held():
+    if not folder.is_running():
         found, ended_by = f"none is running in {folder.path}", folder.why_it_ended()
         if ended_by:
             remedy = "meshrl logs has what came before"
@@ -241,12 +241,13 @@ def _measured(folder: RunFolder, config: Path, steps: int, change: str) -> Noise
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise CliError(f"the run ended with {done.returncode}: {' '.join(last)}; see meshrl logs -o {place}")
-    return noise_floor(RunFolder(place), change, before=_own(folder))
+    own = folder.history().series.columns.get("mismatch_abs/all/mean")
+    return noise_floor(RunFolder(place), change, before=None if own is None else statistics.fmean(own.values[-5:]))
 
 
 def noise_floor(made: RunFolder, change: str, *, before: float | None) -> NoiseFloor:
     """What a run at learning rate 0 has shown. Raises CliError for one without mismatch metrics."""
-    columns = _columns(made)
+    columns = made.history().series.columns
     found = [columns.get(f"mismatch_{name}") for name in ("abs/all/mean", "abs/all/max", "kl/all/mean")]
     mean_abs, most_abs, mean_kl = ([] if column is None else list(column.values) for column in found)
     if not mean_abs:
@@ -263,11 +264,6 @@ def noise_floor(made: RunFolder, change: str, *, before: float | None) -> NoiseF
     )
 
 
-def _own(folder: RunFolder) -> float | None:
-    column = _columns(folder).get("mismatch_abs/all/mean")
-    return None if column is None else statistics.fmean(column.values[-5:])
-
-
 def print_floors(floors: Sequence[NoiseFloor]) -> None:
     print_table(
         ("engine", "attention", "changed", "steps", "mean |diff|", "most |diff|", "mean KL", "in the run"),
@@ -277,12 +273,6 @@ def print_floors(floors: Sequence[NoiseFloor]) -> None:
             for one in floors
         ],
     )  # fmt: skip
-
-
-def _columns(folder: RunFolder) -> dict[str, Column]:
-    history = MetricsHistory(folder.path / "metrics.jsonl")
-    history.read_on()
-    return history.series.columns
 
 
 @click.command()

@@ -35,8 +35,7 @@ if (run.versions.versions.length) show("#versions", "Versions", versions(run.ver
 
 def report_page(folder: RunFolder, price: float | None) -> str:
     """The page. Raises CliError for a folder in which no step has ended."""
-    history = MetricsHistory(folder.path / "metrics.jsonl")
-    history.read_on()
+    history = folder.history()
     outcome = folder.outcome(history, price)
     if outcome is None:
         raise CliError(f"{folder.path} has no step in metrics.jsonl: name a run's output folder")

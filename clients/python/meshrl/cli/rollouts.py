@@ -147,11 +147,14 @@ def _trace_of(folder: RunFolder, rollout_id: str) -> str | None:
     return None
 
 
+def _of_a_step(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a command that reads the kept rollouts of a step."""
+    command = click.option("--env", "environment", help="Only of this environment.")(json_option(command))
+    return folder_option(click.argument("step", type=int, required=False)(command))
+
+
 @rollouts.command()
-@folder_option
-@click.argument("step", type=int, required=False)
-@click.option("--env", "environment", help="Only of this environment.")
-@json_option
+@_of_a_step
 def samples(folder: RunFolder, step: int | None, environment: str | None, as_json: bool) -> None:
     """List the rollouts of a step, by default the last one, that are kept to be read."""
     kept = _kept(folder, step, environment)
@@ -167,20 +170,14 @@ def samples(folder: RunFolder, step: int | None, environment: str | None, as_jso
 
 
 @rollouts.command()
-@folder_option
-@click.argument("step", type=int, required=False)
-@click.option("--env", "environment", help="Only of this environment.")
-@json_option
+@_of_a_step
 def worst(folder: RunFolder, step: int | None, environment: str | None, as_json: bool) -> None:
     """Show the rollout of a step, by default the last one, that has the lowest reward."""
     _show_extreme(_kept(folder, step, environment), min, as_json=as_json)
 
 
 @rollouts.command()
-@folder_option
-@click.argument("step", type=int, required=False)
-@click.option("--env", "environment", help="Only of this environment.")
-@json_option
+@_of_a_step
 def best(folder: RunFolder, step: int | None, environment: str | None, as_json: bool) -> None:
     """Show the rollout of a step, by default the last one, that has the highest reward."""
     _show_extreme(_kept(folder, step, environment), max, as_json=as_json)

@@ -142,11 +142,16 @@ class RunFolder:
             return ""
         return f"the disk of {self.path} is full: {free / 2**20:.1f} MiB are free" if free < FULL_BYTES else ""
 
+    def history(self) -> MetricsHistory:
+        """The metrics, as far as they are written by now; `read_on` takes what comes."""
+        history = MetricsHistory(self.path / "metrics.jsonl")
+        history.read_on()
+        return history
+
     def outcome(self, history: MetricsHistory | None = None, price: float | None = None) -> RunOutcome | None:
         """What the run came to and cost; None without a step. `price` is of one device for an hour, else the one of
         the configuration."""
-        history = MetricsHistory(self.path / "metrics.jsonl") if history is None else history
-        history.read_on()
+        history = history or self.history()
         engine = self.config("inference")
         size = engine.get("tensor_parallel_size")
         stated = self.config("orchestrator").get("log", {}).get("device_hour_price")
@@ -196,7 +201,7 @@ class RunFolder:
 
         `history`: the metrics that have been read already, so that only what is new is read.
         """
-        history = MetricsHistory(self.path / "metrics.jsonl") if history is None else history
+        history = history or self.history()
         history.read_on()
         return Observed(
             columns=history.series.columns,

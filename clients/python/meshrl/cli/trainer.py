@@ -12,12 +12,11 @@ import click
 from meshrl.cli.command import (
     address_option,
     ago,
+    ask,
     folder_option,
     json_option,
-    options_for,
     print_json,
     print_table,
-    run,
     the_address,
 )
 from meshrl.cli.members import init
@@ -29,11 +28,7 @@ _T = TypeVar("_T")
 
 
 def _ask(folder: RunFolder, address: str | None, question: Callable[[TrainerClient], Awaitable[_T]]) -> _T:
-    async def ask() -> _T:
-        async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:
-            return await question(client)
-
-    return run(ask())
+    return ask(TrainerClient, "trainer", folder, address, question)
 
 
 def drain_trainer(folder: RunFolder, address: str | None, deadline_s: float) -> int:
@@ -54,11 +49,15 @@ def trainer() -> None:
 @json_option
 def checkpoint(folder: RunFolder, address: str | None, run_id: str, weights_only: bool, as_json: bool) -> None:
     """Save a checkpoint now, between two steps, and print its place."""
+    _save(folder, address, run_id, weights_only, as_json)
+
+
+def _save(folder: RunFolder, address: str | None, run_id: str, weights_only: bool, as_json: bool, of: str = "") -> None:
     step, path = _ask(folder, address, lambda client: client.save_checkpoint(run_id, weights_only))
     if as_json:
         print_json({"step": step, "path": path})
     else:
-        click.echo(f"step {step} is saved in {path} (on the trainer's file system)")
+        click.echo(f"step {step}{of} is saved in {path} (on the trainer's file system)")
 
 
 @trainer.command()
@@ -228,11 +227,7 @@ def resume(folder: RunFolder, address: str | None, run_id: str, as_json: bool) -
 @json_option
 def checkpoint_run(folder: RunFolder, address: str | None, run_id: str, weights_only: bool, as_json: bool) -> None:
     """Save a checkpoint of a run now, between two of its steps, and print its place."""
-    step, path = _ask(folder, address, lambda client: client.save_checkpoint(run_id, weights_only))
-    if as_json:
-        print_json({"step": step, "path": path})
-    else:
-        click.echo(f"step {step} of run {run_id} is saved in {path} (on the trainer's file system)")
+    _save(folder, address, run_id, weights_only, as_json, of=f" of run {run_id}")
 
 
 @run_group.command()

@@ -15,6 +15,7 @@ from meshrl.cli.command import (
     CliError,
     address_option,
     ago,
+    ask,
     folder_option,
     json_option,
     options_for,
@@ -28,7 +29,7 @@ from meshrl.cli.trainer import drain_trainer
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.weights import EVERY_RUN
 from meshrl.wire.saved_steps import pin_step, pinned_steps, unpin_step
-from meshrl.wire.types import EngineInfo, VersionInfo
+from meshrl.wire.types import VersionInfo
 
 QUIET_S = 0.5
 """The hub's watch sends the past at once; when nothing came for this long, all of it has come."""
@@ -47,11 +48,6 @@ async def _versions(address: str, run_id: str, options: ChannelOptions) -> list[
                     version = (await asyncio.wait_for(anext(events), QUIET_S)).version
                     newest[version.run_id, version.epoch, version.version] = version
     return sorted(newest.values(), key=lambda version: (version.run_id, version.epoch, version.version))
-
-
-async def _engines(address: str, pool: str, options: ChannelOptions) -> tuple[EngineInfo, ...]:
-    async with WeightSyncClient(address, options) as client:
-        return await client.list_engines(pool)
 
 
 @click.group()
@@ -90,7 +86,7 @@ def list_versions(folder: RunFolder, address: str | None, run_id: str, as_json: 
 @json_option
 def engines(folder: RunFolder, address: str | None, pool: str, as_json: bool) -> None:
     """List the engines that have registered at the hub, with the version that each serves."""
-    found = run(_engines(the_address(folder, "weights", address), pool, options_for(folder)))
+    found = ask(WeightSyncClient, "weights", folder, address, lambda client: client.list_engines(pool))
     if as_json:
         print_json([{**asdict(engine), "state": engine.state.value} for engine in found])
         return

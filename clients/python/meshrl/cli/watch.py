@@ -89,7 +89,7 @@ def watch(folder: RunFolder, interval_s: float, count: int | None) -> None:
 
     80 columns are enough, and it uses no colour. Where the terminal has no block characters it draws with letters.
     """
-    history = MetricsHistory(folder.path / "metrics.jsonl")
+    history = folder.history()
     looks = 0
     with contextlib.suppress(KeyboardInterrupt):
         while True:

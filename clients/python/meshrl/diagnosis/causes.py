@@ -70,6 +70,11 @@ class Observed:
             return []
         return list(column.values[-RECENT:])
 
+    def trend(self, name: str, least: int = TREND) -> list[float]:
+        """All values of a metric that at least so many steps have, the newest too; else empty."""
+        values = self.values(name)
+        return list(values) if len(values) >= least and self.now(name) else []
+
     def mean(self, name: str) -> float | None:
         found = self.now(name)
         return statistics.fmean(found) if found else None
@@ -123,42 +128,65 @@ def diagnose(run: Observed, causes: Sequence[Cause] | None = None) -> list[Ailme
     ]
 
 
+def _cause(symptom: str, key: str, remedy: str) -> Callable[[Callable[[Observed], str]], Cause]:
+    """Makes a cause of a look at a run; the look's name is what users see."""
+    return lambda look: Cause(name=look.__name__, symptom=symptom, key=key, remedy=remedy, look=look)
+
+
 def _error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def _errored_rollouts(run: Observed) -> str:
+@_cause("rollouts fail", "orchestrator.train.env", "`meshrl rollouts tail --state failed` lists the reasons")
+def errored_rollouts(run: Observed) -> str:
     errored = run.values("errored_rollouts/all")
     if errored and errored[-1] > MOST_ERRORED:
         return f"{errored[-1]:.0%} of the rollouts of step {run.columns['errored_rollouts/all'].steps[-1]} failed"
     return ""
 
 
-def _loop_lag(run: Observed) -> str:
+@_cause(
+    "programs answer late", "",
+    "something blocks its event loop, such as an environment: set rollout.workers, and see `meshrl trace`",
+)  # fmt: skip
+def loop_lag(run: Observed) -> str:
     late = [f"{name} answers {lag_s:.1f} s late" for name, lag_s in sorted(run.loop_lags_s.items()) if lag_s > LATE_S]
     return ", ".join(late)
 
 
-def _diverged(run: Observed) -> str:
+@_cause(
+    "the loss is not a number", "trainer.optim.lr",
+    "resume from a checkpoint before that step with a lower rate, and keep trainer.optim.max_norm set",
+)  # fmt: skip
+def diverged(run: Observed) -> str:
     steps, finite = run.columns.get("time/step"), run.columns.get("optim/grad_norm")
     if steps is None or finite is None or not finite.steps or steps.steps[-1] == finite.steps[-1]:
         return ""
     return f"optim/grad_norm is no finite number since step {finite.steps[-1] + 1}"
 
 
-def _zero_learning_rate(run: Observed) -> str:
+@_cause("flat reward", "trainer.optim.lr", "raise it; where trainer.scheduler decays it, give that more steps")
+def zero_learning_rate(run: Observed) -> str:
     rates = run.now("optim/lr")
     return f"optim/lr is 0 {run.when('optim/lr')}" if rates and not any(rates) else ""
 
 
-def _constant_reward(run: Observed) -> str:
+@_cause(
+    "flat reward, zero loss", "orchestrator.train.env",
+    "mend the environment's reward: no advantage comes from equal rewards",
+)  # fmt: skip
+def constant_reward(run: Observed) -> str:
     spread = run.now("reward/all/std")
     if not spread or any(value > 1e-9 for value in spread):
         return ""
     return f"each rollout {run.when('reward/all/std')} earned the same, {run.values('reward/all/mean')[-1]:.4g}"
 
 
-def _truncation(run: Observed) -> str:
+@_cause(
+    "flat reward, replies cut off", "orchestrator.sampling.max_tokens",
+    "raise it, with rollout.seq_len and inference.max_model_len",
+)  # fmt: skip
+def truncation(run: Observed) -> str:
     share = run.above("is_truncated/all/mean", MOST_TRUNCATED)
     if share is None:
         return ""
@@ -167,12 +195,17 @@ def _truncation(run: Observed) -> str:
     return f"{share:.0%} of the rollouts {run.when('is_truncated/all/mean')} were cut off at their limit{length}"
 
 
-def _empty_rollouts(run: Observed) -> str:
+@_cause("flat reward", "rollout.seq_len", "leave more room after the prompt, and check the chat template's end of turn")
+def empty_rollouts(run: Observed) -> str:
     share = run.above("empty_rollouts/all", MOST_EMPTY)
     return "" if share is None else f"{share:.0%} of the rollouts {run.when('empty_rollouts/all')} have no token"
 
 
-def _masked_tokens(run: Observed) -> str:
+@_cause(
+    "zero loss", "trainer.loss.dppo_mask_high",
+    "raise it and trainer.loss.dppo_mask_low, or lower trainer.optim.lr or orchestrator.max_async_level",
+)  # fmt: skip
+def masked_tokens(run: Observed) -> str:
     parts = [run.now(f"masked_advantage_{sign}/mean") for sign in ("positive", "negative")]
     share = sum(statistics.fmean(part) for part in parts if part)
     if share <= MOST_MASKED:
@@ -180,7 +213,12 @@ def _masked_tokens(run: Observed) -> str:
     return f"the loss leaves out {share:.0%} of the tokens {run.when('masked_advantage_positive/mean')}"
 
 
-def _zero_signal(run: Observed) -> str:
+@_cause(
+    "flat reward, few batches", "orchestrator.train.env",
+    "choose tasks that the policy solves sometimes, fine-tune it first, or raise orchestrator.sampling.temperature or"
+    " orchestrator.group_size",
+)  # fmt: skip
+def zero_signal(run: Observed) -> str:
     share = run.above("filters/zero_signal", MOST_ALIKE)
     if share is not None:
         mean = run.values("reward/all/mean")[-1]
@@ -191,7 +229,8 @@ def _zero_signal(run: Observed) -> str:
     return f"no step has ended, and {alike} rollouts were dropped since those of their group earned the same"
 
 
-def _zero_gradient(run: Observed) -> str:
+@_cause("zero loss", "orchestrator.advantage", "check that advantages differ, and that trainer.loss.adv_tau is not 0")
+def zero_gradient(run: Observed) -> str:
     norms = run.now("optim/grad_norm")
     if not norms or any(norm > 1e-12 for norm in norms):
         return ""
@@ -201,19 +240,25 @@ def _zero_gradient(run: Observed) -> str:
     )
 
 
-def _exploding_gradient(run: Observed) -> str:
-    norms, now = list(run.values("optim/grad_norm")), run.now("optim/grad_norm")
-    if len(norms) < TREND or not now:
+@_cause("collapse", "trainer.optim.lr", "lower it, or set trainer.optim.max_norm")
+def exploding_gradient(run: Observed) -> str:
+    norms = run.trend("optim/grad_norm")
+    if not norms:
         return ""
-    usual, median = statistics.median(norms[:-RECENT]), statistics.median(now)
+    usual, median = statistics.median(norms[:-RECENT]), statistics.median(norms[-RECENT:])
     if median <= GRADIENT_TIMES * usual or median <= 1.0:
         return ""
     return f"optim/grad_norm is {median:.3g} {run.when('optim/grad_norm')}, and was {usual:.3g}"
 
 
-def _mismatch_growth(run: Observed) -> str:
-    values = list(run.values("mismatch_kl/all/mean"))
-    if len(values) < TREND or not run.now("mismatch_kl/all/mean"):
+@_cause(
+    "growing mismatch", "trainer.optim.lr",
+    "lower it, or orchestrator.max_async_level; where neither helps, compare engine and trainer with `meshrl doctor"
+    " --drift`",
+)  # fmt: skip
+def mismatch_growth(run: Observed) -> str:
+    values = run.trend("mismatch_kl/all/mean")
+    if not values:
         return ""
     usual, now = statistics.median(values[:-RECENT]), statistics.median(values[-RECENT:])
     if now <= max(MISMATCH_LEAST, MISMATCH_TIMES * usual):
@@ -221,9 +266,10 @@ def _mismatch_growth(run: Observed) -> str:
     return f"engines and trainer differ: mismatch_kl of the last {RECENT} steps is {now:.2g}, and was {usual:.2g}"
 
 
-def _reward_collapse(run: Observed) -> str:
-    rewards = list(run.values("reward/all/mean"))
-    if len(rewards) < 2 * RECENT or not run.now("reward/all/mean"):
+@_cause("collapse", "trainer.optim.lr", "resume from a checkpoint before the fall with a lower rate")
+def reward_collapse(run: Observed) -> str:
+    rewards = run.trend("reward/all/mean", 2 * RECENT)
+    if not rewards:
         return ""
     means = [statistics.fmean(rewards[at : at + BEST]) for at in range(len(rewards) - BEST + 1)]
     best, now = max(means), statistics.fmean(rewards[-RECENT:])
@@ -234,9 +280,13 @@ def _reward_collapse(run: Observed) -> str:
     return f"the mean reward of the last {RECENT} steps is {now:.4g}, after {best:.4g} at its best"
 
 
-def _entropy_collapse(run: Observed) -> str:
-    entropy, rewards = list(run.values("entropy/all/mean")), list(run.values("reward/all/mean"))
-    if len(entropy) < TREND or not run.now("entropy/all/mean") or len(rewards) < TREND:
+@_cause(
+    "collapse", "orchestrator.sampling.temperature",
+    "raise it, or lower trainer.optim.lr: the policy explores no more",
+)  # fmt: skip
+def entropy_collapse(run: Observed) -> str:
+    entropy, rewards = run.trend("entropy/all/mean"), run.values("reward/all/mean")
+    if not entropy or len(rewards) < TREND:
         return ""
     first, now = statistics.fmean(entropy[:RECENT]), statistics.fmean(entropy[-RECENT:])
     solved = statistics.fmean(rewards[-RECENT:]) >= 0.8 * max(run.values("reward/all/max"), default=0.0)
@@ -259,10 +309,14 @@ def _mean_at(column: Column, step: int) -> float:
     return statistics.fmean(column.values[place] for place in near)
 
 
-def _reward_hacking(run: Observed) -> str:
-    reward = run.columns.get("reward/all/mean")
-    if reward is None or len(reward.steps) < TREND or not run.now("reward/all/mean"):
+@_cause(
+    "the reward rises, the policy gets worse", "orchestrator.train.env",
+    "read the best rollouts (`meshrl rollouts best`), and change the reward or the weights of its parts",
+)  # fmt: skip
+def reward_hacking(run: Observed) -> str:
+    if not run.trend("reward/all/mean"):
         return ""
+    reward = run.columns["reward/all/mean"]
     last = statistics.fmean(reward.values[-RECENT:])
     noise = _error(reward.values[-RECENT:])
     for environment, scores in _scores(run).items():
@@ -298,9 +352,13 @@ def _parts_apart(run: Observed, gained: float) -> str:
     return ""
 
 
-def _length_drift(run: Observed) -> str:
-    lengths = list(run.values("completion_len/all/mean"))
-    if len(lengths) < TREND or not run.now("completion_len/all/mean"):
+@_cause(
+    "replies grow or shrink", "orchestrator.advantage.length_penalty",
+    "set it where the reward pays length, and evaluate held-out tasks with orchestrator.eval",
+)  # fmt: skip
+def length_drift(run: Observed) -> str:
+    lengths = run.trend("completion_len/all/mean")
+    if not lengths:
         return ""
     first, now = statistics.fmean(lengths[:RECENT]), statistics.fmean(lengths[-RECENT:])
     if first / LENGTH_TIMES < now < first * LENGTH_TIMES:
@@ -312,7 +370,11 @@ def _length_drift(run: Observed) -> str:
     return f"replies have {now:.0f} tokens {run.when('completion_len/all/mean')}, and had {first:.0f}, {beside}"
 
 
-def _repeated_completions(run: Observed) -> str:
+@_cause(
+    "the same reply to every task", "orchestrator.train.env",
+    "read the best rollouts (`meshrl rollouts best`): the reward pays a reply that ignores the task",
+)  # fmt: skip
+def repeated_completions(run: Observed) -> str:
     share = run.above("repeated_completions/all", MOST_REPEATED)
     first = list(run.values("repeated_completions/all"))[:RECENT]
     if share is None or statistics.fmean(first) > share / 2:
@@ -331,16 +393,29 @@ def _waiting_trainer(run: Observed) -> str:
     return f"the trainer waited for batches for {share:.0%} of the last {RECENT} steps: sampling is what takes long"
 
 
-def _empty_slots(run: Observed) -> str:
+@_cause(
+    "idle GPUs of both halves", "orchestrator.max_async_level",
+    "raise it, or orchestrator.max_inflight_rollouts where that is set: the engines have room for more",
+)  # fmt: skip
+def empty_slots(run: Observed) -> str:
     waiting, idle = _waiting_trainer(run), run.above("perf/idle_slots", MOST_WAITING)
     return f"{waiting}, and {idle:.0%} of the slots were idle meanwhile" if waiting and idle is not None else ""
 
 
-def _starved_trainer(run: Observed) -> str:
-    return "" if _empty_slots(run) else _waiting_trainer(run)
+@_cause(
+    "idle GPUs of the trainer", "deployment.num_infer_gpus",
+    "raise it (without GPUs num_engines, where cores are free), or make the environment faster: the engines are the"
+    " slower half",
+)  # fmt: skip
+def starved_trainer(run: Observed) -> str:
+    return "" if empty_slots.look(run) else _waiting_trainer(run)
 
 
-def _idle_engines(run: Observed) -> str:
+@_cause(
+    "idle GPUs of the engines", "deployment.num_train_gpus",
+    "raise it, or move GPUs from the engines: the trainer is the slower half",
+)  # fmt: skip
+def idle_engines(run: Observed) -> str:
     idle, waits, steps = run.now("perf/idle_slots"), run.now("time/wait_for_ckpt"), run.now("time/step")
     if run.synchronous or not idle or not waits or not steps:
         return ""
@@ -353,7 +428,11 @@ def _idle_engines(run: Observed) -> str:
     )
 
 
-def _slow_weights(run: Observed) -> str:
+@_cause(
+    "idle GPUs, stale rollouts", "trainer.weight_broadcast",
+    "choose a faster transport: files or NCCL on one site, deltas between sites",
+)  # fmt: skip
+def slow_weights(run: Observed) -> str:
     lags, steps = run.now("weights/lag_s"), run.now("time/step")
     if not lags or not steps or statistics.fmean(lags) <= max(LEAST_S, MOST_WAITING * statistics.fmean(steps)):
         return ""
@@ -363,14 +442,22 @@ def _slow_weights(run: Observed) -> str:
     return f"a version takes {lag:.1f} s from the upload to the engines{of}, a step {step:.1f} s"
 
 
-def _stale_engine(run: Observed) -> str:
+@_cause(
+    "engines serve old weights", "",
+    "`meshrl weights engines` lists the one that fell behind, `meshrl logs` its error",
+)  # fmt: skip
+def stale_engine(run: Observed) -> str:
     engines = run.values("weights/engines")
     if not engines or engines[-1] >= max(engines):
         return ""
     return f"{engines[-1]:.0f} of {max(engines):.0f} engines took the version"
 
 
-def _stale_rollouts(run: Observed) -> str:
+@_cause(
+    "rollouts are dropped as too old", "orchestrator.max_off_policy_steps",
+    "raise it, or lower orchestrator.max_inflight_rollouts",
+)  # fmt: skip
+def stale_rollouts(run: Observed) -> str:
     stale, trained = run.now("dropped/stale"), run.now("batch/rollouts")
     if not stale or not trained or not sum(stale):
         return ""
@@ -380,16 +467,21 @@ def _stale_rollouts(run: Observed) -> str:
     return f"{share:.0%} of the rollouts {run.when('dropped/stale')} were too old to train"
 
 
-def _slow_checkpoints(run: Observed) -> str:
+@_cause("slow steps", "ckpt.interval", "raise it, or write checkpoints to a faster disk")
+def slow_checkpoints(run: Observed) -> str:
     saving, steps = list(run.values("time/save_ckpt"))[-50:], list(run.values("time/step"))[-50:]
     if len(steps) < TREND or sum(saving) <= MOST_SAVING * sum(steps) or max(saving) <= LEAST_S:
         return ""
     return f"checkpoints held training up for {sum(saving) / sum(steps):.0%} of the last {len(steps)} steps"
 
 
-def _flat_reward(run: Observed) -> str:
-    rewards = list(run.values("reward/all/mean"))
-    if len(rewards) < 2 * TREND or not run.now("reward/all/mean"):
+@_cause(
+    "flat reward", "trainer.optim.lr",
+    "raise it, or use a larger orchestrator.batch_size or orchestrator.group_size",
+)  # fmt: skip
+def flat_reward(run: Observed) -> str:
+    rewards = run.trend("reward/all/mean", 2 * TREND)
+    if not rewards:
         return ""
     third = len(rewards) // 3
     first, last = rewards[:third], rewards[-third:]
@@ -405,111 +497,8 @@ def _flat_reward(run: Observed) -> str:
 
 
 CAUSES: tuple[Cause, ...] = (
-    Cause(
-        name="errored_rollouts", symptom="rollouts fail", key="orchestrator.train.env", look=_errored_rollouts,
-        remedy="`meshrl rollouts tail --state failed` lists the reasons",
-    ),
-    Cause(
-        name="loop_lag", symptom="programs answer late", key="", look=_loop_lag,
-        remedy="something blocks its event loop, such as an environment: set rollout.workers, and see `meshrl trace`",
-    ),
-    Cause(
-        name="diverged", symptom="the loss is not a number", key="trainer.optim.lr", look=_diverged,
-        remedy="resume from a checkpoint before that step with a lower rate, and keep trainer.optim.max_norm set",
-    ),
-    Cause(
-        name="zero_learning_rate", symptom="flat reward", key="trainer.optim.lr", look=_zero_learning_rate,
-        remedy="raise it; where trainer.scheduler decays it, give that more steps",
-    ),
-    Cause(
-        name="constant_reward", symptom="flat reward, zero loss", key="orchestrator.train.env", look=_constant_reward,
-        remedy="mend the environment's reward: no advantage comes from equal rewards",
-    ),
-    Cause(
-        name="empty_rollouts", symptom="flat reward", key="rollout.seq_len", look=_empty_rollouts,
-        remedy="leave more room after the prompt, and check the chat template's end of turn",
-    ),
-    Cause(
-        name="reward_hacking", symptom="the reward rises, the policy gets worse", key="orchestrator.train.env",
-        look=_reward_hacking,
-        remedy="read the best rollouts (`meshrl rollouts best`), and change the reward or the weights of its parts",
-    ),
-    Cause(
-        name="repeated_completions", symptom="the same reply to every task", key="orchestrator.train.env",
-        look=_repeated_completions,
-        remedy="read the best rollouts (`meshrl rollouts best`): the reward pays a reply that ignores the task",
-    ),
-    Cause(
-        name="length_drift", symptom="replies grow or shrink", key="orchestrator.advantage.length_penalty",
-        look=_length_drift,
-        remedy="set it where the reward pays length, and evaluate held-out tasks with orchestrator.eval",
-    ),
-    Cause(
-        name="zero_signal", symptom="flat reward, few batches", key="orchestrator.train.env", look=_zero_signal,
-        remedy="choose tasks that the policy solves sometimes, fine-tune it first, or raise"
-        " orchestrator.sampling.temperature or orchestrator.group_size",
-    ),
-    Cause(
-        name="exploding_gradient", symptom="collapse", key="trainer.optim.lr", look=_exploding_gradient,
-        remedy="lower it, or set trainer.optim.max_norm",
-    ),
-    Cause(
-        name="reward_collapse", symptom="collapse", key="trainer.optim.lr", look=_reward_collapse,
-        remedy="resume from a checkpoint before the fall with a lower rate",
-    ),
-    Cause(
-        name="mismatch_growth", symptom="growing mismatch", key="trainer.optim.lr", look=_mismatch_growth,
-        remedy="lower it, or orchestrator.max_async_level; where neither helps, compare engine and trainer with"
-        " `meshrl doctor --drift`",
-    ),
-    Cause(
-        name="entropy_collapse", symptom="collapse", key="orchestrator.sampling.temperature", look=_entropy_collapse,
-        remedy="raise it, or lower trainer.optim.lr: the policy explores no more",
-    ),
-    Cause(
-        name="truncation", symptom="flat reward, replies cut off", key="orchestrator.sampling.max_tokens",
-        look=_truncation, remedy="raise it, with rollout.seq_len and inference.max_model_len",
-    ),
-    Cause(
-        name="masked_tokens", symptom="zero loss", key="trainer.loss.dppo_mask_high", look=_masked_tokens,
-        remedy="raise it and trainer.loss.dppo_mask_low, or lower trainer.optim.lr or orchestrator.max_async_level",
-    ),
-    Cause(
-        name="zero_gradient", symptom="zero loss", key="orchestrator.advantage", look=_zero_gradient,
-        remedy="check that advantages differ, and that trainer.loss.adv_tau is not 0",
-    ),
-    Cause(
-        name="stale_engine", symptom="engines serve old weights", key="", look=_stale_engine,
-        remedy="`meshrl weights engines` lists the one that fell behind, `meshrl logs` its error",
-    ),
-    Cause(
-        name="slow_weights", symptom="idle GPUs, stale rollouts", key="trainer.weight_broadcast", look=_slow_weights,
-        remedy="choose a faster transport: files or NCCL on one site, deltas between sites",
-    ),
-    Cause(
-        name="stale_rollouts", symptom="rollouts are dropped as too old", key="orchestrator.max_off_policy_steps",
-        look=_stale_rollouts, remedy="raise it, or lower orchestrator.max_inflight_rollouts",
-    ),
-    Cause(
-        name="empty_slots", symptom="idle GPUs of both halves", key="orchestrator.max_async_level", look=_empty_slots,
-        remedy="raise it, or orchestrator.max_inflight_rollouts where that is set: the engines have room for more",
-    ),
-    Cause(
-        name="starved_trainer", symptom="idle GPUs of the trainer", key="deployment.num_infer_gpus",
-        look=_starved_trainer,
-        remedy="raise it (without GPUs num_engines, where cores are free), or make the environment faster: the engines"
-        " are the slower half",
-    ),
-    Cause(
-        name="idle_engines", symptom="idle GPUs of the engines", key="deployment.num_train_gpus", look=_idle_engines,
-        remedy="raise it, or move GPUs from the engines: the trainer is the slower half",
-    ),
-    Cause(
-        name="slow_checkpoints", symptom="slow steps", key="ckpt.interval", look=_slow_checkpoints,
-        remedy="raise it, or write checkpoints to a faster disk",
-    ),
-    Cause(
-        name="flat_reward", symptom="flat reward", key="trainer.optim.lr", look=_flat_reward,
-        remedy="raise it, or use a larger orchestrator.batch_size or orchestrator.group_size",
-    ),
+    errored_rollouts, loop_lag, diverged, zero_learning_rate, constant_reward, empty_rollouts, reward_hacking,
+    repeated_completions, length_drift, zero_signal, exploding_gradient, reward_collapse, mismatch_growth,
+    entropy_collapse, truncation, masked_tokens, zero_gradient, stale_engine, slow_weights, stale_rollouts,
+    empty_slots, starved_trainer, idle_engines, slow_checkpoints, flat_reward,
 )  # fmt: skip

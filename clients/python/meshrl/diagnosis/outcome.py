@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshrl.diagnosis.causes import CAUSES, MOST_WAITING, Observed
+from meshrl.diagnosis.causes import MOST_WAITING, Observed, empty_slots, idle_engines, starved_trainer
 from meshrl.diagnosis.history import Column
 
 BUSY = 0.05
@@ -92,11 +92,10 @@ def slower_half(run: Observed) -> str:
     if run.synchronous:
         return f"the halves took turns: {shares}; orchestrator.max_async_level: 1 lets both work at once"
     if engines > trainer:
-        name = "idle_engines"
+        cause = idle_engines
     elif statistics.fmean(run.values("perf/idle_slots") or [0.0]) > MOST_WAITING:
-        name = "empty_slots"
+        cause = empty_slots
     else:
-        name = "starved_trainer"
-    (cause,) = [cause for cause in CAUSES if cause.name == name]
+        cause = starved_trainer
     half = "trainer" if engines > trainer else "engines"
     return f"the slower half was the {half}: {shares}; {cause.key}: {cause.remedy}"

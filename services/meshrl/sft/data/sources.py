@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshrl.core.hub import HUB_ADVICE, NO_ANSWER, give_up_on_silence, told
+from meshrl.core.huggingface import ADVICE, NO_ANSWER, give_up_on_silence, told
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import DataError, Row
 
@@ -185,7 +185,7 @@ def _dataset(name: str, subset: str | None, split: str) -> DataRows:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, NO_ANSWER) as error:
         part = f"split {split!r}" + (f" of subset {subset!r}" if subset else "")
         kind = "folder" if path.is_dir() else "file" if path.is_file() else "name on the hub (no such folder here)"
-        why = str(error) if path.exists() else f"{told(error)}; {HUB_ADVICE}"
+        why = str(error) if path.exists() else f"{told(error)}; {ADVICE}"
         raise DataError(f"cannot load data.name {name!r}, taken as a {kind}, {part}: {why}") from error
     return _DatasetRows(loaded)
 

@@ -71,7 +71,7 @@ class ShownRun:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.history = MetricsHistory(folder.path / "metrics.jsonl")
+        self.history = MetricsHistory(folder.path / "metrics.jsonl")  # read on a thread
         self.traces = Traces(folder)
         self.funnel = LedgerFunnel(folder)
         self.pieces = TokenPieces(folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -60,17 +62,8 @@ def _hash_tensor(state: blake3, values: Array, dtype: str) -> None:
 
 def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
     """The header, then one micro-batch each."""
-    header = BatchHeader(
-        run_id=batch.run_id,
-        step=batch.step,
-        digest=batch_digest(batch),
-        num_micro_batches=len(batch.micro_batches),
-        loss_tokens=batch.loss_tokens,
-        environments=batch.environments,
-        traceparent=batch.traceparent,
-        logprob_rollouts=batch.logprob_rollouts,
-        routes_digest=routes_digest(batch),
-    )
+    own = {"digest": batch_digest(batch), "routes_digest": routes_digest(batch)}
+    header = BatchHeader(**_shared(batch), **own, num_micro_batches=len(batch.micro_batches))
     yield pb.SubmitBatchRequest(header=to_proto(header))
     for micro_batch in batch.micro_batches:
         yield pb.SubmitBatchRequest(micro_batch=micro_batch_to_proto(micro_batch))
@@ -139,15 +132,7 @@ class BatchReader:
         shares = {sum(m.dp_rank == rank for m in self._micro_batches) for rank in range(self._dp_size)}
         reader.check(len(shares) == 1, "dp_rank", "every rank takes an equal number of micro-batches")
         reader.done()
-        batch = Batch(
-            run_id=header.run_id,
-            step=header.step,
-            micro_batches=tuple(self._micro_batches),
-            loss_tokens=header.loss_tokens,
-            environments=header.environments,
-            traceparent=header.traceparent,
-            logprob_rollouts=header.logprob_rollouts,
-        )
+        batch = Batch(**_shared(header), micro_batches=tuple(self._micro_batches))
         for what, digest, told in (
             ("tensors", batch_digest(batch), header.digest),
             ("routed_experts", routes_digest(batch), header.routes_digest),
@@ -158,6 +143,12 @@ class BatchReader:
                     f"the {what} of step {header.step} hash to {digest!r}, the header says {told!r}; send them again",
                 )
         return batch
+
+
+def _shared(source: Batch | BatchHeader) -> dict[str, Any]:
+    """The fields that a batch and its header have alike."""
+    names = {field.name for field in fields(Batch)} & {field.name for field in fields(BatchHeader)}
+    return {name: getattr(source, name) for name in names}
 
 
 def _has_weights(micro_batch: MicroBatch) -> bool:

@@ -166,7 +166,7 @@ def _decoders(kind: type) -> tuple[tuple[str, ...], tuple[tuple[str, Read], ...]
 
 def _decoder(field: FieldDescriptor, annotation: Any) -> Read | None:
     name = field.name
-    inner, may_be_none = _inner(annotation)
+    inner, may_be_none = unwrapped(annotation)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return lambda message, reader, path: dict(getattr(message, name))
     if field.message_type is not None and field.message_type.name == "RolloutLogprobs":
@@ -203,7 +203,7 @@ def _one(field: FieldDescriptor, inner: Any) -> Read | None:
     if field.message_type is tensor_pb2.Tensor.DESCRIPTOR:
         if inner == Routes:
             return lambda value, reader, path: reader.routes(value, path)
-        dtype = _dtype_of(inner)
+        dtype = dtype_of(inner)
         return lambda value, reader, path: reader.vector(value, path, dtype)
     if field.message_type is Timestamp.DESCRIPTOR:
         return lambda value, reader, path: value.seconds + value.nanos / 1e9
@@ -216,7 +216,7 @@ def _one(field: FieldDescriptor, inner: Any) -> Read | None:
     return None
 
 
-def _dtype_of(annotation: Any) -> str:
+def dtype_of(annotation: Any) -> str:
     """Of NDArray[np.int32], int32; numpy 2.5 keeps the alias that older releases spell out."""
     while arguments := typing.get_args(annotation):
         annotation = arguments[-1]
@@ -236,7 +236,7 @@ def _enum(field: FieldDescriptor, inner: Any) -> Read:
     return decode
 
 
-def _inner(annotation: Any) -> tuple[Any, bool]:
+def unwrapped(annotation: Any) -> tuple[Any, bool]:
     """A field's type without the tuple around it, and whether it may be None."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(annotation) if option is not types.NoneType]

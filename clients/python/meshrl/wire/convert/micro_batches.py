@@ -4,34 +4,37 @@ candidates of a token."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors
+from meshrl.wire.convert.by_annotation import dtype_of, unwrapped
 from meshrl.wire.convert.fields import FieldReader
 from meshrl.wire.types import MicroBatch
 from meshrl.wire.values import Array
 
-# Tensors of a micro-batch in the order of the digest, with their element types.
-TENSORS: Mapping[str, str] = {
-    "token_ids": "int32",
-    "position_ids": "int32",
-    "loss_mask": "bool",
-    "advantages": "float32",
-    "inference_logprobs": "float32",
-    "sample_offsets": "int64",
-    "temperatures": "float32",
-    "env_index": "int32",
-}
+
+def _tensors(*, may_be_unset: bool) -> Mapping[str, str]:
+    """The element types of a micro-batch's tensors by their names; routes have one of two, and are none of these."""
+    found = ((name, unwrapped(hint)) for name, hint in get_type_hints(MicroBatch).items() if name != "routed_experts")
+    return {
+        name: dtype_of(kind)
+        for name, (kind, optional) in found
+        if get_origin(kind) is np.ndarray and optional == may_be_unset
+    }
+
+
+TENSORS, OPTIONAL = _tensors(may_be_unset=False), _tensors(may_be_unset=True)
+"""In the order of MicroBatch's fields, which is that of the digest."""
+
 _PER_TOKEN = ("position_ids", "loss_mask", "advantages", "inference_logprobs")
-# Tensors that may be unset, in the order of the digest: float32 of (T,), int32 of (S,), both of (T, K).
+# Tensors that may be unset, of (T,), (S,) and (T, K).
 _WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
 _PREFIXES = ("prefix_tokens", "prefix_samples")
-_CANDIDATES = {"ref_top_ids": "int32", "ref_top_logprobs": "float32"}
-OPTIONAL: Mapping[str, str] = dict.fromkeys(_WEIGHTS, "float32") | dict.fromkeys(_PREFIXES, "int32") | _CANDIDATES
+_CANDIDATES = ("ref_top_ids", "ref_top_logprobs")
 
 
 def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
