@@ -1,6 +1,6 @@
 """Every rule of the contract that `meshrl conformance` asks a server about: its id, and its text.
 
-docs/contract.md lists the ids, which a test compares with this list. The checks are in the modules beside, one a rule.
+Each is a sentence of docs/contract.md or of the protos, in one line. The checks are in the modules beside, one a rule.
 """
 
 from __future__ import annotations

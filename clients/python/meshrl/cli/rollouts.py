@@ -147,7 +147,7 @@ def _trace_of(folder: RunFolder, rollout_id: str) -> str | None:
     return None
 
 
-def _of_a_step(command: Callable[..., None]) -> Callable[..., None]:
+def _of_a_step(command: Callable[..., object]) -> Callable[..., object]:
     """The options of a command that reads the kept rollouts of a step."""
     command = click.option("--env", "environment", help="Only of this environment.")(json_option(command))
     return folder_option(click.argument("step", type=int, required=False)(command))

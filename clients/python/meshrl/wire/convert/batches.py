@@ -62,8 +62,12 @@ def _hash_tensor(state: blake3, values: Array, dtype: str) -> None:
 
 def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
     """The header, then one micro-batch each."""
-    own = {"digest": batch_digest(batch), "routes_digest": routes_digest(batch)}
-    header = BatchHeader(**_shared(batch), **own, num_micro_batches=len(batch.micro_batches))
+    header = BatchHeader(
+        **_shared(batch),
+        digest=batch_digest(batch),
+        routes_digest=routes_digest(batch),
+        num_micro_batches=len(batch.micro_batches),
+    )
     yield pb.SubmitBatchRequest(header=to_proto(header))
     for micro_batch in batch.micro_batches:
         yield pb.SubmitBatchRequest(micro_batch=micro_batch_to_proto(micro_batch))
