@@ -1,4 +1,4 @@
-"""The `Engine` protocol: the interface of an engine for the HTTP server and the weight agent, its data types and base.
+"""`Engine`, the base of all engines and their interface for the HTTP server and the weight agent, and its data types.
 
 A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
 two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on
@@ -8,11 +8,12 @@ with the same requests and their KV cache.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 from loguru import logger
@@ -26,6 +27,8 @@ from meshrl.wire.types.routes import Routes
 
 if TYPE_CHECKING:
     import torch
+
+    from meshrl.versions.layout import Layout
 
 GREEDY_BELOW = 1e-5
 RETRY_AFTER_S = 1.0  # what a refused client is told
@@ -170,7 +173,6 @@ class EngineStats:
     last_pause_s: float = 0.0
     kv_tokens: int = 0  # tokens that the KV cache has room for, over all requests; 0 where it is not known
     preempted: int = 0  # requests that lost their room in it and were begun anew
-    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,89 +198,103 @@ class CollectiveSupport:
     backend: Literal["nccl", "gloo"]
 
 
-class Engine(Protocol):
-    """The interface of an engine for the HTTP server and the weight agent.
+class Engine(ABC):
+    """The interface of an engine for the HTTP server and the weight agent, and what all engines do alike: requests in
+    flight, draining and refusals.
 
     Raised everywhere: `MeshError` with ENGINE_FAILED once the engine is unfit (a failed apply), DRAINING after close.
+    Without overriding more than the abstract members an engine never sleeps and takes whole versions alone.
     """
 
+    logprobs_mode: Final = "processed_logprobs"
+    """The kind of the chunks' logprobs: of the distribution sampled from."""
+
+    stages_from_files: ClassVar[bool] = False
+    """Whether `stage` reads `HostVersion.files`, since the model lives in other processes of this host."""
+
+    patches: bool = False
+    """Whether `patch` can make the next version of the one that is served, so that no copy of it is needed."""
+
+    can_sleep: bool = False
+    """Whether `sleep` can give memory back."""
+
+    adapters: AdapterTable[Any] | None = None
+    """The adapters that it serves beside each other; None for an engine that takes none."""
+
+    collective: CollectiveSupport | None = None
+    """How the engine takes part in broadcasts; None when it cannot."""
+
+    root: bytes | None = None
+    """Root hash of the live weights, when known."""
+
+    draining = False
+    """Whether new requests are refused because the engine is going to stop."""
+
+    def __init__(self, *, max_model_len: int, vocab_size: int, capacity: int, reports_routes: bool) -> None:
+        """`max_model_len`: longest sequence in tokens, prompt and completion together; `capacity`: requests that may be
+        in flight."""
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self._capacity, self._reports_routes = capacity, reports_routes
+        self._in_flight = InFlight()
+        self._paused_at = self._last_pause_s = 0.0
+
+    # --- state ------------------------------------------------------------------------------
+
     @property
+    @abstractmethod
     def version(self) -> int | None:
         """Version of the live weights; None before the first one is known."""
 
     @property
-    def root(self) -> bytes | None:
-        """Root hash of the live weights, when known."""
-
-    @property
-    def logprobs_mode(self) -> Literal["processed_logprobs", "raw_logprobs"]:
-        """The kind of the chunks' logprobs: of the distribution sampled from, or of that before temperature and
-        cuts."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence in tokens, prompt and completion together."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused because the engine is going to stop."""
-
-    @property
-    def stages_from_files(self) -> bool:
-        """Whether `stage` reads `HostVersion.files`, since the model lives in other processes of this host."""
-
-    @property
-    def patches(self) -> bool:
-        """Whether `patch` can make the next version of the one that is served, so that no copy of it is needed."""
-
-    @property
-    def collective(self) -> CollectiveSupport | None:
-        """How the engine takes part in broadcasts; None when it cannot."""
-
-    @property
-    def adapters(self) -> AdapterTable[Any] | None:
-        """The adapters that it serves beside each other; None for an engine that takes none."""
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether `sleep` can give memory back."""
-
-    @property
-    def sleeping(self) -> bool:
-        """Whether it has; a request or a version wakes the engine."""
-
-    @property
+    @abstractmethod
     def paused(self) -> bool: ...
 
     @property
+    @abstractmethod
     def unfit(self) -> str | None:
         """Why this engine must not serve; None when it may."""
 
     @property
+    @abstractmethod
     def lost(self) -> str | None:
         """Why this engine can never serve again, whatever it is given; None while it may. The program ends then."""
 
     @property
+    def sleeping(self) -> bool:
+        """Whether it has given memory back; a request or a version wakes the engine."""
+        return False
+
+    @property
     def in_flight(self) -> int:
         """Requests running or waiting."""
+        return self._in_flight.count
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yields chunks until one carries a finish reason. Closing the iterator cancels the request.
-
-        Raises: MeshError OVERLOADED when the queue is full; INVALID_REQUEST when the prompt does not fit.
-        """
-
-    async def pause(self) -> int:
-        """Stops between two steps, keeping requests; returns how many are in flight. Pausing twice is fine."""
-
+    @abstractmethod
     def stats(self) -> EngineStats:
         """Counters, read without stopping the engine."""
 
+    @abstractmethod
+    def layout(self) -> Layout:
+        """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
+
+    async def weights_root(self) -> bytes:
+        """Root hash of the live weights, computed from their bytes; empty where the engine cannot read them back."""
+        return b""
+
+    # --- life -------------------------------------------------------------------------------
+
     def begin_drain(self) -> None:
         """Refuses new requests from now on; those in flight go on."""
+        self.draining = True
 
+    @abstractmethod
     async def close(self, deadline_s: float = 0.0) -> None:
         """Drains for at most `deadline_s`, aborts what is left and frees the model."""
+
+    async def _drain(self, deadline_s: float) -> None:
+        self.begin_drain()
+        if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
+            logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
 
     async def sleep(self) -> bool:
         """Gives memory back (weights to the host, KV cache dropped) until the next `wake`; whether the engine sleeps.
@@ -286,50 +302,32 @@ class Engine(Protocol):
         With requests in flight, a pause or a version under way it stays awake. Sleeping twice is fine, and sleeping and
         waking take turns. A failure leaves the engine unfit for good and raises MeshError ENGINE_FAILED.
         """
+        return False
 
-    async def wake(self) -> None:
+    async def wake(self) -> None:  # noqa: B027  # an engine that never sleeps has nothing to do
         """Takes the memory again; `generate`, `pause`, `stage` and `receive` do so themselves. Waking twice is fine.
 
         A failure leaves the engine unfit for good and raises MeshError ENGINE_FAILED.
         """
 
-    async def stage(self, host: HostVersion) -> None:
-        """Builds the shadow of a version while generation goes on; one staged before is dropped.
+    # --- requests ---------------------------------------------------------------------------
 
-        Raises: MeshError LAYOUT_MISMATCH naming what differs, NOT_SUPPORTED for an adapter that it cannot serve,
-        OUT_OF_MEMORY when the device has no room for it; the live version stays.
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yields chunks until one carries a finish reason. Closing the iterator cancels the request.
+
+        Raises: MeshError OVERLOADED when the queue is full; INVALID_REQUEST when the prompt does not fit.
         """
+        with nullcontext() if self.adapters is None else self.adapters.using(request.policy) as adapter:
+            self.check_request(request, of_adapter=adapter is not None)
+            async with aclosing(self._complete(request, adapter)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
-    async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
-        """Builds the shadow of a version by a delta in a file, of the version served or, `onto_staged`, the one staged.
-
-        Every digest of the result is checked. Raises MeshError NOT_SUPPORTED where the engine turns out not to patch,
-        DIGEST_MISMATCH; the live version stays.
-        """
-
-    async def join_group(self, group: JoinGroup) -> None:
-        """Meets the senders and leaves the group before; raises MeshError GROUP_BROKEN when they do not all come."""
-
-    async def receive(self, manifest: Manifest) -> None:
-        """Builds the shadow of a version from the bytes that its senders broadcast, while generation goes on.
-
-        Every digest is checked. Cancelling it breaks the group. Raises: MeshError GROUP_BROKEN when the group is gone
-        or nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
-        """
-
-    async def leave_group(self) -> None:
-        """Ends the group, a receive under way included; without one it does nothing."""
-
-    async def apply(self, version: int, root: bytes) -> None:
-        """Makes the staged shadow live; only while paused. A failure leaves the engine unfit and raises ENGINE_FAILED.
-
-        Raises: MeshError VERSION_NOT_SEALED when `version` is not the one staged.
-        """
-
-    async def adopt(self, version: int, root: bytes) -> None:
-        """Names the live weights `version` without changing them: for a version whose root they already have."""
-
-    async def resume(self) -> None: ...
+    @abstractmethod
+    def _complete(
+        self, request: GenerateRequest, adapter: ServedAdapter[Any] | None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """As `generate`, for a request that may be served."""
 
     async def score(self, prompt_ids: tuple[int, ...], policy: str | None = None) -> list[NDArray[np.float32]]:
         """(P,) logprob of each token of a prompt after those before it, the first NaN, by each copy of the model.
@@ -337,109 +335,13 @@ class Engine(Protocol):
         Ahead of all requests that wait; only while not paused. `policy`: as of `AdapterTable.using`; None is the base
         model. Raises MeshError ENGINE_FAILED for logprobs that are not finite.
         """
-
-    async def condemn(self, why: str) -> None:
-        """Pauses and is unfit until another version is applied; requests in flight end."""
-
-    def layout(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
-
-    async def weights_root(self) -> bytes:
-        """Root hash of the live weights, computed from their bytes; empty where the engine cannot read them back."""
-
-
-class EngineBase:
-    """What the engines of this package share: the requests in flight, draining, and the names of the live weights.
-
-    It never sleeps. An engine adds `unfit`, `version` and `adapters`, and completes in `_complete` the requests that it
-    may serve.
-    """
-
-    if TYPE_CHECKING:
-
-        @property
-        def version(self) -> int | None: ...
-
-        @property
-        def unfit(self) -> str | None: ...
-
-        @property
-        def adapters(self) -> AdapterTable[Any] | None: ...
-
-        def _complete(
-            self, request: GenerateRequest, adapter: ServedAdapter[Any] | None
-        ) -> AsyncGenerator[TokenChunk, None]: ...
-
-        async def _score(
-            self, prompt_ids: tuple[int, ...], adapter: ServedAdapter[Any] | None
-        ) -> list[NDArray[np.float32]]: ...
-
-    def __init__(self, *, max_model_len: int, vocab_size: int, capacity: int, reports_routes: bool) -> None:
-        """`capacity` is how many requests may be in flight."""
-        self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self._capacity, self._reports_routes = capacity, reports_routes
-        self._in_flight, self._draining = InFlight(), False
-        self._root: bytes | None = None
-        self._paused_at = self._last_pause_s = 0.0
-
-    @property
-    def root(self) -> bytes | None:
-        return self._root
-
-    @property
-    def logprobs_mode(self) -> Literal["processed_logprobs"]:
-        return "processed_logprobs"
-
-    @property
-    def patches(self) -> bool:
-        return False
-
-    async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
-        raise MeshError(Reason.NOT_SUPPORTED, "this engine takes whole versions alone")
-
-    @property
-    def can_sleep(self) -> bool:
-        return False
-
-    @property
-    def sleeping(self) -> bool:
-        return False
-
-    async def sleep(self) -> bool:
-        return False
-
-    async def wake(self) -> None:
-        return None
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight.count
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    def begin_drain(self) -> None:
-        self._draining = True
-
-    async def idle(self) -> None:
-        await self._in_flight.idle()
-
-    async def _drain(self, deadline_s: float) -> None:
-        self.begin_drain()
-        if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
-            logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        with nullcontext() if self.adapters is None else self.adapters.using(request.policy) as adapter:
-            self.check_request(request, of_adapter=adapter is not None)
-            async with aclosing(self._complete(request, adapter)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-
-    async def score(self, prompt_ids: tuple[int, ...], policy: str | None = None) -> list[NDArray[np.float32]]:
         with nullcontext() if policy is None or self.adapters is None else self.adapters.using(policy) as adapter:
             return await self._score(prompt_ids, adapter)
+
+    @abstractmethod
+    async def _score(
+        self, prompt_ids: tuple[int, ...], adapter: ServedAdapter[Any] | None
+    ) -> list[NDArray[np.float32]]: ...
 
     def check_fit(self) -> None:
         """Raises MeshError ENGINE_FAILED for an engine that may hold torn weights."""
@@ -453,7 +355,7 @@ class EngineBase:
         INVALID_REQUEST and NOT_SUPPORTED for what the request asks.
         """
         self.check_fit()
-        if self._draining:
+        if self.draining:
             raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
         if self.version is None and not of_adapter:
             message = "this engine has no weight version yet; it serves once its agent has applied one"
@@ -492,3 +394,59 @@ class EngineBase:
             wrong = f"max_tokens must be at least 1, got {sampling.max_tokens}"
         if wrong is not None:
             raise MeshError(Reason.INVALID_REQUEST, wrong)
+
+    # --- weights ----------------------------------------------------------------------------
+
+    @abstractmethod
+    async def pause(self) -> int:
+        """Stops between two steps, keeping requests; returns how many are in flight. Pausing twice is fine."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def stage(self, host: HostVersion) -> None:
+        """Builds the shadow of a version while generation goes on; one staged before is dropped.
+
+        Raises: MeshError LAYOUT_MISMATCH naming what differs, NOT_SUPPORTED for an adapter that it cannot serve,
+        OUT_OF_MEMORY when the device has no room for it; the live version stays.
+        """
+
+    async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
+        """Builds the shadow of a version by a delta in a file, of the version served or, `onto_staged`, the one staged.
+
+        Every digest of the result is checked. Raises MeshError NOT_SUPPORTED where the engine turns out not to patch,
+        DIGEST_MISMATCH; the live version stays.
+        """
+        raise MeshError(Reason.NOT_SUPPORTED, "this engine takes whole versions alone")
+
+    @abstractmethod
+    async def join_group(self, group: JoinGroup) -> None:
+        """Meets the senders and leaves the group before; raises MeshError GROUP_BROKEN when they do not all come."""
+
+    @abstractmethod
+    async def receive(self, manifest: Manifest) -> None:
+        """Builds the shadow of a version from the bytes that its senders broadcast, while generation goes on.
+
+        Every digest is checked. Cancelling it breaks the group. Raises: MeshError GROUP_BROKEN when the group is gone
+        or nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
+        """
+
+    @abstractmethod
+    async def leave_group(self) -> None:
+        """Ends the group, a receive under way included; without one it does nothing."""
+
+    @abstractmethod
+    async def apply(self, version: int, root: bytes) -> None:
+        """Makes the staged shadow live; only while paused. A failure leaves the engine unfit and raises ENGINE_FAILED.
+
+        Raises: MeshError VERSION_NOT_SEALED when `version` is not the one staged.
+        """
+
+    @abstractmethod
+    async def adopt(self, version: int, root: bytes) -> None:
+        """Names the live weights `version` without changing them: for a version whose root they already have."""
+
+    @abstractmethod
+    async def condemn(self, why: str) -> None:
+        """Pauses and is unfit until another version is applied; requests in flight end."""

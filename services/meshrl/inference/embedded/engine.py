@@ -25,7 +25,7 @@ from meshrl.inference.embedded.staging import Staging
 from meshrl.inference.embedded.step_thread import StepThread
 from meshrl.inference.engine import (
     CollectiveSupport,
-    EngineBase,
+    Engine,
     EngineStats,
     GenerateRequest,
     HostVersion,
@@ -38,7 +38,7 @@ from meshrl.wire.types import JoinGroup, Manifest
 MAX_ADAPTERS = 16
 
 
-class EmbeddedEngine(EngineBase):
+class EmbeddedEngine(Engine):
     """An `Engine` (see `engine.py`) over one in-process model. `start` it on the loop that will consume its tokens."""
 
     def __init__(
@@ -59,9 +59,9 @@ class EmbeddedEngine(EngineBase):
         )
         self._steps = StepThread(runner, budget=max_num_batched_tokens, version=version)
         self._weights = LiveWeights(model)
-        self._device = model.device
+        self.collective = CollectiveSupport(ranks=1, backend="nccl" if model.device.type == "cuda" else "gloo")
         self._staging = Staging(self._weights, model.device)
-        self._adapters = AdapterTable[LoadedAdapter](
+        self.adapters: AdapterTable[LoadedAdapter] = AdapterTable(
             max_adapters,
             max_rank=0,
             unload=lambda adapter: self._steps.soon(lambda: runner.adapters.drop(adapter.number)),
@@ -84,23 +84,11 @@ class EmbeddedEngine(EngineBase):
 
     @property
     def lost(self) -> str | None:
-        return None if self._steps.alive or self._draining else f"its thread ended: {self._steps.unfit}"
+        return None if self._steps.alive or self.draining else f"its thread ended: {self._steps.unfit}"
 
     @property
     def num_slots(self) -> int:
         return self._steps.table.num_slots
-
-    @property
-    def stages_from_files(self) -> bool:
-        return False  # the model lives in this process
-
-    @property
-    def adapters(self) -> AdapterTable[LoadedAdapter]:
-        return self._adapters
-
-    @property
-    def collective(self) -> CollectiveSupport | None:
-        return CollectiveSupport(ranks=1, backend="nccl" if self._device.type == "cuda" else "gloo")
 
     def layout(self) -> Layout:
         return self._weights.layout
@@ -216,11 +204,11 @@ class EmbeddedEngine(EngineBase):
         if host.adapter is None:
             await self._staging.stage(host, copy=copy)
             return
-        layers, number = self._steps.runner.adapters, await self._adapters.room(host.run_id)
+        layers, number = self._steps.runner.adapters, await self.adapters.room(host.run_id)
         with self._staging.named_out_of_memory(host.version):
             loaded = await asyncio.to_thread(layers.prepare, host, number)
         await self._steps.call(lambda: layers.add(loaded))
-        self._adapters.add(host.run_id, host.version, number, loaded)
+        self.adapters.add(host.run_id, host.version, number, loaded)
 
     async def join_group(self, group: JoinGroup) -> None:
         await self._staging.receiver.join(group)
@@ -270,4 +258,4 @@ class EmbeddedEngine(EngineBase):
     def _name_weights(self, version: int, root: bytes, *, same: bool = False) -> None:
         """Called between two steps; `same` when only the name is new."""
         self._steps.table.new_weights(version, before=self._steps.version, same=same)
-        self._steps.version, self._root = version, root
+        self._steps.version, self.root = version, root

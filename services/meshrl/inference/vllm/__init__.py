@@ -1,1 +1,1 @@
-"""The vLLM engine: vLLM's own async engine behind the `Engine` protocol, fed and updated like the embedded one."""
+"""The vLLM engine: vLLM's own async engine as an `Engine`, fed and updated like the embedded one."""

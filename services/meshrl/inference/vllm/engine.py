@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM's async front end behind the `Engine` protocol, in the process that serves HTTP.
+"""The vLLM engine: vLLM's async front end as an `Engine`, in the process that serves HTTP.
 
 Requests go to vLLM's engine process as token ids and come back whole (see `whole_completions`), unless they stream.
 Weights go to its workers: staged on a thread beside the running model, copied over between two steps (see `worker`). A
@@ -31,7 +31,7 @@ from meshrl.core.waiting import InFlight
 from meshrl.inference.adapters import AdapterTable, ServedAdapter
 from meshrl.inference.engine import (
     CollectiveSupport,
-    EngineBase,
+    Engine,
     EngineStats,
     GenerateRequest,
     HostVersion,
@@ -60,8 +60,10 @@ RECEIVE_STALL_S = 30.0
 SLEEP_DEADLINE_S = 180.0
 
 
-class VllmEngine(EngineBase):
+class VllmEngine(Engine):
     """An `Engine` (see `engine.py`) over one AsyncLLM. `start` it on the loop that will consume its tokens."""
+
+    stages_from_files = True  # the workers are other processes
 
     sharing: asyncio.Task[None] | None = None
     """Gives what was compiled to the hub."""
@@ -86,13 +88,13 @@ class VllmEngine(EngineBase):
         )
         self._llm, self._layout, self._store = llm, layout, store
         self._calls = EngineCalls(llm)
-        self._adapters: AdapterTable[LoRARequest] | None = None
-        if (lora := config.lora_config) is not None:
+        on_gpu, self._ranks = config.device_config.device_type == "cuda", parallel.world_size * self._copies
+        if (lora := config.lora_config) is None:
+            self.collective = CollectiveSupport(ranks=self._ranks, backend="nccl" if on_gpu else "gloo")
+        else:  # adapters are small and come as files
             places = max(lora.max_loras, lora.max_cpu_loras or 0)
-            self._adapters = AdapterTable(places, lora.max_lora_rank, unload=self._unload)
+            self.adapters = AdapterTable[LoRARequest](places, lora.max_lora_rank, unload=self._unload)
         self._unloading: set[asyncio.Task[None]] = set()
-        self._ranks = parallel.world_size * parallel.data_parallel_size
-        self._device = "cuda" if config.device_config.device_type == "cuda" else "cpu"
         self._kv_tokens = kv_tokens_of(config)
         self._clock = VersionClock(version)
         self._requests = RequestCodec(
@@ -101,9 +103,8 @@ class VllmEngine(EngineBase):
         self._staged: int | None = None
         self._paused = False
         self._unfit: str | None = None
-        self._patches = False
         self._versions_under_way = InFlight()  # staged, received or groups joined, at this moment
-        self._sleeps = bool(config.model_config.enable_sleep_mode) and self._device == "cuda"
+        self.can_sleep = bool(config.model_config.enable_sleep_mode) and on_gpu
         self._sleeper = Sleeper(self._fall_asleep, self._wake_up, busy=self._has_work, deadline_s=SLEEP_DEADLINE_S)
         self._counts = dict.fromkeys(("tokens", "prompt", "finished"), 0)
         self._client_errors = client_errors()
@@ -128,30 +129,8 @@ class VllmEngine(EngineBase):
         return gone if self._llm.errored else self._sleeper.failed
 
     @property
-    def can_sleep(self) -> bool:
-        return self._sleeps
-
-    @property
     def sleeping(self) -> bool:
         return self._sleeper.sleeping
-
-    @property
-    def stages_from_files(self) -> bool:
-        return True  # the workers are other processes
-
-    @property
-    def patches(self) -> bool:
-        return self._patches
-
-    @property
-    def adapters(self) -> AdapterTable[LoRARequest] | None:
-        return self._adapters
-
-    @property
-    def collective(self) -> CollectiveSupport | None:
-        if self._adapters is not None:
-            return None  # adapters are small and come as files
-        return CollectiveSupport(ranks=self._ranks, backend="nccl" if self._device == "cuda" else "gloo")
 
     def layout(self) -> Layout:
         return self._layout
@@ -180,7 +159,7 @@ class VllmEngine(EngineBase):
         made = await self._calls.rpc("meshrl_open", self._calls.ends.address, deadline_s=OPEN_DEADLINE_S)
         if "reason" in made:
             raise VllmError(made["message"])
-        self._patches = made["shadow"] == "ParameterShadow"
+        self.patches = made["shadow"] == "ParameterShadow"
         logger.info(
             "weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks
         )
@@ -304,8 +283,8 @@ class VllmEngine(EngineBase):
         self._staged = None
         with self._versions_under_way.one():
             await self._sleeper.wake()
-            if self._adapters is not None and self._store is not None:
-                await self._load(host, self._adapters, self._store)
+            if self.adapters is not None and self._store is not None:
+                await self._load(host, self.adapters, self._store)
                 return
             if host.adapter is not None:
                 raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.enable_lora")
@@ -327,7 +306,7 @@ class VllmEngine(EngineBase):
             except MeshError as error:
                 if error.reason is Reason.NOT_SUPPORTED or onto_staged:  # the base was right
                     logger.warning("deltas are applied to a copy on the host from now on: {}", error)
-                    self._patches = False
+                    self.patches = False
                 raise
             self._staged = manifest.version
 
@@ -389,7 +368,7 @@ class VllmEngine(EngineBase):
             self._unfit = f"applying version {version} failed: {error.message}"
             raise MeshError(Reason.ENGINE_FAILED, self._unfit) from error
         self._unfit = None
-        self._root = root
+        self.root = root
         self._clock.serve(version)
 
     async def condemn(self, why: str) -> None:
@@ -398,7 +377,7 @@ class VllmEngine(EngineBase):
 
     async def adopt(self, version: int, root: bytes) -> None:
         self.check_fit()
-        self._root = root
+        self.root = root
         self._clock.serve(version, same=True)
 
     async def join_group(self, group: JoinGroup) -> None:
@@ -420,10 +399,3 @@ class VllmEngine(EngineBase):
 
     async def leave_group(self) -> None:
         await self._calls.rpc("meshrl_leave")
-
-    async def weights_root(self) -> bytes:
-        return b""  # the workers hold them fused and sharded
-
-    async def fingerprint(self) -> str:
-        """Hash over the live parameters in vLLM's own form; equal for engines alike that serve the same weights."""
-        return str(await self._calls.rpc("meshrl_fingerprint"))

@@ -27,10 +27,8 @@ from meshrl.inference.vllm.shadow import ParameterShadow, Weights, WorkerShadow,
 from meshrl.models.folder import as_in_files, renamed_in_layers
 from meshrl.models.load import ModelError, empty_model
 from meshrl.versions.collective.broadcasting import Receiver
-from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.placement import PartDigests, PlacementTracer, WeightPlacement
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json
 from meshrl.wire.types import JoinGroup
 from meshrl.wire.values import JsonObject
@@ -216,15 +214,6 @@ class WeightsExtension:
             if self._meshrl_job is not None:
                 self._meshrl_job.join(5.0)
             receiver.close()
-
-    def meshrl_fingerprint(self) -> str:
-        """Hash over the live parameters as this worker's kernels hold them: equal ones serve equal weights."""
-        worker = self._meshrl_worker
-        parameters = worker.model_runner.get_model().named_parameters()
-        return root_of(
-            (name, str(p.dtype), tuple(p.shape), digest_bytes(sum128(p.detach().contiguous())))
-            for name, p in parameters
-        ).hex()
 
     def _meshrl_begin(self, shadow: WorkerShadow) -> Callable[[Named], None]:
         """Begins a version in full; the result takes its tensors.
