@@ -17,7 +17,7 @@ def draw(how: BatchSampling, seed: int = 0, rows: int = DRAWS) -> tuple[np.ndarr
     keys = stream_keys(np.full(rows, seed, np.uint64))
     numbers = torch.from_numpy(uniforms(keys, np.arange(rows, dtype=np.uint64)))
     sampled = sample(LOGITS.expand(rows, -1), numbers, how)
-    return sampled.token_ids.numpy(), sampled.logprobs.numpy()
+    return sampled.token_ids, sampled.logprobs
 
 
 def every_row(**columns: float | int) -> BatchSampling:

@@ -62,8 +62,7 @@ class SlotCache:
             layer.keys[target, :, :length] = layer.keys[source, :, :length]
             layer.values[target, :, :length] = layer.values[source, :, :length]
 
-    def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None:
-        length = max(length_one, length_other)
+    def swap_slots(self, one: int, other: int, length: int) -> None:
         for layer in self.layers:
             for store in (layer.keys, layer.values):
                 kept = store[one, :, :length].clone()
@@ -75,10 +74,6 @@ class SlotCache:
         for layer in self.layers:
             layer.keys[slot].zero_()
             layer.values[slot].zero_()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(store.nbytes for layer in self.layers for store in (layer.keys, layer.values))
 
 
 class StepPlan:

@@ -1,4 +1,4 @@
-"""Keeps the experts that each token of a slot went through, beside the slots' cache, which it stands before.
+"""Keeps the experts that each token of a slot went through, beside the slots' cache.
 
 Shapes: S slots, M tokens a slot, L routers, K experts of each, N tokens whose routes are kept or read.
 """
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshrl.inference.embedded.slots import SlotStore
 from meshrl.models.routers import UNKNOWN, RouterChoice, Routers
 from meshrl.wire.types.routes import Routes, narrowed
 
@@ -20,14 +19,13 @@ from meshrl.wire.types.routes import Routes, narrowed
 class RouteStore:
     """Routes of the slots of one model, of the forward passes that run within `noting`."""
 
-    def __init__(self, routers: Routers, inner: SlotStore, *, num_slots: int, max_len: int) -> None:
+    def __init__(self, routers: Routers, *, num_slots: int, max_len: int) -> None:
         """Raises ValueError for a model without experts."""
         if routers.shape is None:
             raise ValueError(
                 "inference.enable_return_routed_experts is set, but this model has no experts; leave it out"
             )
         self._shape = routers.shape
-        self._inner = inner
         shape = (num_slots, max_len, self._shape.layers, self._shape.per_token)
         self._routes_SMLK = narrowed(np.full(shape, UNKNOWN, dtype=np.int16), self._shape.experts)
         self._places: tuple[torch.Tensor | slice, NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -49,16 +47,10 @@ class RouteStore:
         return self._routes_SMLK[slot, start:end].copy()
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        self._inner.copy_slot(source, target, length)
         self._routes_SMLK[target, :length] = self._routes_SMLK[source, :length]
 
-    def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None:
-        self._inner.swap_slots(one, other, length_one, length_other)
-        length = max(length_one, length_other)
+    def swap_slots(self, one: int, other: int, length: int) -> None:
         self._routes_SMLK[[one, other], :length] = self._routes_SMLK[[other, one], :length]
-
-    def clear_slot(self, slot: int) -> None:
-        self._inner.clear_slot(slot)
 
     def _look(self, choice: RouterChoice) -> None:
         if self._places is not None:  # else a prompt is scored

@@ -33,7 +33,7 @@ from meshrl.inference.embedded.low_rank import BASE, AdapterLayers
 from meshrl.inference.embedded.routes import RouteStore
 from meshrl.inference.embedded.sampler import BatchSampling, reweight, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable, StepOutput
-from meshrl.inference.engine import GREEDY_BELOW
+from meshrl.inference.engine import SamplingParams
 from meshrl.models.families import unpacked_reason
 from meshrl.models.routers import Routers
 
@@ -56,17 +56,24 @@ class PromptScores:
 class ModelRunner(ABC):
     """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
 
-    cache: SlotStore
-    routes: RouteStore | None  # where the experts that tokens go through are kept; it then stands before the cache
-
-    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool, cache: SlotCache | None = None
+    ) -> None:
+        """With `keep_routes` the experts that tokens go through are kept beside the cache."""
         self.model = model
         self.num_slots = num_slots
         self.max_len = max_len
         self.device = model.device
         self.adapters = AdapterLayers(model, model.device)
+        self.cache = cache
+        self.routes = RouteStore(Routers(model), num_slots=num_slots, max_len=max_len) if keep_routes else None
         self._params = BatchSampling()
         self._reweighted: list[int] = []  # slots of decoding rows with penalties or biases
+
+    @property
+    def stores(self) -> list[SlotStore]:
+        """What moves with the rows."""
+        return [store for store in (self.cache, self.routes) if store is not None]
 
     @abstractmethod
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
@@ -112,8 +119,8 @@ class ModelRunner(ABC):
             if rows == 0:
                 return None
             if table.changed:
-                self._params = self._read_params(table)
                 params = [row.request.sampling for row in table.rows[:rows]]
+                self._params = self._read_params(params)
                 self._reweighted = [slot for slot, each in enumerate(params) if each.reweighted]
                 table.changed = False
             live = table.slots[:rows]
@@ -124,45 +131,27 @@ class ModelRunner(ABC):
             plain_RV = logits_RV
             if self._reweighted:
                 logits_RV = reweight(plain_RV, table, self._reweighted)
-            sampled = sample(logits_RV, torch.from_numpy(uniforms_R).to(self.device), self._params, plain_RV)
-            tops = None
-            if sampled.top_ids is not None and sampled.top_logprobs is not None:
-                tops = sampled.top_ids.cpu().numpy(), sampled.top_logprobs.cpu().numpy()
-            return StepOutput(
-                token_ids=sampled.token_ids.cpu().numpy(),
-                logprobs=sampled.logprobs.cpu().numpy(),
-                raw_logprobs=None if sampled.raw_logprobs is None else sampled.raw_logprobs.cpu().numpy(),
-                alternatives=tops,
-            )
+            return sample(logits_RV, torch.from_numpy(uniforms_R).to(self.device), self._params, plain_RV)
 
-    def _keep_routes(self, wanted: bool) -> None:
-        self.routes = None
-        if wanted:
-            self.routes = RouteStore(Routers(self.model), self.cache, num_slots=self.num_slots, max_len=self.max_len)
-            self.cache = self.routes
-
-    def _read_params(self, table: SlotTable) -> BatchSampling:
-        live = table.slots[: table.decoding]
-        greedy = live["temperature"] < GREEDY_BELOW
-        temperature = np.where(greedy, np.float32(1.0), live["temperature"])
-        cuts_top_k, cuts_top_p, cuts_min_p = live["top_k"] > 0, live["top_p"] < 1.0, live["min_p"] > 0.0
-        cut_rows = np.flatnonzero(~greedy & (cuts_top_k | cuts_top_p | cuts_min_p))
+    def _read_params(self, params: Sequence[SamplingParams]) -> BatchSampling:
         vocabulary = self.model.config.get_text_config().vocab_size
-        top_k = np.where(cuts_top_k, np.minimum(live["top_k"], vocabulary), vocabulary)
-        params = [row.request.sampling for row in table.rows[: table.decoding]]
+        cut_rows = [row for row, each in enumerate(params) if each.truncated]
+        cuts = [params[row] for row in cut_rows]
 
-        def column(values: NDArray[np.generic], wanted: bool) -> torch.Tensor | None:
-            return torch.from_numpy(values[cut_rows][:, None]).to(self.device) if wanted else None
+        def column(values: list[float], neutral: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            """None where no row needs it."""
+            if all(value == neutral for value in values):
+                return None
+            return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
 
+        greedy = [each.greedy for each in params]
         return BatchSampling(
-            temperature=(
-                torch.from_numpy(temperature[:, None]).to(self.device) if (temperature != 1.0).any() else None
-            ),
-            greedy=torch.from_numpy(greedy).to(self.device) if greedy.any() else None,
-            cut_rows=torch.from_numpy(cut_rows).to(self.device) if len(cut_rows) else None,
-            min_p=column(live["min_p"], bool(cuts_min_p[cut_rows].any())),
-            top_k=column(top_k, bool(cuts_top_k[cut_rows].any())),
-            top_p=column(live["top_p"], bool(cuts_top_p[cut_rows].any())),
+            temperature=column([1.0 if each.greedy else each.temperature for each in params], 1.0),
+            greedy=torch.tensor(greedy, device=self.device) if any(greedy) else None,
+            cut_rows=torch.tensor(cut_rows, device=self.device) if cut_rows else None,
+            min_p=column([each.min_p for each in cuts], 0.0),
+            top_k=column([min(each.top_k or vocabulary, vocabulary) for each in cuts], vocabulary, torch.int64),
+            top_p=column([each.top_p for each in cuts], 1.0),
             num_alternatives=max((each.top_logprobs for each in params), default=0),
             raw=any(each.raw_logprobs for each in params),
         )
@@ -186,10 +175,8 @@ class SlotRunner(ModelRunner):
                 f"one sequence of max_model_len {max_len} takes {slot_bytes} bytes of KV cache, more than the bound of "
                 f"{kv_cache_bytes}; raise kv_cache_bytes or lower max_model_len"
             )
-        super().__init__(model, num_slots=num_slots, max_len=max_len)
         self._slots = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
-        self.cache = self._slots
-        self._keep_routes(keep_routes)
+        super().__init__(model, num_slots=num_slots, max_len=max_len, keep_routes=keep_routes, cache=self._slots)
 
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         rows = table.decoding
@@ -235,23 +222,11 @@ class SlotRunner(ModelRunner):
         return logits_RV
 
 
-class NoCache:
-    """The store of a runner that keeps nothing."""
-
-    def copy_slot(self, source: int, target: int, length: int) -> None: ...
-
-    def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None: ...
-
-    def clear_slot(self, slot: int) -> None: ...
-
-
 class RecomputingRunner(ModelRunner):
     """The model's own forward pass over every whole sequence for each token: slow, right for any causal LM."""
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool) -> None:
-        super().__init__(model, num_slots=num_slots, max_len=max_len)
-        self.cache = NoCache()
-        self._keep_routes(keep_routes)
+        super().__init__(model, num_slots=num_slots, max_len=max_len, keep_routes=keep_routes)
         accepts = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshrl.inference.embedded.slots import SlotTable
+from meshrl.inference.embedded.slots import SlotTable, StepOutput
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -56,15 +56,6 @@ class BatchSampling:
     raw: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SampledTokens:
-    token_ids: torch.Tensor  # (B,) int64
-    logprobs: torch.Tensor  # (B,) float32, of the processed distribution
-    raw_logprobs: torch.Tensor | None = None  # (B,)
-    top_ids: torch.Tensor | None = None  # (B, K)
-    top_logprobs: torch.Tensor | None = None  # (B, K)
-
-
 def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) -> torch.Tensor:
     """A copy of the logits in float32, with logit_bias and penalties of the decoding rows in `slots` applied.
 
@@ -96,7 +87,7 @@ def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) ->
 
 def sample(
     logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling, plain_BV: torch.Tensor | None = None
-) -> SampledTokens:
+) -> StepOutput:
     """Draws a token for each row; `uniforms_B` are float64 in [0, 1) on the device of the logits."""
     logits_BV = logits_BV.float()
     raw_BV = (logits_BV if plain_BV is None else plain_BV.float()).log_softmax(-1) if how.raw else None
@@ -111,12 +102,12 @@ def sample(
     top_ids_BK = top_logprobs_BK = None
     if how.num_alternatives:
         top_logprobs_BK, top_ids_BK = logprobs_BV.topk(min(how.num_alternatives, logprobs_BV.shape[-1]), dim=-1)
-    return SampledTokens(
-        token_ids=token_ids_B1[:, 0],
-        logprobs=logprobs_BV.gather(-1, token_ids_B1)[:, 0],
-        raw_logprobs=None if raw_BV is None else raw_BV.gather(-1, token_ids_B1)[:, 0],
-        top_ids=top_ids_BK,
-        top_logprobs=top_logprobs_BK,
+    return StepOutput(
+        token_ids=token_ids_B1[:, 0].cpu().numpy(),
+        logprobs=logprobs_BV.gather(-1, token_ids_B1)[:, 0].cpu().numpy(),
+        raw_logprobs=None if raw_BV is None else raw_BV.gather(-1, token_ids_B1)[:, 0].cpu().numpy(),
+        top_ids=None if top_ids_BK is None else top_ids_BK.cpu().numpy(),
+        top_logprobs=None if top_logprobs_BK is None else top_logprobs_BK.cpu().numpy(),
     )
 
 

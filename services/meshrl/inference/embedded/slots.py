@@ -30,10 +30,6 @@ _SLOT_DTYPE = np.dtype(
         ("generated", np.int64),
         ("limit", np.int64),
         ("min_tokens", np.int64),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("top_k", np.int64),
-        ("min_p", np.float32),
         ("key", np.uint64),
         ("streams", np.bool_),
         ("shareable", np.bool_),  # every cached token was computed by the live weights
@@ -44,11 +40,11 @@ _SLOT_DTYPE = np.dtype(
 
 
 class SlotStore(Protocol):
+    """Something kept of the first `length` tokens of each slot, which moves with the rows."""
+
     def copy_slot(self, source: int, target: int, length: int) -> None: ...
 
-    def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None: ...
-
-    def clear_slot(self, slot: int) -> None: ...
+    def swap_slots(self, one: int, other: int, length: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -89,17 +85,20 @@ class PrefillPiece:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepOutput:
+    """A sampled token of each decoding row."""
+
     token_ids: NDArray[np.int64]  # (R,)
-    logprobs: NDArray[np.float32]  # (R,)
+    logprobs: NDArray[np.float32]  # (R,) of the processed distribution
     raw_logprobs: NDArray[np.float32] | None  # (R,)
-    alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # (R, K) each
+    top_ids: NDArray[np.int64] | None  # (R, K)
+    top_logprobs: NDArray[np.float32] | None  # (R, K)
 
 
 class SlotTable:
     """The slots, the queue before them and what has been sampled so far. `now` gives seconds for requests' times."""
 
     def __init__(
-        self, *, num_slots: int, max_len: int, store: SlotStore, now: Callable[[], float] = lambda: 0.0,
+        self, *, num_slots: int, max_len: int, stores: Sequence[SlotStore], now: Callable[[], float],
         routes_of: Callable[[int, int, int], Routes] | None = None,
     ) -> None:  # fmt: skip
         """`routes_of` gives the routes of a slot's tokens [start, end), where they are kept."""
@@ -118,7 +117,7 @@ class SlotTable:
         self.logprobs_SM = np.zeros((num_slots, max_len), np.float32)
         self.raw_logprobs_SM = np.zeros((num_slots, max_len), np.float32)
         self.stop_SW = np.full((num_slots, 4), -1, np.int64)
-        self._store = store
+        self._stores = stores
 
     # --- joining ----------------------------------------------------------------------------
 
@@ -144,10 +143,9 @@ class SlotTable:
 
     def _start(self, row: RequestRow) -> None:
         slot = self.occupied
-        params = row.request.sampling
         self.slots[slot] = (
-            0, len(row.request.prompt_ids), 0, row.limit, params.min_tokens, params.temperature, params.top_p,
-            params.top_k, params.min_p, row.key, row.request.stream, True, row.adapter, 0,
+            0, len(row.request.prompt_ids), 0, row.limit, row.request.sampling.min_tokens, row.key, row.request.stream,
+            True, row.adapter, 0,
         )  # fmt: skip
         self.tokens_SM[slot, : len(row.request.prompt_ids)] = row.request.prompt_ids
         if len(row.stop_ids) > self.stop_SW.shape[1]:
@@ -170,7 +168,8 @@ class SlotTable:
             if coming >= max(common + 1, MIN_SHARED_TOKENS):
                 return None  # a row of this very step computes more of it: copy from there in the next one
             if common >= MIN_SHARED_TOKENS:
-                self._store.copy_slot(source, slot, common)
+                for store in self._stores:
+                    store.copy_slot(source, slot, common)
                 self.shared_prompt_tokens += common
                 cached = self.slots["cached"][slot] = common
         if cached >= wanted:
@@ -226,12 +225,11 @@ class SlotTable:
         self.logprobs_SM[index, live["generated"]] = output.logprobs
         if output.raw_logprobs is not None:
             self.raw_logprobs_SM[index, live["generated"]] = output.raw_logprobs
-        if output.alternatives is not None:
-            ids_RK, logprobs_RK = output.alternatives
+        if output.top_ids is not None and output.top_logprobs is not None:
             for row in self.rows[:rows]:
                 if wanted := row.request.sampling.top_logprobs:
-                    ids_K = ids_RK[row.slot, :wanted].astype(np.int32)
-                    row.alternatives.append((ids_K, logprobs_RK[row.slot, :wanted].copy()))
+                    ids_K = output.top_ids[row.slot, :wanted].astype(np.int32)
+                    row.alternatives.append((ids_K, output.top_logprobs[row.slot, :wanted].copy()))
         for slot in np.flatnonzero(live["generated"] == 0):
             row = self.rows[slot]
             row.spans = [[0, version if row.adapter_version is None else row.adapter_version]]
@@ -319,7 +317,8 @@ class SlotTable:
     def _move(self, source: int, target: int) -> None:
         if source == target:
             return
-        self._store.copy_slot(source, target, int(self.slots["cached"][source]))
+        for store in self._stores:
+            store.copy_slot(source, target, int(self.slots["cached"][source]))
         self.slots[target] = self.slots[source]
         used = int(self.slots["prompt"][source] + self.slots["generated"][source])
         self.tokens_SM[target, :used] = self.tokens_SM[source, :used]
@@ -331,9 +330,9 @@ class SlotTable:
         self.rows[target].slot = target
 
     def _swap(self, one: int, other: int) -> None:
-        cached = self.slots["cached"]
-        self._store.swap_slots(one, other, int(cached[one]), int(cached[other]))
         pair, reverse = [one, other], [other, one]
+        for store in self._stores:
+            store.swap_slots(one, other, int(self.slots["cached"][pair].max()))
         self.slots[pair] = self.slots[reverse]
         used = int(self.slots["prompt"][pair].max())
         self.tokens_SM[pair, :used] = self.tokens_SM[reverse, :used]

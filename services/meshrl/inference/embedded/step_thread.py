@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 from loguru import logger
 
@@ -29,31 +29,12 @@ UNKNOWN_VERSION = -1
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, eq=False)
-class _Submit:
-    row: RequestRow
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Command:
+    """Is `run` between two steps, or `refuse`d once the thread takes nothing any more."""
 
-
-@dataclass(frozen=True, eq=False)
-class _Cancel:
-    row: RequestRow
-
-
-@dataclass(frozen=True, eq=False)
-class _Call(Generic[Result]):
-    function: Callable[[], Result]
-    done: Future[Result]
-
-    def run(self) -> None:
-        if self.done.set_running_or_notify_cancel():
-            try:
-                self.done.set_result(self.function())
-            except Exception as error:  # noqa: BLE001 - belongs to whoever called, not to this thread
-                self.done.set_exception(error)
-
-    def refuse(self, error: MeshError) -> None:
-        if self.done.set_running_or_notify_cancel():
-            self.done.set_exception(error)
+    run: Callable[[], None]
+    refuse: Callable[[MeshError], None] = lambda error: None
 
 
 @dataclass
@@ -78,7 +59,7 @@ class StepThread:
         self.table = SlotTable(
             num_slots=runner.num_slots,
             max_len=runner.max_len,
-            store=runner.cache,
+            stores=runner.stores,
             now=time.monotonic,
             routes_of=None if runner.routes is None else runner.routes.of,
         )
@@ -87,7 +68,7 @@ class StepThread:
         self.unfit: str | None = None  # why nothing may be served: a step or a swap of weights failed
         self.counts = StepCounts()
         self._budget = budget
-        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Call[Any] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()  # None ends the thread
         self._outbox: list[Callable[[], None]] = []
         self._over: MeshError | None = None  # what is answered once the thread takes nothing any more
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -104,22 +85,34 @@ class StepThread:
         return self._thread.is_alive()
 
     def submit(self, row: RequestRow) -> None:
-        self._put(_Submit(row))
+        self._put(_Command(run=lambda: self.table.waiting.append(row), refuse=row.fail))
 
     def cancel(self, row: RequestRow) -> None:
-        self._inbox.put(_Cancel(row))
+        self._put(_Command(run=lambda: self.table.remove(row)))
 
     async def call(self, function: Callable[[], Result]) -> Result:
         """Runs `function` between two steps. Raises what it raises, and MeshError ENGINE_FAILED without a thread."""
         if not self.alive:
             raise MeshError(Reason.ENGINE_FAILED, "the engine's thread is not running; start or restart the engine")
-        call = _Call(function, Future[Result]())
-        self._put(call)
-        return await asyncio.wait_for(asyncio.wrap_future(call.done), COMMAND_DEADLINE_S)
+        done: Future[Result] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(function())
+                except Exception as error:  # noqa: BLE001 - belongs to whoever called, not to this thread
+                    done.set_exception(error)
+
+        def refuse(error: MeshError) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+        self._put(_Command(run=run, refuse=refuse))
+        return await asyncio.wait_for(asyncio.wrap_future(done), COMMAND_DEADLINE_S)
 
     def soon(self, function: Callable[[], None]) -> None:
         """Runs `function` between two steps, after what was asked for before; nobody waits for it."""
-        self._put(_Call(function, Future[None]()))
+        self._put(_Command(run=function))
 
     async def stop(self) -> None:
         """Aborts the requests that are left and ends the thread."""
@@ -129,8 +122,8 @@ class StepThread:
     async def join(self) -> None:
         await asyncio.to_thread(self._thread.join, COMMAND_DEADLINE_S)
 
-    def _put(self, item: _Submit | _Call[Any]) -> None:
-        self._inbox.put(item)
+    def _put(self, command: _Command) -> None:
+        self._inbox.put(command)
         if self._over is not None:
             self._refuse_inbox(self._over)
             self._flush()
@@ -172,18 +165,13 @@ class StepThread:
         idle = self.paused or not self._has_work()
         while True:
             try:
-                item = self._inbox.get(block=idle)
+                command = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
             idle = False
-            if item is None:
+            if command is None:
                 return False
-            if isinstance(item, _Submit):
-                self.table.waiting.append(item.row)
-            elif isinstance(item, _Cancel):
-                self.table.remove(item.row)
-            else:
-                item.run()
+            command.run()
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -198,8 +186,9 @@ class StepThread:
             if broken := [row for row, reason in left if reason is None]:
                 message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
                 logger.error("{}: {} requests failed", message, len(broken))
-                for slot in range(self.table.occupied, self.table.num_slots):  # a mask does not stop a NaN
-                    self.runner.cache.clear_slot(slot)
+                if self.runner.cache is not None:
+                    for slot in range(self.table.occupied, self.table.num_slots):  # a mask does not stop a NaN
+                        self.runner.cache.clear_slot(slot)
                 for row in broken:
                     row.fail(MeshError(Reason.ENGINE_FAILED, message))
         self.counts.prefilled += sum(len(piece.tokens) for piece in pieces)
@@ -209,13 +198,11 @@ class StepThread:
     def _refuse_inbox(self, error: MeshError) -> None:
         while True:
             try:
-                item = self._inbox.get_nowait()
+                command = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(item, _Submit):
-                item.row.fail(error)
-            elif isinstance(item, _Call):
-                item.refuse(error)
+            if command is not None:
+                command.refuse(error)
 
     def _flush(self) -> None:
         """Hands what this step produced to the event loop, in one call."""
