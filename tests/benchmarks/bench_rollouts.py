@@ -121,7 +121,7 @@ async def serve(engine: Engine, name: str, tokenizer: Any, stack: AsyncExitStack
     from meshrl.inference.http.tokenizer import TextCodec
 
     codec = TextCodec(tokenizer)
-    app = InferenceServer(engine, model_name=name, codec=codec, loader=None).app()
+    app = InferenceServer(engine, model_name=name, codec=codec).app()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)

@@ -118,7 +118,7 @@ async def serving(model: Qwen3ForCausalLM, seed: int) -> AsyncIterator[TappedEng
     engine = TappedEngine(model, max_model_len=MAX_MODEL_LEN, num_slots=32, eos_token_ids=(END,), seed=seed, version=0)
     engine.model, engine.generated = model, defaultdict(list)
     engine.start()
-    app = InferenceServer(engine, model_name="policy", codec=None, loader=None).app()
+    app = InferenceServer(engine, model_name="policy", codec=None).app()
     app.middlewares.append(noting_the_session)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()

@@ -61,7 +61,7 @@ async def served(
     )
     engine.start()
     codec = None if tokenizer is None else TextCodec(tokenizer)
-    app = InferenceServer(engine, model_name=model_name, codec=codec, loader=None).app()
+    app = InferenceServer(engine, model_name=model_name, codec=codec).app()
     async with serving_http(app, handler_cancellation=True) as url:
         yield SimpleNamespace(url=url, engine=engine, model=model)
     await engine.close()

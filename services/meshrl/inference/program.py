@@ -22,7 +22,6 @@ from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_
 from meshrl.inference.agent.agent import Membership
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.build import open_engine
-from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.app import InferenceServer
@@ -80,7 +79,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
         engine,
         model_name=config.served_model_name or config.model.name,
         codec=codec,
-        loader=WeightLoader(engine, config.model.name),
+        base_model=config.model.name,
         request_deadline_s=config.request_deadline_s,
         api_key=api_key,
         admin_key=os.environ.get(ADMIN_KEY),

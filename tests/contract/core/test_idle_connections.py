@@ -136,7 +136,7 @@ async def test_an_http_server_closes_idle_connections_and_none_that_it_answers(m
 async def test_an_engine_closes_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_connections, "IDLE_S", LIMIT_S)
     engine: Any = SimpleNamespace(max_model_len=96)
-    server = InferenceServer(engine, model_name="m", codec=None, loader=None)
+    server = InferenceServer(engine, model_name="m", codec=None)
     runner = web.AppRunner(server.app())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -48,7 +48,7 @@ async def teacher(model: PreTrainedModel) -> AsyncIterator[tuple[str, list[str]]
 
     engine = EmbeddedEngine(model, max_model_len=16, num_slots=4, seed=0)
     engine.start()
-    app = InferenceServer(engine, model_name="t", codec=None, loader=None).app()
+    app = InferenceServer(engine, model_name="t", codec=None).app()
     app.middlewares.append(note)
     async with TestServer(app) as server:
         yield str(server.make_url("")), asked

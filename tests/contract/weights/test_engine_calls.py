@@ -36,7 +36,7 @@ class Kept:
         engine.max_model_len, engine.draining, engine.logprobs_mode = 8, False, "processed_logprobs"
         engine.leave_group, engine.stats = self._leave_group, _stats
         self.follower = HubFollower(engine, Membership(), away_s=away_s)
-        server = InferenceServer(engine, model_name="m", codec=None, loader=None, api_key=KEY, follower=self.follower)
+        server = InferenceServer(engine, model_name="m", codec=None, api_key=KEY, follower=self.follower)
         self.runner = web.AppRunner(server.app())
         self.url = ""
 

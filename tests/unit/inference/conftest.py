@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
 from inference_kit import ClientOf, EngineFactory, Start, make_model, make_tokenizer
-from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
@@ -69,9 +68,7 @@ def serve(start_engine: EngineFactory, client_of: ClientOf) -> Start:
 
     async def start(engine: EmbeddedEngine | None = None, base_model: str = "", **settings: Any) -> TestClient:
         engine = engine or await start_engine(eos_token_ids=(0,))
-        server = InferenceServer(
-            engine, model_name="tiny", codec=codec, loader=WeightLoader(engine, base_model), **settings
-        )
+        server = InferenceServer(engine, model_name="tiny", codec=codec, base_model=base_model, **settings)
         return await client_of(server.app())
 
     return start

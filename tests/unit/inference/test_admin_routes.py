@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
 from inference_kit import ClientOf, EngineFactory, full_forward, make_model
-from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
@@ -35,7 +34,7 @@ Senders = Callable[..., GroupSenders]
 @pytest.fixture
 def serve(client_of: ClientOf) -> Start:
     async def start(engine: EmbeddedEngine, **settings: Any) -> TestClient:
-        server = InferenceServer(engine, model_name="m", codec=None, loader=WeightLoader(engine, ""), **settings)
+        server = InferenceServer(engine, model_name="m", codec=None, base_model="", **settings)
         return await client_of(server.app())
 
     return start

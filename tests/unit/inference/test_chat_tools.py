@@ -35,7 +35,7 @@ async def client(taught: PreTrainedModel, start_engine: EngineFactory) -> AsyncI
     tokenizer = chatml_tokenizer(TEMPLATE)
     engine = await start_engine(taught, max_model_len=1024, eos_token_ids=())  # its renderer knows the end of a turn
     codec = TextCodec(tokenizer, replies=ChatReplies.load(tokenizer, {"name": "qwen3"}))
-    server = InferenceServer(engine, model_name="tiny", codec=codec, loader=None)
+    server = InferenceServer(engine, model_name="tiny", codec=codec)
     async with TestClient(TestServer(server.app())) as client:
         yield client
 

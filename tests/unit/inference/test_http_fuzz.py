@@ -10,7 +10,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from loguru import logger
 
 from inference_kit import EngineFactory, make_tokenizer
-from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
@@ -91,7 +90,7 @@ async def test_no_request_finds_a_defect(start_engine: EngineFactory, seed: int)
     sink = logger.add(lambda line: said.append(str(line)), level="ERROR")
     engine, draw = await start_engine(), random.Random(seed)
     codec = TextCodec(make_tokenizer(), max_prompt_bytes=1000)
-    server = InferenceServer(engine, model_name="tiny", codec=codec, loader=WeightLoader(engine, "/nowhere"))
+    server = InferenceServer(engine, model_name="tiny", codec=codec, base_model="/nowhere")
     statuses: dict[int, int] = {}
     try:
         async with TestClient(TestServer(server.app()), timeout=aiohttp.ClientTimeout(total=60.0)) as client:

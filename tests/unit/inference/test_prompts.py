@@ -24,7 +24,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def serve(start_engine: EngineFactory, client_of: ClientOf) -> Start:
     async def start(tokenizer: PreTrainedTokenizerFast | None = None, **settings: Any) -> TestClient:
         codec = TextCodec(tokenizer or make_tokenizer(), **settings)
-        server = InferenceServer(await start_engine(), model_name="tiny", codec=codec, loader=None)
+        server = InferenceServer(await start_engine(), model_name="tiny", codec=codec)
         return await client_of(server.app())
 
     return start

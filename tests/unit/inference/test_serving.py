@@ -65,7 +65,7 @@ async def ask() -> AsyncIterator[Ask]:
     codec = TextCodec(make_tokenizer())
 
     async def call(engine: Any, what: tuple[str, dict[str, Any]], *, deadline_s: float = 600.0) -> tuple[int, str]:
-        app = InferenceServer(engine, model_name="m", codec=codec, loader=None, request_deadline_s=deadline_s).app()
+        app = InferenceServer(engine, model_name="m", codec=codec, request_deadline_s=deadline_s).app()
         server = TestServer(app, shutdown_timeout=1.0)
         await server.start_server()
         servers.append(server)

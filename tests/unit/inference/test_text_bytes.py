@@ -159,7 +159,7 @@ def scripted() -> PreTrainedModel:
 async def sdk(start_engine: EngineFactory, scripted: PreTrainedModel) -> AsyncIterator[AsyncOpenAI]:
     tokenizer = chatml_tokenizer(TEMPLATE)
     engine = await start_engine(scripted, eos_token_ids=(tokenizer.eos_token_id,))
-    server = InferenceServer(engine, model_name="org/tiny", codec=TextCodec(tokenizer), loader=None)
+    server = InferenceServer(engine, model_name="org/tiny", codec=TextCodec(tokenizer))
     client = TestClient(TestServer(server.app()))
     await client.start_server()
     async with AsyncOpenAI(base_url=str(client.make_url("/v1")), api_key="x", max_retries=0) as made:

@@ -29,7 +29,7 @@ PATH = "/inference/v1/generate"
 def serve(client_of: ClientOf) -> Start:
     async def start(engine: Any) -> TestClient:
         app = web.Application()
-        serving = Serving(engine, model_name="tiny", max_model_len=96, request_deadline_s=10.0)
+        serving = Serving(engine, model_name="tiny", request_deadline_s=10.0)
         app.router.add_post(PATH, TokenRoute(serving).handle)
         return await client_of(app)
 
@@ -92,7 +92,7 @@ async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
     start_engine: EngineFactory, model: PreTrainedModel, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.inference.embedded.runner.SCORED_LOGITS", logits_at_once)
-    server = InferenceServer(await start_engine(), model_name="tiny", codec=None, loader=None)
+    server = InferenceServer(await start_engine(), model_name="tiny", codec=None)
     prompt = [5, 9, 2, 39, 7, 7, 31]
     body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 3, "temperature": 0.5}}
     async with TestClient(TestServer(server.app())) as client, client.post(PATH, json=body, headers=ACCEPT) as response:
@@ -115,7 +115,7 @@ async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
 class RichEngine:
     """Answers with everything that an engine may report."""
 
-    version, root, adapters = 1, None, None
+    version, root, adapters, max_model_len = 1, None, None, 96
 
     def __init__(self) -> None:
         self.asked: list[GenerateRequest] = []

@@ -72,13 +72,11 @@ class HubBody(BaseModel):
 
 
 class AdminRoutes:
-    """Handlers; who may call them is the server's business. Without a loader nothing is read from disk, and without a
-    follower no hub can call.
-    """
+    """Handlers; who may call them is the server's business. Without a follower no hub can call."""
 
-    def __init__(self, engine: Engine, loader: WeightLoader | None, follower: HubFollower | None = None) -> None:
+    def __init__(self, engine: Engine, loader: WeightLoader, follower: HubFollower | None = None) -> None:
         self._engine = engine
-        self._given_loader = loader
+        self._loader = loader
         self._follower = follower
 
     def add_to(self, router: web.UrlDispatcher) -> None:
@@ -167,12 +165,6 @@ class AdminRoutes:
         hub = address_of(host, body.port)
         await self._follower.follow(hub, body.url, body.token)
         return web.json_response({"status": "following", "hub": hub})
-
-    @property
-    def _loader(self) -> WeightLoader:
-        if self._given_loader is None:
-            raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without access to weights on disk")
-        return self._given_loader
 
     def _version(self, asked: int | None) -> int:
         current = self._engine.version

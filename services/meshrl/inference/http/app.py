@@ -35,19 +35,19 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class InferenceServer:
     def __init__(
-        self, engine: Engine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
+        self, engine: Engine, *, model_name: str, codec: TextCodec | None, base_model: str = "",
         request_deadline_s: float = 600.0, api_key: str | None = None, admin_key: str | None = None,
         follower: HubFollower | None = None,
     ) -> None:  # fmt: skip
+        """`base_model`: a folder or name on the Hugging Face hub, whose weights /reload_weights serves again."""
         self._engine = engine
-        self._loader = loader
+        self._base_model = base_model
         self._follower = follower
         self._access = Access(api_key, admin_key)
         self._started = int(time.time())
         self._serving = Serving(
             engine,
             model_name=model_name,
-            max_model_len=engine.max_model_len,
             request_deadline_s=request_deadline_s,
         )
         self._codec = codec
@@ -69,7 +69,8 @@ class InferenceServer:
         app.router.add_get("/ping", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
-        AdminRoutes(self._engine, self._loader, self._follower).add_to(app.router)
+        loader = WeightLoader(self._engine, self._base_model)
+        AdminRoutes(self._engine, loader, self._follower).add_to(app.router)
         return app
 
     @web.middleware
@@ -119,7 +120,7 @@ class InferenceServer:
             "object": "model",
             "created": self._started,
             "owned_by": "meshrl",
-            "max_model_len": self._serving.max_model_len,
+            "max_model_len": self._engine.max_model_len,
         }
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:

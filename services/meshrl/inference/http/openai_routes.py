@@ -18,7 +18,6 @@ from aiohttp import web
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.chat_replies import NEEDS_A_PARSER
-from meshrl.inference.http.request_keys import UnknownKeys
 from meshrl.inference.http.runs import (
     Serving,
     gather,
@@ -28,9 +27,8 @@ from meshrl.inference.http.runs import (
     said,
     send_events,
     spans_json,
-    whole,
 )
-from meshrl.inference.http.schemas import ChatBody, CompletionBody, parse
+from meshrl.inference.http.schemas import ChatBody, CompletionBody
 from meshrl.inference.http.tokenizer import TextCodec, TextStream
 from meshrl.wire.errors import MeshError, Reason
 
@@ -60,11 +58,9 @@ class OpenAIRoutes:
     def __init__(self, serving: Serving, codec: TextCodec) -> None:
         self._serving = serving
         self._codec = codec
-        self._unknown = UnknownKeys()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = parse(ChatBody, await request.read())
-        self._unknown.note(request.path, body.other_keys)
+        body = await self._serving.read(request, ChatBody)
         if body.offered_tools and (self._codec.replies is None or not self._codec.replies.supports_tools):
             raise MeshError(Reason.NOT_SUPPORTED, NEEDS_A_PARSER)
         async with self._serving.deadline():
@@ -79,8 +75,7 @@ class OpenAIRoutes:
         return await self._serve(request, body, self._choices(body, [prompt_ids], bool(body.logprobs), tops))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = parse(CompletionBody, await request.read())
-        self._unknown.note(request.path, body.other_keys)
+        body = await self._serving.read(request, CompletionBody)
         async with self._serving.deadline():
             prompt = body.prompt
             if isinstance(prompt, str):
@@ -110,7 +105,7 @@ class OpenAIRoutes:
         for prompt, prompt_ids in enumerate(prompts):
             room = self._serving.room(len(prompt_ids))
             for index in range(body.n):
-                params = body.limited(room=room, index=index, logprobs=logprobs, top_logprobs=tops)
+                params = body.params(room=room, index=index, logprobs=logprobs, top_logprobs=tops)
                 params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
                 # with stop strings the text is watched as it grows, so the tokens must come one by one
                 asked = GenerateRequest(
@@ -140,16 +135,11 @@ class OpenAIRoutes:
         return json_answer(json.dumps(answer), pieces[0].tokens.version)
 
     async def _whole(self, choice: _Choice) -> _Piece:
-        chunks: list[TokenChunk] = []
-        async with aclosing(self._serving.spans.generate(choice.request)) as stream:
-            async for chunk in stream:
-                chunks.append(chunk)
-                _added_text(choice, chunk)
-                if choice.text.stopped:
-                    break
-        tokens = join(chunks) if choice.text.stopped else whole(chunks)
-        if tokens.finish_reason is FinishReason.ABORT:
-            raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
+        def stops(chunk: TokenChunk) -> bool:
+            _added_text(choice, chunk)
+            return choice.text.stopped
+
+        tokens = await self._serving.complete(choice.request, ends=stops)
         reason = FinishReason.STOP if choice.text.stopped else tokens.finish_reason
         return _Piece(choice=choice, text="".join(choice.said), tokens=tokens, finish_reason=reason)
 

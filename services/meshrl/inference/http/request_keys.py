@@ -8,15 +8,10 @@ Both engines take the same requests, since both sample by the same `SamplingPara
 from __future__ import annotations
 
 import difflib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from loguru import logger
 from pydantic import JsonValue
-
-MOST_UNKNOWN = 1000
-"""So many unknown keys are counted apart; a client that sends others after that is not logged."""
 
 LEAVE_OUT = "leave it out"
 UNCONSTRAINED = (
@@ -110,18 +105,3 @@ def unknown(keys: Iterable[str]) -> list[str]:
 def no_such_key(name: str, read: Collection[str]) -> str:
     near = difflib.get_close_matches(name, sorted(read), n=1)
     return f"{name}: no such key" + (f"; did you mean {near[0]}?" if near else f"; {LEAVE_OUT}")
-
-
-class UnknownKeys:
-    """Counts the unknown keys of requests, and logs each the first time: clients send more than an engine needs."""
-
-    def __init__(self, log: Callable[[str], None] = logger.warning) -> None:
-        self.counts: Counter[str] = Counter()
-        self._log = log
-
-    def note(self, path: str, keys: Iterable[str]) -> None:
-        for name in unknown(keys):
-            if name in self.counts or len(self.counts) < MOST_UNKNOWN:
-                self.counts[name] += 1
-                if self.counts[name] == 1:
-                    self._log(f"{path}: the key {name!r:.100} is not known and changes nothing; this is logged once")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -20,6 +20,8 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.http.request_keys import unknown
+from meshrl.inference.http.schemas import RequestBody, parse
 from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
@@ -33,6 +35,10 @@ UNFINISHED = "the engine ended this completion without a reason; send it again"
 
 REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
 
+MOST_UNKNOWN = 1000
+"""So many unknown keys are logged; what a client sends beyond them is not."""
+
+Body = TypeVar("Body", bound=RequestBody)
 Result = TypeVar("Result")
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -71,12 +77,25 @@ def _joined(parts: Sequence[NDArray[Scalar] | None]) -> NDArray[Scalar] | None:
 class Serving:
     """What every route needs: the engine, its limits and the name of its model."""
 
-    def __init__(self, engine: Engine, *, model_name: str, max_model_len: int, request_deadline_s: float) -> None:
+    def __init__(self, engine: Engine, *, model_name: str, request_deadline_s: float) -> None:
         self.engine = engine
         self.model_name = model_name
-        self.max_model_len = max_model_len
         self.request_deadline_s = request_deadline_s
         self.spans = CompletionSpans(engine, model_name)
+        self._unknown: set[str] = set()
+
+    async def read(self, request: web.Request, kind: type[Body]) -> Body:
+        """The request's body. Raises MeshError INVALID_REQUEST that lists every violation with its key."""
+        body = parse(kind, await request.read())
+        self.note_unknown(request.path, body.other_keys)
+        return body
+
+    def note_unknown(self, path: str, keys: Iterable[str]) -> None:
+        """Logs each unknown key the first time that it comes: clients send more than an engine needs."""
+        for name in unknown(keys):
+            if name not in self._unknown and len(self._unknown) < MOST_UNKNOWN:
+                self._unknown.add(name)
+                logger.warning(f"{path}: the key {name!r:.100} is not known and changes nothing; this is logged once")
 
     def policy(self, model: str | None, headers: Mapping[str, str] = MappingProxyType({})) -> str:
         """The run, or `RUN@VERSION`, that a request names as its model; empty for any other name.
@@ -96,13 +115,13 @@ class Serving:
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that fit behind a prompt. Raises: MeshError INVALID_REQUEST when none does."""
-        room = self.max_model_len - prompt_tokens
+        longest = self.engine.max_model_len
+        room = longest - prompt_tokens
         if room < 1 or prompt_tokens < 1:
             raise MeshError(
                 Reason.INVALID_REQUEST,
                 f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is "
-                f"{self.max_model_len} tokens, at least one of them for the completion; send 1 to "
-                f"{self.max_model_len - 1} prompt tokens",
+                f"{longest} tokens, at least one of them for the completion; send 1 to {longest - 1} prompt tokens",
             )
         return room
 
@@ -121,26 +140,30 @@ class Serving:
                 f"the request took longer than request_deadline_s ({self.request_deadline_s:g} s) and was cancelled",
             ) from error
 
-    async def complete(self, request: GenerateRequest) -> TokenChunk:
-        """The whole completion. Raises: MeshError DRAINING when it was cut by a shutdown."""
-        async with aclosing(self.spans.generate(request)) as chunks:
-            completion = whole([chunk async for chunk in chunks])
-        if completion.finish_reason is FinishReason.ABORT:
+    async def complete(
+        self, request: GenerateRequest, *, ends: Callable[[TokenChunk], bool] = lambda chunk: False
+    ) -> TokenChunk:
+        """The whole completion, or that up to the chunk for which `ends`, called with each of them, is true.
+
+        Raises: MeshError DRAINING when it was cut by a shutdown, ENGINE_FAILED when its last chunk is missing.
+        """
+        chunks: list[TokenChunk] = []
+        async with aclosing(self.spans.generate(request)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                if ends(chunk):
+                    return join(chunks)
+        if not chunks or chunks[-1].finish_reason is None:
+            raise MeshError(Reason.ENGINE_FAILED, UNFINISHED)
+        if chunks[-1].finish_reason is FinishReason.ABORT:
             raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
-        return completion
+        return join(chunks)
 
 
 def served_version(engine: Engine) -> int | None:
     """What requests that name no run get: the version of the only run, or else of the base model."""
     newest = {} if engine.adapters is None else engine.adapters.newest
     return next(iter(newest.values())).version if len(newest) == 1 else engine.version
-
-
-def whole(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """The chunks of a finished completion as one. Raises: MeshError ENGINE_FAILED when the last one is missing."""
-    if not chunks or chunks[-1].finish_reason is None:
-        raise MeshError(Reason.ENGINE_FAILED, UNFINISHED)
-    return join(chunks)
 
 
 async def gather(calls: list[Awaitable[Result]]) -> list[Result]:

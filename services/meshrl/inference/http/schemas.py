@@ -7,7 +7,6 @@ logged on the text routes, whose clients send more than an engine needs.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -31,7 +30,7 @@ def _refuse_constraints(response_format: JsonValue, structured_outputs: JsonValu
         raise ValueError(f"structured_outputs is not supported: {UNCONSTRAINED}")
 
 
-class _Checked(BaseModel):
+class RequestBody(BaseModel):
     """A part of a request whose other keys are kept, to be checked. A key that is null has its default."""
 
     model_config = ConfigDict(extra="allow")
@@ -54,7 +53,7 @@ class _Checked(BaseModel):
         return self.model_extra or {}
 
 
-class SamplingFields(_Checked):
+class SamplingFields(RequestBody):
     """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
 
     n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
@@ -87,7 +86,9 @@ class SamplingFields(_Checked):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in stops if text)
 
-    def params(self, *, room: int, index: int, logprobs: bool, top_logprobs: int = 0) -> SamplingParams:
+    def params(
+        self, *, room: int, index: int, logprobs: bool, top_logprobs: int, routes_from: int | None = None
+    ) -> SamplingParams:
         """Parameters of the index-th completion; `room` is how many tokens still fit behind the prompt.
 
         max_tokens beyond the room is lowered to it; without max_tokens the completion may fill the room. An engine
@@ -112,6 +113,7 @@ class SamplingFields(_Checked):
             top_logprobs=top_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             raw_logprobs=raw_logprobs,
+            routed_experts_prompt_start=routes_from,
         )
 
 
@@ -123,10 +125,6 @@ class TokenSampling(SamplingFields):
     routed_experts_prompt_start: int | None = Field(default=None, ge=0)
     response_format: JsonValue = None
     structured_outputs: JsonValue = None
-
-    def params(self, *, room: int, index: int, logprobs: bool, top_logprobs: int = 0) -> SamplingParams:
-        asked = super().params(room=room, index=index, logprobs=logprobs, top_logprobs=top_logprobs)
-        return replace(asked, routed_experts_prompt_start=self.routed_experts_prompt_start)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -152,7 +150,7 @@ class TokenSampling(SamplingFields):
         return self.alternatives == 0 and self.prompt_logprobs is None
 
 
-class GenerateBody(_Checked):
+class GenerateBody(RequestBody):
     model: str | None = None
     request_id: str | None = None
     token_ids: list[int]
@@ -179,7 +177,7 @@ class GenerateBody(_Checked):
         return self
 
 
-class StreamOptions(_Checked):
+class StreamOptions(RequestBody):
     """What a stream carries besides its text."""
 
     include_usage: bool = False
@@ -205,13 +203,9 @@ class _TextBody(SamplingFields):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
+        self.max_tokens = self.max_tokens or self.max_completion_tokens
         _refuse_constraints(self.response_format, self.structured_outputs)
         return self
-
-    def limited(self, *, room: int, index: int, logprobs: bool, top_logprobs: int) -> SamplingParams:
-        limit = self.max_tokens or self.max_completion_tokens
-        limited = self if limit == self.max_tokens else self.model_copy(update={"max_tokens": limit})
-        return limited.params(room=room, index=index, logprobs=logprobs, top_logprobs=top_logprobs)
 
 
 class FunctionDefinition(BaseModel):

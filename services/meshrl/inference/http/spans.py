@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -36,15 +37,14 @@ class CompletionSpans:
         """Yields the engine's chunks. A completion that fails, or that its caller leaves, is recorded as such."""
         self._note_version()
         span = self._tracer.start_span(f"text_completion {self._model_name}", kind=SpanKind.SERVER)
-        tokens, versions, ended = 0, list[int](), False
+        tokens, versions = 0, list[int]()
         last: TokenChunk | None = None
         try:
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for last in chunks:
                     tokens += len(last.token_ids)
                     versions += [each.version for each in last.version_spans]
-                    ended = last.finish_reason is not None
-                    if ended:
+                    if last.finish_reason is not None:
                         self._note_version()
                     yield last
         except Exception as error:  # whatever it is: the span says so, and it goes on to who asked
@@ -52,28 +52,22 @@ class CompletionSpans:
             raise
         finally:
             if span.is_recording():
-                if not ended:
+                span.set_attributes(
+                    {
+                        "gen_ai.operation.name": "text_completion",
+                        "gen_ai.usage.input_tokens": len(request.prompt_ids),
+                        "gen_ai.usage.output_tokens": tokens,
+                        "meshrl.versions": list(dict.fromkeys(versions)),
+                    }
+                )
+                if last is None or last.finish_reason is None:
                     span.set_attribute("meshrl.left", True)
-                self._describe(span, request, tokens, versions, last)
+                else:
+                    span.set_attribute("gen_ai.response.finish_reasons", (last.finish_reason.value,))
+                if last is not None and last.times is not None:
+                    for part, seconds in asdict(last.times).items():
+                        span.set_attribute(f"meshrl.{part}", round(seconds, 4))
             span.end()
-
-    def _describe(
-        self, span: trace.Span, request: GenerateRequest, tokens: int, versions: list[int], last: TokenChunk | None
-    ) -> None:
-        span.set_attributes(
-            {
-                "gen_ai.operation.name": "text_completion",
-                "gen_ai.usage.input_tokens": len(request.prompt_ids),
-                "gen_ai.usage.output_tokens": tokens,
-                "meshrl.versions": list(dict.fromkeys(versions)),
-            }
-        )
-        if last is not None and last.finish_reason is not None:
-            span.set_attribute("gen_ai.response.finish_reasons", (last.finish_reason.value,))
-        if last is not None and last.times is not None:
-            span.set_attribute("meshrl.queue_s", round(last.times.queue_s, 4))
-            span.set_attribute("meshrl.prefill_s", round(last.times.prefill_s, 4))
-            span.set_attribute("meshrl.decode_s", round(last.times.decode_s, 4))
 
     def _note_version(self) -> None:
         served = [(self._engine.version, self._engine.root)]

@@ -26,7 +26,6 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from meshrl.inference.engine import GenerateRequest, TokenChunk
-from meshrl.inference.http.request_keys import UnknownKeys
 from meshrl.inference.http.runs import (
     Serving,
     frame_answer,
@@ -38,7 +37,7 @@ from meshrl.inference.http.runs import (
     send_events,
     spans_json,
 )
-from meshrl.inference.http.schemas import GenerateBody, TokenSampling, parse
+from meshrl.inference.http.schemas import GenerateBody, TokenSampling
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice
 from meshrl.wire.errors import MeshError, Reason
 
@@ -46,11 +45,9 @@ from meshrl.wire.errors import MeshError, Reason
 class TokenRoute:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._unknown = UnknownKeys()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        body = parse(GenerateBody, await request.read())
-        self._unknown.note(request.path, body.other_keys)
+        body = await self._serving.read(request, GenerateBody)
         prompt_ids = tuple(body.token_ids)
         room = self._serving.room(len(prompt_ids))
         sampling = body.sampling_params
@@ -60,7 +57,11 @@ class TokenRoute:
                 request_id=request_id,
                 prompt_ids=prompt_ids,
                 sampling=sampling.params(
-                    room=room, index=index, logprobs=sampling.logprobs is not None, top_logprobs=sampling.alternatives
+                    room=room,
+                    index=index,
+                    logprobs=sampling.logprobs is not None,
+                    top_logprobs=sampling.alternatives,
+                    routes_from=sampling.routed_experts_prompt_start,
                 ),
                 stream=body.stream,
                 policy=self._serving.policy(body.model, request.headers),
