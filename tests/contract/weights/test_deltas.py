@@ -60,7 +60,7 @@ def flip_base(agent: WeightAgent, engine: Any, at: int) -> None:
         embed = engine.live["model.embed.weight"].view(-1)
         embed.view(torch.int16)[at % len(embed)] ^= 0x10
         return
-    image = agent._lines["run"].loader.images._image
+    image = agent._lines["run"].loader._image
     assert image is not None
     image.held.parts[0][1][at % FULL_BYTES] ^= 0x10
 
@@ -163,11 +163,11 @@ async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_com
         states.append(stepped(states[-1], seed))
     await publisher.publish(0, states[0])
     await serve(client, 0)
-    served = await agent._lines["run"].loader.images.held_root()
+    served = await agent._lines["run"].loader.held_root()
     report = await publisher.publish(1, states[1])
     await mesh.until(lambda: (prepared := agent._lines["run"].prepared) is not None and prepared.manifest.version == 1)
     if not engine.patches:
-        assert agent._lines["run"].loader.images._image.root == report.root
+        assert agent._lines["run"].loader._image.root == report.root
     report = await publisher.publish(2, states[2])  # 1 is skipped
     await serve(client, 2)
     assert engine.holds(states[2])
@@ -188,7 +188,7 @@ async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_com
     await mesh.until(lambda: (prepared := agent._lines["run"].prepared) is not None and prepared.manifest.version == 3)
     await client.abort_version(run_id="run", epoch=1, version=3, message="no")
     if not engine.patches:
-        assert await agent._lines["run"].loader.images.held_root() == report.root != served
+        assert await agent._lines["run"].loader.held_root() == report.root != served
     report = await publisher.publish(4, states[4])  # what it would lead from is gone
     assert report.num_bytes == FULL_BYTES
     await serve(client, 4)

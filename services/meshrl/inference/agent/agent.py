@@ -44,9 +44,11 @@ from meshrl.inference.agent.states import (
     StartSleep,
     fault_of,
 )
-from meshrl.inference.agent.version_loader import PreparedVersion, VersionFetcher, VersionLoader, downloader_over
+from meshrl.inference.agent.version_loader import PreparedVersion, VersionFetcher, VersionLoader
 from meshrl.inference.engine import Engine
+from meshrl.versions.downloads import Downloader
 from meshrl.versions.files import Spool
+from meshrl.versions.sources import LinkLimits
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import sync_context
@@ -74,7 +76,6 @@ STOOD_S = 5.0  # a session that lasted as long was a good one
 class LineWork:
     """What is under way for one run: the version being fetched, and the one that is prepared."""
 
-    fetcher: VersionFetcher
     loader: VersionLoader
     probes: ProbeRule
     failed: str = ""  # the artifact that could not be applied last, which is tried again and again
@@ -139,7 +140,9 @@ class WeightAgent:
             spool = Spool(spool_dir, spool_name(membership.output_dir, self._engine_id))
         broadcast = membership.broadcast or WeightBroadcastConfig()
         self._max_probe_error = broadcast.max_probe_error
-        self._downloader = downloader_over(client, broadcast, stall_s=fetch_stall_s)
+        stall_s = broadcast.stall_s if fetch_stall_s is None else fetch_stall_s
+        limits = LinkLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=stall_s)
+        self._downloader = Downloader(client, limits, broadcast.relays)
         self._spool = spool
         self._signature = manifests.layout_signature(engine.layout())
         self._hold_deadline_s = hold_deadline_s
@@ -203,7 +206,7 @@ class WeightAgent:
             await asyncio.wait(set(self._tasks), timeout=APPLY_DEADLINE_S)
         await self._resume()
         for work in self._lines.values():
-            work.loader.images.drop()
+            work.loader.drop_image()
         await self._downloader.close()
 
     async def _follow(self) -> None:
@@ -324,9 +327,7 @@ class WeightAgent:
         if work is None:
             fetcher = VersionFetcher(self._downloader, spool=self._spool)
             loader = VersionLoader(self._client, self._engine, fetcher, self._signature, run_id)
-            work = self._lines[run_id] = LineWork(
-                fetcher=fetcher, loader=loader, probes=ProbeRule(self._max_probe_error)
-            )
+            work = self._lines[run_id] = LineWork(loader=loader, probes=ProbeRule(self._max_probe_error))
         return work
 
     def _let_go(self, run_id: str) -> None:
@@ -365,7 +366,7 @@ class WeightAgent:
         began_s, work, line = time.monotonic(), self._work(action.run_id), self.machine.lines[action.run_id]
         version, artifact_id = action.version, action.artifact_id
         try:
-            with self.waits.waiting("version", lambda: work.fetcher.arriving(version), ("weights",)):
+            with self.waits.waiting("version", lambda: work.loader.fetcher.arriving(version), ("weights",)):
                 manifest, adopt = await self._stage(work.loader, version, artifact_id)
         except Exception as error:  # noqa: BLE001 (nothing was applied: the old version stays, and the hub must hear)
             logger.opt(exception=not isinstance(error, MeshError)).error("version {} is refused: {!r}", version, error)
@@ -416,13 +417,13 @@ class WeightAgent:
                 probe_error = None if hold else await self._probe(line.run_id, prepared)
             except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
                 span.set_status(Status(StatusCode.ERROR, str(error)))
-                self._poison(line, action.version, prepared, _fault_of_apply(error))
+                self._poison(line, action.version, prepared, fault_of(error, Reason.ENGINE_FAILED))
                 return
             work.prepared, root = None, prepared.manifest.result_root
             paused = not (prepared.adopt or prepared.is_adapter)
             if not prepared.is_adapter:
                 self._live_root = root
-                work.loader.images.confirm(root)
+                work.loader.confirm(root)
             span.set_attribute("meshrl.requests_kept", kept)
             if probe_error is not None:
                 span.set_attribute("meshrl.probe_error", probe_error)
@@ -526,13 +527,6 @@ class WeightAgent:
         if prepared is None or not prepared.is_adapter:
             self._live_root = b""
         self._perform(line.apply_failed(fault))
-
-
-def _fault_of_apply(error: Exception) -> AgentFault:
-    if isinstance(error, MeshError):
-        return AgentFault(reason=error.reason.name, message=str(error))
-    reason = Reason.DEADLINE_PASSED if isinstance(error, TimeoutError) else Reason.ENGINE_FAILED
-    return AgentFault(reason=reason.name, message=repr(error))
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:

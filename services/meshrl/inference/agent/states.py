@@ -424,8 +424,9 @@ class AgentMachine:
         return SendReport(run_id=next(iter(self.lines)), fault=fault, of_group=fault is not None)
 
 
-def fault_of(error: Exception) -> AgentFault:
-    """How an error, a defect included, is reported to the hub."""
+def fault_of(error: Exception, defect: Reason = Reason.INTERNAL) -> AgentFault:
+    """How an error is reported to the hub; `defect`: one that is neither a MeshError nor a deadline."""
     if isinstance(error, MeshError):
         return AgentFault(reason=error.reason.name, message=error.message)
-    return AgentFault(reason=Reason.INTERNAL.name, message=repr(error))
+    reason = Reason.DEADLINE_PASSED if isinstance(error, TimeoutError) else defect
+    return AgentFault(reason=reason.name, message=repr(error))

@@ -20,13 +20,11 @@ import numpy as np
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
-from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.downloads import Downloader
 from meshrl.versions.files import Bytes, HostBytes, Spool, empty_bytes, map_files
 from meshrl.versions.layout import mismatch
-from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
@@ -76,29 +74,33 @@ class PreparedVersion:
 
 
 class VersionLoader:
+    """Loads the versions of one run.
+
+    The last version that deltas can lead on from stays in host memory as an image, unless the engine applies deltas to
+    its own weights (`Engine.patches`).
+    """
+
     def __init__(
         self, client: WeightSyncClient, engine: Engine, fetcher: VersionFetcher, signature: bytes, run_id: str
     ) -> None:
+        """`signature` is that of the layout that the engine serves."""
         self._client = client
         self._engine = engine
-        self._fetcher = fetcher
+        self.fetcher = fetcher
         self._signature, self._run_id = signature, run_id
         self.times = PartTimes()
-        self.images = ImageKeeper(fetcher, signature, self.times)
+        self._image: WeightImage | None = None
 
     async def find(self, version: int, artifact_id: str, *, anew: bool = False) -> FoundVersion:
         """Asks the hub for the manifest of a version, and of a delta for the steps from the weights that are here.
 
         `anew`: for the steps from none. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH.
         """
-        self._fetcher.begin()
+        self.fetcher.begin()
         self.times.begin()
         if anew:
-            self.images.drop()
-        if self._engine.patches:
-            held_root = b"" if anew or self._engine.unfit else self._engine.root or b""
-        else:
-            held_root = await self.images.held_root()
+            self.drop_image()
+        held_root = b"" if anew else await self.held_root()
         with self.times.part("found"):
             found = await self._client.find_version(
                 run_id=self._run_id, version=version, artifact_id=artifact_id, held_root=held_root
@@ -110,6 +112,18 @@ class VersionLoader:
             raise MeshError(Reason.DIGEST_MISMATCH, f"the manifest of version {version} does not match its artifact_id")
         return found
 
+    async def held_root(self) -> bytes:
+        """The root of the weights that deltas may lead on from; an image goes back to the version served last."""
+        if self._engine.patches:
+            return b"" if self._engine.unfit else self._engine.root or b""
+        if self._image is not None:
+            try:
+                await asyncio.to_thread(self._image.revert)
+            except MeshError as error:
+                logger.warning("the kept weights are dropped: {}", error)
+                self.drop_image()
+        return b"" if self._image is None else self._image.root
+
     async def load(self, found: FoundVersion) -> None:
         """Has the engine stage a version. Raises MeshError as `VersionFetcher.fetch`, `stage` and `receive` do."""
         manifest = found.manifest
@@ -120,7 +134,9 @@ class VersionLoader:
                 differs = mismatch(manifest.version, self._engine.layout(), theirs)
             text = f"version {manifest.version} is for a model of another layout than the engine's"
             raise differs or MeshError(Reason.LAYOUT_MISMATCH, text)
-        if is_for_images(manifest):
+        full = manifest.kind is VersionKind.FULL
+        leads_on = full and manifest.digest_algorithm == manifests.SUM128 and len(manifest.chunks) > 0
+        if leads_on or manifest.kind is VersionKind.DELTA:
             try:
                 await self._load_steps(found)
             except MeshError as error:
@@ -129,7 +145,7 @@ class VersionLoader:
                 logger.warning("version {} is fetched anew, in full: {}", manifest.version, error)
                 await self._load_steps(await self.find(manifest.version, found.artifact_id, anew=True))
             return
-        self.images.drop()
+        self.drop_image()
         if manifest.transport is Transport.NCCL:
             with self.times.part("received"):
                 await self._engine.receive(manifest)
@@ -137,29 +153,59 @@ class VersionLoader:
         await self._fetch_and_stage(manifest, found.artifact_id)
 
     async def _load_steps(self, found: FoundVersion) -> None:
-        """Loads a version by what leads to it: onto the engine's own weights where it patches, else onto the image."""
-        manifest = found.manifest
-        if not self._engine.patches:
-            await self._stage(manifest, await self.images.load(found))
-            await self.images.wait_until_hashed()
-            return
-        for number, step in enumerate(steps_to(found)):
+        """Loads a version by the steps that lead to it, over the image or the engine's own weights.
+
+        Raises MeshError DIGEST_MISMATCH also where the weights here are not what they should be.
+        """
+        version, patches = found.manifest, self._engine.patches
+
+        def unreachable(why: str) -> MeshError:
+            return MeshError(Reason.DIGEST_MISMATCH, f"version {version.version} cannot be reached: {why}")
+
+        steps = found.steps or ((version,) if version.kind is VersionKind.FULL else ())
+        if self._image is not None and self._image.root == version.result_root:  # since an earlier attempt
+            await asyncio.to_thread(self._image.check)
+            steps = ()
+        for number, step in enumerate(steps):
             if step.layout_signature != self._signature:
-                raise _unreachable(manifest, f"it leads over version {step.version} of another model")
+                raise unreachable(f"it leads over version {step.version} of another model")
             if step.kind is VersionKind.FULL:
-                await self._fetch_and_stage(step, await asyncio.to_thread(manifests.artifact_id, step))
-                continue
-            with self.times.part("fetched"):
-                delta = await self._fetcher.fetch_delta_file(step)
-            try:
-                with self.times.part("applied"):
-                    await self._engine.patch(step, delta.files[0], onto_staged=number > 0)
-            finally:
-                delta.release()
+                artifact_id = await asyncio.to_thread(manifests.artifact_id, step)
+                await (self._fetch_and_stage if patches else self._fetch_image)(step, artifact_id)
+            elif patches:
+                await self._patch(step, onto_staged=number > 0)
+            elif self._image is None:
+                raise unreachable("its delta is for weights that are not here")
+            else:
+                with self.times.part("fetched and applied"):
+                    await self.fetcher.fetch_delta(step, partial(self._image.apply, step))
+        if patches:
+            return
+        if self._image is None or self._image.root != version.result_root:
+            raise unreachable("its deltas lead to other weights")
+        await self._stage(version, self._image.held)
+        with self.times.part("checked"):  # once it is hashed, a bit that flips in it is found
+            await asyncio.to_thread(self._image.wait_until_hashed)
+
+    async def _patch(self, step: Manifest, *, onto_staged: bool) -> None:
+        with self.times.part("fetched"):
+            delta = await self.fetcher.fetch_delta_file(step)
+        try:
+            with self.times.part("applied"):
+                await self._engine.patch(step, delta.files[0], onto_staged=onto_staged)
+        finally:
+            delta.release()
+
+    async def _fetch_image(self, manifest: Manifest, artifact_id: str) -> None:
+        self.drop_image()
+        with self.times.part("fetched"):
+            held = await self.fetcher.fetch(manifest, artifact_id, to_change=True)
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        self._image = await asyncio.to_thread(WeightImage, manifest, held, num_threads=threads)
 
     async def _fetch_and_stage(self, manifest: Manifest, artifact_id: str) -> None:
         with self.times.part("fetched"):
-            held = await self._fetcher.fetch(manifest, artifact_id)
+            held = await self.fetcher.fetch(manifest, artifact_id)
         try:
             await self._stage(manifest, held)
         finally:
@@ -177,14 +223,15 @@ class VersionLoader:
                 )
             )
 
+    def confirm(self, root: bytes) -> None:
+        """Weights with this root are served: if the image holds them, it will not go back behind them."""
+        if self._image is not None and self._image.root == root:
+            self._image.confirm()
 
-def downloader_over(hub: WeightSyncClient, way: WeightBroadcastConfig | None, *, stall_s: float | None) -> Downloader:
-    """Downloads from a hub and the relays of a configuration. `stall_s`: in place of its own."""
-    way = way or WeightBroadcastConfig()
-    limits = LinkLimits(
-        connections=way.connections, mbps=way.max_mbps, stall_s=way.stall_s if stall_s is None else stall_s
-    )
-    return Downloader(hub, limits, way.relays)
+    def drop_image(self) -> None:
+        image, self._image = self._image, None
+        if image is not None:
+            image.close()
 
 
 class VersionFetcher:
@@ -300,82 +347,3 @@ class VersionFetcher:
 def _damaged(manifest: Manifest, name: str | None) -> MeshError:
     text = f"tensor {name!r} of version {manifest.version} is not what its manifest says; it was not applied"
     return MeshError(Reason.DIGEST_MISMATCH, text)
-
-
-def is_for_images(manifest: Manifest) -> bool:
-    """Whether a version is a delta, or a full one that deltas may be made from."""
-    full = manifest.kind is VersionKind.FULL and manifest.digest_algorithm == manifests.SUM128 and manifest.chunks
-    return manifest.kind is VersionKind.DELTA or bool(full)
-
-
-def steps_to(found: FoundVersion) -> tuple[Manifest, ...]:
-    """The versions to load one after the other: those of a delta, or the full version itself."""
-    whole = (found.manifest,) if found.manifest.kind is VersionKind.FULL else ()
-    return found.steps or whole
-
-
-class ImageKeeper:
-    """The image of one engine; there is none before the first version that needs one."""
-
-    def __init__(self, fetcher: VersionFetcher, layout: bytes, times: PartTimes) -> None:
-        """`layout` is the signature of what the engine serves; `times` gets what fetching and applying took."""
-        self._fetcher, self._layout, self._times = fetcher, layout, times
-        self._image: WeightImage | None = None
-
-    async def held_root(self) -> bytes:
-        """Takes the image back to the version served last and returns its root; empty without an image."""
-        if self._image is not None:
-            try:
-                await asyncio.to_thread(self._image.revert)
-            except MeshError as error:
-                logger.warning("the kept weights are dropped: {}", error)
-                self.drop()
-        return b"" if self._image is None else self._image.root
-
-    async def load(self, found: FoundVersion) -> HostBytes:
-        """Fetches what leads to a version and applies it to the image; returns the image's bytes, to be read only.
-
-        Raises MeshError as `VersionFetcher.fetch`; DIGEST_MISMATCH also where what is held is not what it should be.
-        """
-        version = found.manifest
-        is_held = self._image is not None and self._image.root == version.result_root
-        for step in () if is_held else steps_to(found):
-            if step.layout_signature != self._layout:
-                raise _unreachable(version, f"it leads over version {step.version} of another model")
-            if step.kind is VersionKind.FULL:
-                self.drop()
-                artifact_id = await asyncio.to_thread(manifests.artifact_id, step)
-                with self._times.part("fetched"):
-                    held = await self._fetcher.fetch(step, artifact_id, to_change=True)
-                threads = min(MAX_THREADS, os.cpu_count() or 1)
-                self._image = await asyncio.to_thread(WeightImage, step, held, num_threads=threads)
-                continue
-            if self._image is None:
-                raise _unreachable(version, "its delta is for weights that are not here")
-            with self._times.part("fetched and applied"):
-                await self._fetcher.fetch_delta(step, partial(self._image.apply, step))
-        if self._image is None or self._image.root != version.result_root:
-            raise _unreachable(version, "its deltas lead to other weights")
-        if is_held:  # since an earlier attempt
-            await asyncio.to_thread(self._image.check)
-        return self._image.held
-
-    async def wait_until_hashed(self) -> None:
-        """Returns once a bit that flips in the image would be found; to be awaited before a version is prepared."""
-        if self._image is not None:
-            with self._times.part("checked"):
-                await asyncio.to_thread(self._image.wait_until_hashed)
-
-    def confirm(self, root: bytes) -> None:
-        """Weights with this root are served: if the image holds them, it will not go back behind them."""
-        if self._image is not None and self._image.root == root:
-            self._image.confirm()
-
-    def drop(self) -> None:
-        image, self._image = self._image, None
-        if image is not None:
-            image.close()
-
-
-def _unreachable(manifest: Manifest, why: str) -> MeshError:
-    return MeshError(Reason.DIGEST_MISMATCH, f"version {manifest.version} cannot be reached: {why}")
