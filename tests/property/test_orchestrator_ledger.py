@@ -145,8 +145,9 @@ class World:
         self.recorded, self.told = start.recorded, start.unlogged_from - 1
         self.uploaded = self.step
         self.batches: dict[int, tuple] = {}
-        self.plan.next_step = start.recorded + 1
-        self.plan.resume_after(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
+        self.plan.resume_after(
+            start.recorded, drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch
+        )
         for group in start.ready:
             self.drop(self.plan.readmit(group))
 

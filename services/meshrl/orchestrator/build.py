@@ -79,19 +79,13 @@ def build_loop(
         mesh.run,
         plan=make_plan(config, mesh, recipes),
         journal=journal,
-        slots=SlotUse(clock.now, lambda: services.rollouts.slots),
-        recipes=recipes,
-        scorer=build_scorer(
-            recipes.by_environment,
-            config.teachers,
-            services.weights,
-            engine_pool=config.engine_pool,
-        ),
+        slots=SlotUse(clock.now, lambda: services.rollouts.slots, journal.out),
         services=config.services,
         in_flight=services.rollouts.in_flight,
         tracer=tracer,
         clock=clock,
     )
+    scorer = build_scorer(recipes.by_environment, config.teachers, services.weights, engine_pool=config.engine_pool)
     deadlines, envs = config.deadlines, config.train.env
     limits = SamplerDeadlines(
         group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
@@ -118,6 +112,7 @@ def build_loop(
             vocab_size=mesh.trainer.vocab_size or None,
             routed=mesh.trainer.router_replay,
         ),
+        scorer=scorer,
         lost=LostGroups(
             recipes.least_rollouts,
             most_in_a_row=config.filters.max_lost_groups,
@@ -140,18 +135,17 @@ def build_loop(
         run_id=run.run_id,
         clock=clock,
     )
-    evaluator = None
-    if config.eval is not None:
-        evaluator = Evaluator(
-            config.eval,
-            sampler,
-            mesh.environments,
-            deadline_s=deadlines.eval_s,
-            seed=config.task_seed,
-            monitor=monitor,
-            clock=clock,
-            tracer=tracer,
-        )
+    evaluator = Evaluator(
+        run,
+        config.eval,
+        sampler,
+        mesh.environments,
+        deadline_s=deadlines.eval_s,
+        seed=config.task_seed,
+        monitor=monitor,
+        clock=clock,
+        tracer=tracer,
+    )
     finisher = StepFinisher(
         run,
         FinishSettings(
@@ -181,8 +175,11 @@ def build_loop(
             sleep_engines=config.sleep_engines,
         ),
         mesh.trainer,
+        recipes=recipes,
+        scorer=scorer,
         dispatcher=dispatcher,
         uploader=uploader,
         relay=relay,
         finisher=finisher,
+        evaluator=evaluator,
     )

@@ -21,6 +21,7 @@ from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
 from meshrl.core.config.schema import flag
 from meshrl.orchestrator.run import Run
+from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.task_schedule import LengthEstimates
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
@@ -28,7 +29,7 @@ from meshrl.sampling.retry import AWAY, RunError
 from meshrl.sampling.sampler import GroupSampler, Problems
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trainable import rollout_problems
-from meshrl.wire.types import Rollout, RolloutEvent, RolloutSummary, RoutedShape, Sampling
+from meshrl.wire.types import Rollout, RolloutEvent, RoutedShape, Sampling
 
 _AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
 """What groups fail with while an engine or the rollout service is started again."""
@@ -64,6 +65,7 @@ class GroupDispatcher:
         sampler: GroupSampler,
         settings: DispatchSettings,
         *,
+        scorer: GroupScorer,
         lost: LostGroups,
         teacher: GroupSampler | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class GroupDispatcher:
         self._settings = settings
         self._cancelled: set[str] = set()
         """Groups in flight that the rollout services were told to stop, because they would come back too old."""
+        self._scorer = scorer
         self._lost = lost
         self._lengths = LengthEstimates() if settings.longest_first else None
         self._tasks: asyncio.TaskGroup
@@ -90,9 +93,9 @@ class GroupDispatcher:
             run.journal.dispatch(ticket)
             begun.append(ticket)
         for ticket in begun if self._lengths is None else self._lengths.longest_first(begun):
-            run.slots.begin(ticket.group_id, ticket.size)
             self._tasks.create_task(self._sample(ticket))
-        run.changed.set()
+        run.slots.note()
+        run.changed.beat()
 
     def cancel_stale(self) -> None:
         """Has the rollout services stop groups in flight that would come back too old for the next step, each once."""
@@ -111,7 +114,7 @@ class GroupDispatcher:
 
     async def _sample(self, ticket: GroupTicket) -> None:
         run = self._run
-        with trace.use_span(run.span(ticket.for_step)):
+        with trace.use_span(run.traces.span(ticket.for_step)):
             taught = self._teacher is not None and ticket.task.environment in self._settings.taught
             sampler = self._teacher if taught and self._teacher is not None else self._sampler
             group = await sampler.sample(
@@ -122,13 +125,15 @@ class GroupDispatcher:
                 on_event=lambda event: self._on_event(ticket, event),
                 is_wanted=lambda: ticket.group_id not in self._cancelled,
             )
-        run.slots.end(ticket.group_id)
         if self._lengths is not None:
             self._lengths.observe(group)
         too_old = ticket.group_id in self._cancelled
         run.journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
+        run.slots.note()
         await self._lost.judge(group)
-        await run.scorer.score([[one for one in group.rollouts if math.isfinite(one.reward)]])  # the step finds it done
+        await self._scorer.score(
+            [[one for one in group.rollouts if math.isfinite(one.reward)]]
+        )  # the step finds it done
         screened = run.plan.finish(group)
         self._cancelled.discard(ticket.group_id)
         run.count(group, screened)
@@ -143,8 +148,7 @@ class GroupDispatcher:
 
     def _on_event(self, ticket: GroupTicket, event: RolloutEvent) -> None:
         self._run.journal.record_event(ticket, event)
-        if not isinstance(event, RolloutSummary):
-            self._run.slots.rollout_ended(ticket.group_id)
+        self._run.slots.note()
 
     def _problems_of(self, rollout: Rollout) -> Problems:
         if self._run.journal.is_open(rollout.rollout_id):

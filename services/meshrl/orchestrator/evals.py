@@ -1,4 +1,4 @@
-"""Evaluates the policy in held-out environments, beside training or between two steps; called by the finisher."""
+"""Evaluates the policy in held-out environments, beside training or between two steps; called by loop and finisher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from loguru import logger
 from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
 from meshrl.core.metrics.catalogue import Source
@@ -16,6 +16,7 @@ from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.core.telemetry.tracing import EVALUATION_SPAN
 from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
+from meshrl.orchestrator.run import Run
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, eval_metrics
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
@@ -27,9 +28,12 @@ ATTEMPTS = 3
 
 
 class Evaluator:
+    """Evaluates in the environments of `config`; None has none, so that nothing is evaluated."""
+
     def __init__(
         self,
-        config: EvalConfig,
+        run: Run,
+        config: EvalConfig | None,
         sampler: GroupSampler,
         environments: Mapping[str, EnvironmentInfo],
         *,
@@ -37,40 +41,65 @@ class Evaluator:
         seed: int,
         monitor: Monitor,
         clock: Clock,
-        tracer: Tracer | None = None,
+        tracer: Tracer,
     ) -> None:
         self.busy = False
         """Whether an evaluation runs now."""
-        self._config = config
+        self._run = run
+        self._config = EvalConfig.model_construct() if config is None else config
+        self._evaluated = run.journal.starting_point.evaluated
         self._sampler = sampler
         self._environments = environments
         self._deadline_s = deadline_s
         self._seed = seed
         self._monitor = monitor
         self._clock = clock
-        self._tracer = tracer or NoOpTracer()
+        self._tracer = tracer
         self._one_at_a_time = asyncio.Lock()
 
-    def due(self, step: int) -> list[EvalEnvConfig]:
+    async def before_training(self, version: int) -> None:
+        if self._config.eval_base and version == 0:
+            await self._wait_for(0, self._config.env, version)
+
+    async def go_on(self, tasks: asyncio.TaskGroup) -> None:
+        """Begins the evaluations anew that an earlier process did not end, those in one environment once."""
+        done = self._run.info.step
+        last = [(env, done - done % self._config.interval_of(env)) for env in self._config.env]
+        if owed := [(env, step) for env, step in last if step > self._evaluated]:
+            step = max(step for _, step in owed)
+            logger.info("the evaluation of step {} was cut off, and begins anew", step)
+            await self._begin(step, [env for env, _ in owed], self._run.plan.active_version, tasks)
+
+    async def after_step(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:
+        """What is due after this step: begun in `tasks`, and waited for where the run is synchronous."""
+        if step > self._evaluated:
+            await self._begin(step, self._due(step), version, tasks)
+
+    async def after_training(self, last_step: int) -> None:
+        """The last version in those environments in which it was not evaluated during the run."""
+        if self._config.eval_final and last_step > 0:
+            done = self._due(last_step)
+            missing = [env for env in self._config.env if env not in done]
+            await self._wait_for(last_step, missing, self._run.plan.active_version)
+
+    def _due(self, step: int) -> list[EvalEnvConfig]:
         return [env for env in self._config.env if step % self._config.interval_of(env) == 0]
 
-    def owed(self, after: int, upto: int) -> tuple[int, list[EvalEnvConfig]]:
-        """The environments that were due after step `after` and up to step `upto`, and the last of their steps."""
-        intervals = {env.resolved_name: self._config.interval_of(env) for env in self._config.env}
-        last = {name: upto // interval * interval for name, interval in intervals.items()}
-        envs = [env for env in self._config.env if last[env.resolved_name] > after]
-        return max((last[env.resolved_name] for env in envs), default=0), envs
+    async def _begin(self, step: int, envs: Sequence[EvalEnvConfig], version: int, tasks: asyncio.TaskGroup) -> None:
+        if not envs:
+            return
+        self._evaluated = step
+        if self._run.plan.law.synchronous:
+            await self._wait_for(step, envs, version)
+        else:
+            tasks.create_task(self._evaluate(step, envs, version))
 
-    def due_before(self, version: int) -> list[EvalEnvConfig]:
-        return self._config.env if self._config.eval_base and version == 0 else []
+    async def _wait_for(self, step: int, envs: Sequence[EvalEnvConfig], version: int) -> None:
+        if envs:
+            with self._run.stage("evaluation", step):
+                await self._evaluate(step, envs, version)
 
-    def due_after(self, last_step: int) -> list[EvalEnvConfig]:
-        """Those in which the last version is evaluated once training is over, because it was not during the run."""
-        done = self.due(last_step)
-        wanted = self._config.eval_final and last_step > 0
-        return [env for env in self._config.env if wanted and env not in done]
-
-    async def evaluate(self, step: int, envs: Sequence[EvalEnvConfig], *, version: int) -> None:
+    async def _evaluate(self, step: int, envs: Sequence[EvalEnvConfig], version: int) -> None:
         """Scores these environments, answered by `version` or newer, and writes a record of its own under `step`.
         Raises RunError when it takes too long."""
         self.busy = True

@@ -13,15 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loguru import logger
-
 from meshrl.core.clock import Clock
 from meshrl.core.config.shared import LogExtrasConfig
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator.config import EvalEnvConfig, LogprobCheckConfig, RolloutSamplesConfig
+from meshrl.orchestrator.config import LogprobCheckConfig, RolloutSamplesConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
@@ -54,7 +52,7 @@ class FinishSettings:
 
 
 class StepFinisher:
-    """Ends the steps of one run. `evaluator` is None when no evaluation is configured."""
+    """Ends the steps of one run."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class StepFinisher:
         uploader: BatchUploader,
         relay: VersionRelay,
         dispatcher: GroupDispatcher,
-        evaluator: Evaluator | None,
+        evaluator: Evaluator,
         monitor: Monitor,
         clock: Clock,
     ) -> None:
@@ -74,7 +72,6 @@ class StepFinisher:
         """Of every step, where they are kept."""
         self._run = run
         self._settings = settings
-        self._synchronous = run.plan.law.max_async_level == 0
         self._uploader = uploader
         self._relay = relay
         self._dispatcher = dispatcher
@@ -84,9 +81,8 @@ class StepFinisher:
         kept, folder = settings.rollout_samples, Layout(settings.output_dir).rollouts
         self._samples = None if kept is None else RolloutSamplesWriter(kept, folder)
         self._logprobs = LogprobCheck(settings.logprob_check)
-        self._alerts = Alerts(synchronous=self._synchronous, ignored=settings.ignored_alerts)
+        self._alerts = Alerts(synchronous=run.plan.law.synchronous, ignored=settings.ignored_alerts)
         self._step_began_s = clock.now()
-        self._evaluated = run.journal.starting_point.evaluated
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
         """The step with a batch that asks the trainer for the logprobs that the rollout samples are to show."""
@@ -95,17 +91,13 @@ class StepFinisher:
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
         """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
         self._step_began_s = self._clock.now()
-        if self._evaluator is not None:
-            step, owed = self._evaluator.owed(self._evaluated, self._run.info.step)
-            if owed:
-                logger.info("the evaluation of step {} was cut off, and begins anew", step)
-                await self._evaluate(self._evaluator, step, owed, tasks, version=self._run.plan.active_version)
+        await self._evaluator.go_on(tasks)
         while (ended := await self._uploader.next()) is not None:
             step, done = ended
             self.busy = True
             await self._finish(step, done, tasks)
             self.busy = False
-            self._run.changed.set()
+            self._run.changed.beat()
 
     async def _finish(self, step: int, done: StepEvent, tasks: asyncio.TaskGroup) -> None:
         run = self._run
@@ -118,58 +110,23 @@ class StepFinisher:
         if version > run.plan.active_version:  # else engines have moved on: it was done before this process began
             try:
                 with run.stage("version", version, step=step):
-                    activation = await self._relay.activate_or_skip(self._uploader, version, done.artifact_id)
+                    activation = await self._relay.activate(version, self._uploader.watcher, done.artifact_id)
             except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
                 await self._write(submitted, served, done)
                 raise
-            served = record.activation_metrics(activation, skipped=version < self._uploader.came_back_at)
+            served = record.activation_metrics(activation, skipped=version < self._uploader.watcher.step)
         active = activation is not None and step <= run.steps.trained  # else it is made and activated again
         if active:
             served["policy/active_version"] = float(version)
-            if not self._synchronous:
+            if not run.plan.law.synchronous:
                 self._admit(version)
         if run.journal.redone(step):
             served["progress/redone"] = 1.0
         await self._write(submitted, served, done)
         await run.journal.state_checkpoint()
-        if self._evaluator is not None and step > self._evaluated and (due := self._evaluator.due(step)):
-            served_now = version if active else run.plan.active_version
-            await self._evaluate(self._evaluator, step, due, tasks, version=served_now)
-        if active and self._synchronous:  # sampling goes on only now, after the evaluation
+        await self._evaluator.after_step(step, version if active else run.plan.active_version, tasks)
+        if active and run.plan.law.synchronous:  # sampling goes on only now, after the evaluation
             self._admit(version)
-
-    async def evaluate_before_training(self, version: int) -> None:
-        if self._evaluator is not None and (due := self._evaluator.due_before(version)):
-            await self._wait_for_evaluation(self._evaluator, 0, due, version=self._run.plan.active_version)
-
-    async def evaluate_after_training(self, last_step: int) -> None:
-        if self._evaluator is not None and (due := self._evaluator.due_after(last_step)):
-            await self._wait_for_evaluation(self._evaluator, last_step, due, version=self._run.plan.active_version)
-
-    @property
-    def evaluating(self) -> bool:
-        return self._evaluator is not None and self._evaluator.busy
-
-    async def _evaluate(
-        self,
-        evaluator: Evaluator,
-        step: int,
-        envs: Sequence[EvalEnvConfig],
-        tasks: asyncio.TaskGroup,
-        *,
-        version: int,
-    ) -> None:
-        self._evaluated = step
-        if self._synchronous:
-            await self._wait_for_evaluation(evaluator, step, envs, version=version)
-        else:
-            tasks.create_task(evaluator.evaluate(step, envs, version=version))
-
-    async def _wait_for_evaluation(
-        self, evaluator: Evaluator, step: int, envs: Sequence[EvalEnvConfig], *, version: int
-    ) -> None:
-        with self._run.stage("evaluation", step):
-            await evaluator.evaluate(step, envs, version=version)
 
     def _admit(self, version: int) -> None:
         self._run.plan.activated(version)

@@ -25,12 +25,15 @@ from loguru import logger
 from meshrl.algorithms.recipes.base import Scores
 from meshrl.core.config.shared import ServicesConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
+from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
+from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble, at_fault, split_groups
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened, StepTally
+from meshrl.orchestrator.work.recipes import Recipes
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
 from meshrl.sampling.retry import RunError, first_cause
 from meshrl.wire.types import TrainerInfo
 
@@ -62,14 +65,20 @@ class RunLoop:
         settings: LoopSettings,
         trainer: TrainerInfo,
         *,
+        recipes: Recipes,
+        scorer: GroupScorer,
         dispatcher: GroupDispatcher,
         uploader: BatchUploader,
         relay: VersionRelay,
         finisher: StepFinisher,
+        evaluator: Evaluator,
     ) -> None:
         self.run = run
         self.relay = relay
         self.finisher = finisher
+        self._recipes = recipes
+        self._scorer = scorer
+        self._evaluator = evaluator
         self._settings = settings
         self._trainer = trainer
         self._dispatcher = dispatcher
@@ -83,20 +92,21 @@ class RunLoop:
                 await self.relay.wait_for_engines()
             with run.stage("version", first):
                 await self.relay.activate_first(first)
-            await run.scorer.check()
-            await self.finisher.evaluate_before_training(first)
+            await self._scorer.check()
+            await self._evaluator.before_training(first)
+            self._recipes.restore(run.journal.algorithms(run.steps.recorded))
             await self._train_steps()
-            await self.finisher.evaluate_after_training(run.plan.next_step - 1)
+            await self._evaluator.after_training(run.plan.next_step - 1)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
             run.traces.close()
-            await run.scorer.close()
+            await self._scorer.close()
 
     async def _train_steps(self) -> None:
         run, uploader = self.run, self._uploader
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(work) for work in (uploader.follow(), uploader.upload())]
+            beside = [tasks.create_task(work) for work in (uploader.watcher.follow(), uploader.upload())]
             finishing = tasks.create_task(self.finisher.finish_steps(tasks))
             self._dispatcher.start(tasks)
             while True:
@@ -112,8 +122,9 @@ class RunLoop:
                     groups = await self._gather()
                 if groups is None:
                     continue
-                if self._settings.sleep_engines and not (run.plan.in_flight or self.finisher.evaluating):
-                    run.tally.sleep_engines_s = await self.relay.sleep_engines()  # the trainer gets their memory
+                if self._settings.sleep_engines and not (run.plan.in_flight or self._evaluator.busy):
+                    with run.counted("time/sleep_engines"):
+                        await self.relay.sleep_engines()  # the trainer gets their memory
                 await self._submit(step, groups)
             uploader.end()
             await finishing
@@ -126,7 +137,7 @@ class RunLoop:
     async def _gather(self) -> list[ReadyGroup] | None:
         """The groups of the next step; None when an earlier batch was refused. Raises RunError when none come."""
         run = self.run
-        most_s = run.tally.wait_for_rollouts_s + self._settings.batch_s  # on top of those of dissolved batches
+        most_s = run.tally.seconds["time/wait_for_rollouts"] + self._settings.batch_s  # beyond dissolved batches
         while self._uploader.refused is None:
             for _, screened in run.plan.drop_stale():
                 run.drop(screened)
@@ -135,8 +146,7 @@ class RunLoop:
                 return groups
             self._dispatcher.cancel_stale()
             self._dispatcher.dispatch()
-            run.changed.clear()
-            await self._wait_for_change(most_s - run.tally.wait_for_rollouts_s)
+            await self._wait_for_change(most_s - run.tally.seconds["time/wait_for_rollouts"])
         return None
 
     async def _wait_for_change(self, left_s: float) -> None:
@@ -151,11 +161,11 @@ class RunLoop:
             )
         try:
             with (
-                run.counted("wait_for_ckpt_s" if idle else "wait_for_rollouts_s"),
+                run.counted("time/wait_for_ckpt" if idle else "time/wait_for_rollouts"),
                 nullcontext() if idle else run.slots.waiting(),
             ):
                 async with asyncio.timeout(None if idle else left_s):  # while idle, the finisher has the deadline
-                    await run.changed.wait()
+                    await run.changed.next()
         except TimeoutError:
             raise RunError(
                 f"rollout service at {' and '.join(self._settings.services.rollout)} did not finish enough groups for"
@@ -166,11 +176,9 @@ class RunLoop:
     # --- submit -----------------------------------------------------------------------------------
 
     async def _submit(self, step: int, groups: list[ReadyGroup]) -> None:
-        run = self.run
-        tally, run.tally = run.tally, StepTally()
-        tally.idle_shares = run.slots.idle_shares()
+        run, tally = self.run, self.run.take_tally()
         with run.traces.batch(step) as span:
-            scores = await run.scorer.score([ready.kept for ready in groups])
+            scores = await self._scorer.score([ready.kept for ready in groups])
             assembled = await asyncio.to_thread(self._assemble, step, groups, scores)
             rows = assembled.batch.micro_batches
             span.set_attributes({"rl.batch.groups": len(groups), "rl.batch.micro_batches": len(rows)})
@@ -185,7 +193,7 @@ class RunLoop:
     def _assemble(self, step: int, groups: list[ReadyGroup], scores: Scores) -> AssembledBatch:
         """The batch of a step, and what the algorithms remember after it. Raises RunError when nothing can be made."""
         run, kept = self.run, [ready.kept for ready in groups]
-        streams = run.recipes.streams(kept, scores)
+        streams = self._recipes.streams(kept, scores)
         try:
             assembled = assemble(
                 kept,
@@ -200,7 +208,7 @@ class RunLoop:
             )
         except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed
             raise RunError(f"step {step} has nothing to train on: {error}; raise orchestrator.seq_len") from error
-        return replace(assembled, algorithms=run.recipes.state())
+        return replace(assembled, algorithms=self._recipes.state())
 
     # --- dissolve ---------------------------------------------------------------------------------
 
@@ -223,6 +231,6 @@ class RunLoop:
         logger.warning(
             f"batch {refusal.step} is made anew without {len(bad)} rollouts ({min(bad)} ...): {refusal.error}"
         )
-        run.recipes.restore(run.journal.algorithms(refusal.step - 1))
+        self._recipes.restore(run.journal.algorithms(refusal.step - 1))
         self._uploader.withdraw(refusal.step)
         self._dispatcher.dispatch()

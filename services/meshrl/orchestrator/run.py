@@ -1,16 +1,15 @@
 """The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has come.
 
-A process has one. The dispatcher adds groups to it, the loop makes batches of them, the uploader sends those to the
-trainer, and the finisher ends the steps.
+A process has one. Each field has one writer: the plan, the journal, the traces and the use of slots change by their own
+methods, the cursors by the uploader, the tally and the steps in memory here. All parts wait for the same `changed`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from opentelemetry import trace
 
@@ -18,15 +17,25 @@ from meshrl.core.clock import Clock
 from meshrl.core.config.shared import ServicesConfig
 from meshrl.core.telemetry.tracing import BATCH_SPAN, STEP_SPAN, traceparent_of
 from meshrl.core.telemetry.waits import waits_of
+from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.peers.batch_uploader import StepCursors
-from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.batches import SubmittedStep
 from meshrl.orchestrator.work.plan import WorkPlan
-from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import DropReason, Screened, StepTally
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Batch, RunInfo
+
+
+@dataclass(kw_only=True)
+class StepCursors:
+    """How far a run has come: trained <= uploaded <= recorded, but for steps done before this process began."""
+
+    recorded: int
+    """The last step whose batch is on disk."""
+    uploaded: int
+    """The last step whose batch the trainer took."""
+    trained: int
+    """The last step that is done, and that the loop was told of."""
 
 
 class Run:
@@ -39,8 +48,6 @@ class Run:
         plan: WorkPlan,
         journal: Journal,
         slots: SlotUse,
-        recipes: Recipes,
-        scorer: GroupScorer,
         services: ServicesConfig,
         in_flight: Callable[[], str],
         tracer: trace.Tracer,
@@ -53,20 +60,17 @@ class Run:
         self.journal = journal
         self.traces = StepTraces(tracer)
         self.slots = slots
-        self.recipes = recipes
-        self.scorer = scorer
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
+        """Written by the uploader alone."""
         self.tally = StepTally()
-        """What was judged since the last batch was made."""
+        """What was judged and waited for since the last batch was made; written here alone."""
         self._services, self._in_flight = services, in_flight
         self.waits = waits_of(tracer)
         self._clock = clock
         self._submitted: dict[int, SubmittedStep] = {}
-        self.changed = asyncio.Event()
-        """Set whenever a group, a version or a refusal may let the loop go on."""
-        recipes.restore(journal.algorithms(start.recorded))
-        plan.next_step = start.recorded + 1
-        plan.resume_after(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
+        self.changed = Pulse()
+        """Beats whenever a group, a batch, a step, a version or a refusal may let one of the parts go on."""
+        plan.resume_after(start.recorded, drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
         for group in start.ready:
             self.drop(plan.readmit(group))
 
@@ -82,20 +86,21 @@ class Run:
         is the version or step that the name is about. Calls are traced under the span of `step`."""
         with ExitStack() as block:
             if step is not None:
-                block.enter_context(trace.use_span(self.span(step)))
+                block.enter_context(trace.use_span(self.traces.span(step)))
             described = partial(self._describe, name, number)
             block.enter_context(self.waits.waiting(name, lambda: described()[0], lambda: described()[1]))
             if name == "trainer":
-                block.enter_context(self.counted("wait_for_ckpt_s"))
+                block.enter_context(self.counted("time/wait_for_ckpt"))
             yield
 
     @contextmanager
-    def counted(self, seconds: Literal["wait_for_ckpt_s", "wait_for_rollouts_s"]) -> Iterator[None]:
+    def counted(self, metric: str) -> Iterator[None]:
+        """Adds the seconds that the block takes to those of the next step's record."""
         began_s = self._clock.now()
         try:
             yield
         finally:
-            setattr(self.tally, seconds, getattr(self.tally, seconds) + self._clock.now() - began_s)
+            self.tally.wait(metric, self._clock.now() - began_s)
 
     def _describe(self, stage: str, number: int) -> tuple[str, Collection[str]]:
         services, plan, steps = self._services, self.plan, self.steps
@@ -134,11 +139,22 @@ class Run:
             self.journal.drop(rollout.rollout_id, reason)
             self.tally.drop(reason)
 
+    def take_tally(self) -> StepTally:
+        """The tally of the batch that is made now; counting begins anew."""
+        tally, self.tally = self.tally, StepTally()
+        tally.idle_shares = self.slots.idle_shares()
+        return tally
+
     # --- steps that the trainer has ---------------------------------------------------------------
 
     def add_step(self, submitted: SubmittedStep) -> None:
         """Keeps a step in memory, with what its record needs, until it is done."""
         self._submitted[submitted.step] = submitted
+
+    async def batch(self, step: int) -> Batch:
+        """The batch of a step, from memory or from the journal. Raises RunError when neither has it."""
+        known = self._submitted.get(step)
+        return known.assembled.batch if known is not None else await self.journal.load_batch(step)
 
     async def take_step(self, step: int) -> SubmittedStep:
         """A step, which memory then holds no longer; one of an earlier process is read from the journal. Raises
@@ -147,28 +163,6 @@ class Run:
             return known
         groups, assembled = await self.journal.load_step(step)
         return SubmittedStep(step=step, groups=groups, assembled=assembled, tally=StepTally())
-
-    # --- what the uploader needs (UploadedRun) ------------------------------------------------------
-
-    async def batch(self, step: int) -> Batch:
-        """The batch of a step, from memory or from the journal. Raises RunError when neither has it."""
-        known = self._submitted.get(step)
-        return known.assembled.batch if known is not None else await self.journal.load_batch(step)
-
-    def span(self, step: int) -> trace.Span:
-        return self.traces.span(step)
-
-    def go_back(self, step: int, done: int) -> None:
-        """The trainer restarted at `step`: those after it, up to `done`, are done again. Raises RunError when the batch
-        of one is no longer kept."""
-        self.journal.go_back(step, done)
-        self.plan.rolled_back(step)
-
-    def durable(self, step: int) -> None:
-        self.journal.durable(step)
-
-    def refused(self) -> None:
-        self.changed.set()
 
 
 class StepTraces:
@@ -208,51 +202,31 @@ class StepTraces:
 
 class SlotUse:
     """How long no rollout is out, how many slots of the rollout services stand idle, and how many of them while a batch
-    waits for groups. The dispatcher reports when groups begin and end, the loop when it waits."""
+    waits for groups."""
 
-    def __init__(self, now: Callable[[], float], slots: Callable[[], int | None]) -> None:
-        """`slots` are the rollouts that the services run at once, read at each report; None until they report it."""
+    def __init__(self, now: Callable[[], float], slots: Callable[[], int | None], out: Callable[[], int]) -> None:
+        """`slots` are the rollouts that the services run at once, None until they report it; `out` are those that have
+        not come back. Both are read at each note."""
         self._now = now
-        self._ask = slots
-        self._slots = slots()
-        self._out: dict[str, int] = {}  # rollouts by group
-        self._total_out = 0
+        self._read_slots, self._read_out = slots, out
+        self._slots, self._out = slots(), out()
         self._waiting = False
         self._since_s = now()
         self._all_s = self._idle_s = self._tail_s = self._passed_s = self._none_out_s = 0.0
 
-    @property
-    def rollouts(self) -> int:
-        return self._total_out
-
-    def begin(self, group_id: str, rollouts: int) -> None:
-        self._add_up()
-        self._out[group_id] = rollouts
-        self._total_out += rollouts
-
-    def rollout_ended(self, group_id: str) -> None:
-        if self._out.get(group_id, 0) > 0:
-            self._add_up()
-            self._out[group_id] -= 1
-            self._total_out -= 1
-
-    def end(self, group_id: str) -> None:
-        self._add_up()
-        self._total_out -= self._out.pop(group_id, 0)
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        self._add_up()
+        self.note()
         self._waiting = True
         try:
             yield
         finally:
-            self._add_up()
+            self.note()
             self._waiting = False
 
     def idle_shares(self) -> dict[str, float]:
         """The metrics of the time since the last call; without those of the slots where these are not known."""
-        self._add_up()
+        self.note()
         shares = {}
         if self._passed_s > 0.0:
             shares["perf/engines_idle"] = self._none_out_s / self._passed_s
@@ -262,15 +236,17 @@ class SlotUse:
         self._all_s = self._idle_s = self._tail_s = self._passed_s = self._none_out_s = 0.0
         return shares
 
-    def _add_up(self) -> None:
+    def note(self) -> None:
+        """Rollouts may have begun or ended just now: the time before counts as it was."""
         now_s = self._now()
         passed_s, self._since_s = now_s - self._since_s, now_s
         self._passed_s += passed_s
-        self._none_out_s += 0.0 if self._total_out else passed_s
-        slots, self._slots = self._slots, self._ask()
+        out, self._out = self._out, self._read_out()
+        self._none_out_s += 0.0 if out else passed_s
+        slots, self._slots = self._slots, self._read_slots()
         if slots is None:
             return
-        idle_s = passed_s * max(0, slots - self._total_out)
+        idle_s = passed_s * max(0, slots - out)
         self._all_s += passed_s * slots
         self._idle_s += idle_s
         self._tail_s += idle_s if self._waiting else 0.0

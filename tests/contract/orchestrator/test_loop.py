@@ -285,8 +285,11 @@ async def test_groups_that_were_long_begin_first_within_their_step_unless_the_ru
         mesh.services, train={"env": [{"id": "echo"}, {"id": "essay"}]}, max_async_level=0, max_steps=4, seed=seed
     )
     async with start(config) as (loop, ledger):
-        begin = loop.run.slots.begin
-        monkeypatch.setattr(loop.run.slots, "begin", lambda group, size: (begun.append(group), begin(group, size)))
+        sampler = loop._dispatcher._sampler
+        sample = sampler.sample
+        monkeypatch.setattr(
+            sampler, "sample", lambda ticket, **more: (begun.append(ticket.group_id), sample(ticket, **more))[1]
+        )
         await loop.train()
     environment_of = {request.group_id: request.environment for request in script.requests}
     order = [environment_of[group] for group in begun]  # requests that are sent at once arrive in either order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import google_crc32c
@@ -359,7 +360,8 @@ async def test_a_number_of_another_epoch_is_refused_by_its_content_and_what_the_
             run_id="run", version=0, prepare_deadline_s=30.0, artifact_id=before.artifact_id
         )
     assert refused.value.reason is Reason.VERSION_CONFLICT
-    activation = await relay(mesh).activate(0, before.artifact_id)
+    trainer = SimpleNamespace(step=0, epoch=2)  # as a watcher sees it
+    activation = await relay(mesh).activate(0, trainer, before.artifact_id)
     assert activation is not None
     assert (activation.version.epoch, activation.version.artifact_id) == (2, anew.artifact_id)
     assert engine.holds(state(2))

@@ -2,16 +2,18 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
-from opentelemetry import trace
 
 from meshrl.client import TrainerClient
 from meshrl.core.clock import Clock
+from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.config import DeadlinesConfig
-from meshrl.orchestrator.peers.batch_uploader import BatchUploader, StepCursors
+from meshrl.orchestrator.peers.batch_uploader import BatchUploader
+from meshrl.orchestrator.run import StepCursors
 from meshrl.sampling.retry import RunError
-from meshrl.wire.types import Batch, RunInfo
+from meshrl.wire.types import RunInfo
 
 STEP_S = 0.3
 
@@ -23,20 +25,8 @@ class RunWithoutBatches:
     info: RunInfo = field(default_factory=lambda: RunInfo(run_id="main", step=0, version=0, epoch=1, revision=0))
     steps: StepCursors = field(default_factory=lambda: StepCursors(recorded=0, uploaded=0, trained=0))
 
-    async def batch(self, step: int) -> Batch:
-        pytest.fail("nothing is uploaded")
-
-    def span(self, step: int) -> trace.Span:
-        return trace.INVALID_SPAN
-
-    def go_back(self, step: int, done: int) -> None:
-        pytest.fail("the trainer does not restart")
-
-    def durable(self, step: int) -> None:
-        pytest.fail("nothing is saved")
-
-    def refused(self) -> None:
-        pytest.fail("nothing is refused")
+    changed: Pulse = field(default_factory=Pulse)
+    journal: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(durable=pytest.fail))
 
 
 @pytest.fixture

@@ -42,6 +42,25 @@ def test_losses_are_counted_by_reason(make_group) -> None:
     )
 
 
+def test_what_is_out_has_neither_come_back_nor_been_given_up(make_group) -> None:
+    ledger = Ledger(lambda entry: None)
+    ticket = make_group(size=3).ticket
+    ledger.dispatch(ticket)
+    assert ledger.out == 3
+    ledger.finish(ticket, "a", 0)
+    ledger.fail("g0", "b", "ENVIRONMENT_FAILED")
+    ledger.fail("g0", "c", "ENVIRONMENT_FAILED")
+    ledger.fail("g0", "d", "ENVIRONMENT_FAILED")  # one more than were dispatched
+    ledger.finish(ticket, "e", 0)  # of another agent
+    assert ledger.out == 0
+    ledger.close_group("g0")
+    ledger.batch(["a", "e"], step=1)
+    ledger.train(1)
+    assert ledger.out == 0
+    ledger.undo(1)
+    assert ledger.out == 0
+
+
 def test_a_rollout_cannot_be_trained_twice_or_after_it_was_dropped(make_group) -> None:
     ledger = Ledger(lambda entry: None)
     ticket = make_group(size=2).ticket

@@ -12,40 +12,45 @@ class Time:
 
 class Slots:
     number: int | None = None
+    out = 0
 
     def __call__(self) -> int | None:
         return self.number
+
+    def read_out(self) -> int:
+        return self.out
 
 
 def using(slots: int | None) -> tuple[SlotUse, Time, Slots]:
     time, said = Time(), Slots()
     said.number = slots
-    return SlotUse(time, said), time, said
+    return SlotUse(time, said, said.read_out), time, said
 
 
 def test_idle_slots_are_counted_over_time_and_apart_while_a_batch_waits() -> None:
-    use, time, _ = using(10)
-    use.begin("a", 4)
-    use.begin("b", 8)  # two more than there are slots: they wait at the service, and nothing is idle
+    use, time, said = using(10)
+    said.out = 12  # two more than there are slots: they wait at the service, and nothing is idle
+    use.note()
     time.now_s = 2.0
     with use.waiting():
-        for _ in range(8):
-            use.rollout_ended("b")
+        said.out = 4
+        use.note()
         time.now_s = 3.0  # 4 of 10 for a second
-        use.rollout_ended("a")
+        said.out = 3
+        use.note()
         time.now_s = 4.0  # 3 of 10
-    use.end("b")
-    use.end("a")
+    said.out = 0
+    use.note()
     time.now_s = 5.0  # none, but nobody waits
     assert use.idle_shares() == pytest.approx(
         {"perf/engines_idle": 1 / 5, "perf/idle_slots": (6 + 7 + 10) / 50, "perf/tail_idle_slots": (6 + 7) / 50}
     )
-    assert use.rollouts == 0
 
 
 def test_each_step_begins_anew_and_a_change_of_slots_counts_from_its_moment() -> None:
     use, time, said = using(2)
-    use.begin("a", 2)
+    said.out = 2
+    use.note()
     time.now_s = 1.0
     said.number = 4
     assert use.idle_shares() == {"perf/engines_idle": 0.0, "perf/idle_slots": 0.0, "perf/tail_idle_slots": 0.0}
@@ -53,24 +58,16 @@ def test_each_step_begins_anew_and_a_change_of_slots_counts_from_its_moment() ->
     assert use.idle_shares() == {"perf/engines_idle": 0.0, "perf/idle_slots": 0.5, "perf/tail_idle_slots": 0.0}
 
 
-def test_a_group_that_ends_early_gives_up_what_is_left_of_it_and_later_events_count_nothing() -> None:
-    use, _, _ = using(4)
-    use.begin("a", 3)
-    use.rollout_ended("a")
-    use.end("a")
-    use.end("a")
-    use.rollout_ended("a")
-    assert use.rollouts == 0
-
-
 def test_without_known_slots_there_is_no_share_of_them() -> None:
     use, time, said = using(None)
-    use.begin("a", 3)
+    said.out = 3
+    use.note()
     time.now_s = 1.0
     said.number = 3
     assert use.idle_shares() == {"perf/engines_idle": 0.0}
     time.now_s = 2.0
     said.number = None
-    use.rollout_ended("a")
+    said.out = 2
+    use.note()
     time.now_s = 9.0
     assert use.idle_shares() == {"perf/engines_idle": 0.0, "perf/idle_slots": 0.0, "perf/tail_idle_slots": 0.0}

@@ -99,6 +99,10 @@ class Journal:
         """True from when a rollout has come back until it is dropped, or trained."""
         return self._ledger.is_open(rollout_id)
 
+    def out(self) -> int:
+        """Rollouts that have not come back."""
+        return self._ledger.out
+
     def close_group(self, group: RolloutGroup, *, cancelled_for: str) -> None:
         """A group is over; its rollouts of an earlier process join it."""
         self._ledger.close_group(

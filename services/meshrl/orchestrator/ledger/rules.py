@@ -133,6 +133,11 @@ class Ledger:
     def is_open(self, rollout_id: str) -> bool:
         return rollout_id in self._key_of
 
+    @property
+    def out(self) -> int:
+        """Rollouts that have not come back."""
+        return len(self._open) - len(self._key_of)
+
     def fail(self, group_id: str, rollout_id: str, reason: str, trace_id: str = "") -> None:
         """A rollout came back as a failure; one more failure than rollouts dispatched is ignored."""
         if self._unassigned[group_id]:

@@ -2,43 +2,32 @@
 
 upload   a task: sends each batch that is on disk; waits for the next one, or while the trainer's queue is full.
          When the trainer refuses a batch for its content, waits until the loop has withdrawn that batch and later ones
-follow   a task: reads the trainer's events; when the trainer restarts at step k, uploading and waiting go back to k
+watcher  its `follow`, a task: reads the trainer's events; when the trainer restarts at step k, uploading and waiting go
+         back to k
 next     called by the finisher: waits for the next step to be done and returns the trainer's event for it
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient
 from meshrl.core.clock import Clock
-from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.config import DeadlinesConfig
-from meshrl.orchestrator.peers.step_watcher import StepUndoneError, StepWatcher
+from meshrl.orchestrator.peers.step_watcher import StepWatcher
+from meshrl.orchestrator.run import Run
 from meshrl.sampling.retry import Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Batch, RunInfo, StepEvent
+from meshrl.wire.types import RunInfo, StepEvent
 
 REFUSALS_IN_A_ROW = 5
 """The run ends when this many batches were refused for their content and none was taken in between."""
 
 _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
-
-
-@dataclass(kw_only=True)
-class StepCursors:
-    """How far a run has come: trained <= uploaded <= recorded, but for steps done before this process began."""
-
-    recorded: int
-    """The last step whose batch is on disk."""
-    uploaded: int
-    """The last step whose batch the trainer took."""
-    trained: int
-    """The last step that is done, and that the loop was told of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,69 +38,32 @@ class BatchRefusal:
     error: MeshError
 
 
-class UploadedRun(Protocol):
-    """The uploader's view of the run whose batches it uploads; `orchestrator.run.Run` is one."""
-
-    @property
-    def info(self) -> RunInfo: ...
-
-    @property
-    def steps(self) -> StepCursors: ...
-
-    async def batch(self, step: int) -> Batch:
-        """The batch of a recorded step. Raises RunError when it is not kept."""
-
-    def span(self, step: int) -> trace.Span:
-        """The span that calls for a step are traced under."""
-
-    def go_back(self, step: int, done: int) -> None:
-        """The trainer restarted at `step`: those after it up to `done`, which were done, are done again."""
-
-    def durable(self, step: int) -> None:
-        """The trainer has a checkpoint of this step on its disk."""
-
-    def refused(self) -> None:
-        """The trainer has refused a batch."""
-
-
 class BatchUploader:
     def __init__(
-        self, client: TrainerClient, run: UploadedRun, *, address: str, deadlines: DeadlinesConfig, clock: Clock
+        self, client: TrainerClient, run: Run, *, address: str, deadlines: DeadlinesConfig, clock: Clock
     ) -> None:
         self.refused: BatchRefusal | None = None
         """A batch that the trainer does not take; until it is withdrawn nothing is uploaded."""
-        self._client = client
-        self._run = run
-        self._steps = run.steps
-        self._address = address
-        self._deadlines = deadlines
-        self._clock = clock
-        self._changed = Pulse()
-        self._refusals_in_a_row = 0
-        self._ended = False
-        self._watcher = StepWatcher(
+        self.watcher = StepWatcher(
             client,
             address=address,
             run=run.info,
             unreachable_s=deadlines.unreachable_s,
             history=run.steps.trained < run.info.step,
             on_restart=self._on_restart,
-            on_durable=run.durable,
+            on_durable=run.journal.durable,
+            changed=run.changed,
             clock=clock,
         )
-
-    @property
-    def epoch(self) -> int:
-        return self._watcher.epoch
-
-    @property
-    def came_back_at(self) -> int:
-        """Where the trainer stood when its process was first seen: no version before that one comes any more."""
-        return self._watcher.step
-
-    async def restarts(self, epoch: int) -> bool:
-        """Waits for the process after `epoch`; False when it does not come for as long as a trainer may be away."""
-        return await self._watcher.restarts(epoch)
+        self._client = client
+        self._run = run
+        self._steps = run.steps
+        self._changed = run.changed
+        self._address = address
+        self._deadlines = deadlines
+        self._clock = clock
+        self._refusals_in_a_row = 0
+        self._ended = False
 
     def add(self, step: int) -> None:
         assert step == self._steps.recorded + 1, f"step {step} after {self._steps.recorded}"
@@ -123,7 +75,6 @@ class BatchUploader:
         self._steps.recorded = step - 1
         self._steps.uploaded = min(self._steps.uploaded, self._steps.recorded)
         self.refused = None
-        self._watcher.withdraw(step)
         self._changed.beat()
 
     def refusal_error(self, refusal: BatchRefusal) -> RunError:
@@ -140,23 +91,29 @@ class BatchUploader:
 
     async def next(self) -> tuple[int, StepEvent] | None:
         """The next step that is done, and its event; None after the last one. Raises RunError."""
+        steps, deadline_s = self._steps, self._deadlines.step_s
         while True:
-            if self._steps.trained < self._steps.recorded:
-                step = self._steps.trained + 1
-                try:
-                    event = await self._watcher.done(step, self._deadlines.step_s)
-                except StepUndoneError:  # the cursors have gone back, or the batch is withdrawn
-                    continue
-                self._steps.trained = step
+            step, epoch = steps.trained + 1, self.watcher.epoch
+            if step > steps.recorded:
+                if self._ended:
+                    return None
+                await self._changed.next()
+                continue
+            try:
+                async with asyncio.timeout(deadline_s):
+                    while (event := self.watcher.take(step)) is None:
+                        await self._changed.next()
+                        if step > steps.recorded or epoch != self.watcher.epoch:  # withdrawn, or done again
+                            break
+            except TimeoutError:
+                raise RunError(
+                    f"trainer at {self._address} did not finish step {step} within {deadline_s:g} s;"
+                    " raise orchestrator.deadlines.step_s if it needs longer"
+                ) from None
+            if event is not None:
+                steps.trained = step
                 self._changed.beat()
                 return step, event
-            if self._ended:
-                return None
-            await self._changed.next()
-
-    async def follow(self) -> None:
-        """Until cancelled. Raises RunError when the trainer fails a step, or is gone for too long."""
-        await self._watcher.follow()
 
     async def upload(self) -> None:
         """Until cancelled. Raises RunError when the trainer does not take a batch."""
@@ -166,7 +123,7 @@ class BatchUploader:
             if steps.uploaded >= steps.recorded:
                 await self._changed.next()
                 continue
-            step, epoch = steps.uploaded + 1, self._watcher.epoch
+            step, epoch = steps.uploaded + 1, self.watcher.epoch
             try:
                 batch = await self._run.batch(step)
             except RunError:
@@ -174,11 +131,11 @@ class BatchUploader:
                     raise
                 continue  # done while it was read, so that it was kept no longer
             try:
-                with trace.use_span(self._run.span(step)):
+                with trace.use_span(self._run.traces.span(step)):
                     patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)
                     await persist(partial(self._client.submit_batch, batch), patience, clock=self._clock)
             except MeshError as error:  # a trainer that has restarted expects an earlier step
-                if error.reason in _OUT_OF_STEP and await self._watcher.restarts(epoch):
+                if error.reason in _OUT_OF_STEP and await self.watcher.restarts(epoch):
                     continue
                 refusal = BatchRefusal(step=step, error=error)
                 if error.reason is not Reason.INVALID_REQUEST or self._ended:
@@ -186,7 +143,7 @@ class BatchUploader:
                 await self._wait_for_withdrawal(refusal)
                 continue
             self._refusals_in_a_row = 0
-            if epoch == self._watcher.epoch:
+            if epoch == self.watcher.epoch:
                 steps.uploaded = step
 
     async def _wait_for_withdrawal(self, refusal: BatchRefusal) -> None:
@@ -198,7 +155,6 @@ class BatchUploader:
                 " trainer's log for what it takes"
             )
         self.refused = refusal
-        self._run.refused()
         self._changed.beat()
         while self.refused is not None:
             await self._changed.next()
@@ -206,5 +162,6 @@ class BatchUploader:
     def _on_restart(self, run: RunInfo) -> None:
         done, self._steps.trained = self._steps.trained, min(self._steps.trained, run.step)
         self._steps.uploaded = run.step
-        self._run.go_back(run.step, done)
+        self._run.journal.go_back(run.step, done)
+        self._run.plan.rolled_back(run.step)
         self._changed.beat()

@@ -1,14 +1,12 @@
 """Follows the steps of one run at the trainer, over every restart of the trainer; read by the batch uploader.
 
 Each process of a trainer is an epoch: its events are numbered from 1 (revisions), its steps go on from its checkpoint.
-Steps done after that checkpoint are lost with the old process: a waiter for one gets StepUndoneError, and waits
-for it again in the new epoch.
+Steps done after that checkpoint are lost with the old process, and are done again in the new epoch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 
@@ -32,12 +30,8 @@ CRASH_S = 1.0
 """A trainer that fails a step because it crashes ends its stream within this time."""
 
 
-class StepUndoneError(Exception):
-    """The trainer began a new epoch, or the batch of the step was withdrawn."""
-
-
 class StepWatcher:
-    """Follows the events of one run. `follow` runs beside the loop; `done` waits for one step."""
+    """Follows the events of one run. `follow` runs beside the loop; `changed` beats at each event and each epoch."""
 
     def __init__(
         self,
@@ -46,9 +40,10 @@ class StepWatcher:
         address: str,
         run: RunInfo,
         unreachable_s: float,
-        history: bool = False,
-        on_restart: Callable[[RunInfo], None] = lambda run: None,
-        on_durable: Callable[[int], None] = lambda step: None,
+        history: bool,
+        on_restart: Callable[[RunInfo], None],
+        on_durable: Callable[[int], None],
+        changed: Pulse,
         clock: Clock,
     ) -> None:
         """`history` asks for the events of steps that were done before; else those steps have no metrics."""
@@ -58,12 +53,12 @@ class StepWatcher:
         self._on_restart = on_restart
         self._on_durable = on_durable
         self._clock = clock
-        self._epoch_changed = Pulse()
+        self._changed = changed
         self._run = run
         self._heard_s = clock.now()
         self._seen = 0 if history else run.revision
         self._failed: dict[int, StepEvent] = {}
-        self._done: defaultdict[int, asyncio.Future[StepEvent]] = self._new_waits()
+        self._done: dict[int, StepEvent] = {}  # not taken yet
 
     @property
     def epoch(self) -> int:
@@ -71,6 +66,7 @@ class StepWatcher:
 
     @property
     def step(self) -> int:
+        """Where the trainer stood when its process was first seen: no version before that one comes any more."""
         return self._run.step
 
     async def follow(self) -> None:
@@ -82,36 +78,19 @@ class StepWatcher:
                 streaming.exception()  # of an epoch that is over: nobody needs to know
             self._begin_epoch(run)
 
-    async def done(self, step: int, deadline_s: float) -> StepEvent:
-        """The event that ended `step`; one without metrics when the trainer had done it before it was followed. Raises
-        StepUndoneError, and RunError after `deadline_s`."""
-        epoch = self.epoch
-        if step <= self._run.step and self._caught_up and not self._done[step].done():
-            self._done[step].set_result(self._done_without_metrics(step))
-        try:
-            async with asyncio.timeout(deadline_s):
-                event = await asyncio.shield(self._done[step])
-        except TimeoutError:
-            raise RunError(
-                f"trainer at {self._address} did not finish step {step} within {deadline_s:g} s;"
-                " raise orchestrator.deadlines.step_s if it needs longer"
-            ) from None
-        if epoch != self.epoch:  # between the event and now
-            raise StepUndoneError
-        self._done.pop(step, None)
-        return event
-
-    def withdraw(self, step: int) -> None:
-        """The trainer does not have the batch of `step`: the waiters for the step are notified."""
-        if (future := self._done.pop(step, None)) is not None:
-            self._fail_wait(future)
+    def take(self, step: int) -> StepEvent | None:
+        """The event that ended `step` in this epoch, given once; one without metrics when the trainer had done it
+        before it was followed. None while it is not done."""
+        if step <= self._run.step and self._caught_up:
+            return self._done.pop(step, StepEvent(revision=0, step=step, state=StepState.DONE, version=step))
+        return self._done.pop(step, None)
 
     async def restarts(self, epoch: int) -> bool:
         """Waits for the epoch after `epoch`; False when it does not come for as long as a trainer may be away."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._unreachable_s + POLL_S):
                 while self.epoch == epoch:
-                    await self._epoch_changed.next()
+                    await self._changed.next()
         return self.epoch != epoch
 
     # --- events -----------------------------------------------------------------------------------
@@ -155,12 +134,9 @@ class StepWatcher:
                         self._failed.pop(event.step, None)
                     case StepState.FAILED:
                         self._failed[event.step] = event
-                    case StepState.DONE if not self._done[event.step].done():
-                        self._done[event.step].set_result(event)
-                if self._caught_up:
-                    for step, future in self._done.items():
-                        if step <= self._run.step and not future.done():
-                            future.set_result(self._done_without_metrics(step))
+                    case StepState.DONE:
+                        self._done[event.step] = event
+                self._changed.beat()
 
     def _failure(self) -> str:
         event = self._failed[min(self._failed)]
@@ -205,29 +181,12 @@ class StepWatcher:
 
     def _begin_epoch(self, run: RunInfo) -> None:
         again = run.epoch != self.epoch
-        waiting = list(self._done.values())
         self._seen = 0 if again else run.revision  # in the same epoch its events are gone
         self._run = run
         self._failed.clear()
-        self._done = self._new_waits()
-        for future in waiting:
-            self._fail_wait(future)
+        self._done.clear()
         self._on_durable(run.durable_step)
         if again:
             logger.warning(f"the trainer restarted: it is at step {run.step} (epoch {run.epoch})")
             self._on_restart(run)
-        self._epoch_changed.beat()
-
-    @staticmethod
-    def _fail_wait(future: asyncio.Future[StepEvent]) -> None:
-        if not future.done():
-            future.set_exception(StepUndoneError())
-            future.exception()  # whoever still waits hears of it, and it may be nobody
-
-    @staticmethod
-    def _new_waits() -> defaultdict[int, asyncio.Future[StepEvent]]:
-        return defaultdict(lambda: asyncio.get_running_loop().create_future())
-
-    @staticmethod
-    def _done_without_metrics(step: int) -> StepEvent:
-        return StepEvent(revision=0, step=step, state=StepState.DONE, version=step)
+        self._changed.beat()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import DeadlinesConfig
-from meshrl.orchestrator.peers.batch_uploader import BatchUploader
+from meshrl.orchestrator.peers.step_watcher import StepWatcher
 from meshrl.sampling.retry import AWAY, Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, ActivationPolicy
@@ -26,10 +27,7 @@ _NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, R
 _LASTING = frozenset({Reason.OUT_OF_MEMORY.name, Reason.LAYOUT_MISMATCH.name, Reason.NOT_SUPPORTED.name})
 """Refusals of a version that no wait mends, but other settings, another model or another machine."""
 _GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STALE_EPOCH})
-
-
-class VersionGoneError(Exception):
-    """The hub does not have a sealed version any more: a newer trainer took over."""
+"""The hub does not have a sealed version any more: a newer trainer took over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,51 +96,42 @@ class VersionRelay:
                     raise failed(_SERVICE, self._settings.address, doing, error) from error
             raise
 
-    async def activate(self, version: int, artifact_id: str = "") -> Activation | None:
-        """Commits a version that a step made; None when it could not be and engines keep the one before. Raises
-        VersionGoneError, and RunError when the hub is gone."""
+    async def activate(self, version: int, watcher: StepWatcher, artifact_id: str = "") -> Activation | None:
+        """Commits a version that a step made, over restarts of the trainer; None when it could not be and engines keep
+        the one before. A trainer that comes back at an earlier step makes the version again, and it is activated then.
+        One that comes back at a later step never does, so the version is skipped: a later one is activated. Raises
+        RunError when the hub is gone."""
         deadlines = self._settings.deadlines
-        patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
-        try:
-            return await persist(
-                lambda: self._commit(version, deadlines.activation_s, artifact_id), patience, clock=self._clock
-            )
-        except MeshError as error:
-            if error.reason is Reason.VERSION_CONFLICT and artifact_id:
-                logger.warning(f"the trainer has made version {version} anew, which is activated instead: {error}")
-                return await self.activate(version)
-            if error.reason in AWAY:
-                doing = f"activating version {version}"
-                raise failed(_SERVICE, self._settings.address, doing, error) from error
-            if error.reason in _GONE:
-                raise VersionGoneError(str(error)) from error
-            logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
-            return None
-
-    async def activate_or_skip(self, uploader: BatchUploader, version: int, artifact_id: str = "") -> Activation | None:
-        """As `activate`, over restarts of the trainer; None when engines keep the version before. A trainer that comes
-        back at an earlier step makes the version again, and it is activated then. One that comes back at a later step
-        never does, so the version is skipped: a later one is activated. Raises RunError when the hub is gone."""
-        give_up_at_s = self._clock.now() + self._settings.deadlines.startup_s
-        while uploader.came_back_at <= version:
-            epoch = uploader.epoch
+        give_up_at_s = self._clock.now() + deadlines.startup_s
+        while watcher.step <= version:
+            epoch = watcher.epoch
+            commit = partial(self._commit, version, deadlines.activation_s, artifact_id)
             try:
-                return await self.activate(version, artifact_id)
-            except VersionGoneError as error:
-                if (
-                    version == uploader.came_back_at and self._clock.now() < give_up_at_s
-                ):  # its process has yet to publish it
+                patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
+                return await persist(commit, patience, clock=self._clock)
+            except MeshError as error:
+                if error.reason is Reason.VERSION_CONFLICT and artifact_id:
+                    logger.warning(f"the trainer has made version {version} anew, which is activated instead: {error}")
+                    artifact_id = ""
+                    continue
+                if error.reason in AWAY:
+                    doing = f"activating version {version}"
+                    raise failed(_SERVICE, self._settings.address, doing, error) from error
+                if error.reason not in _GONE:
+                    logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
+                    return None
+                if version == watcher.step and self._clock.now() < give_up_at_s:  # its process has yet to publish it
                     await self._clock.sleep(LOOK_S)
                     continue
                 logger.warning(f"version {version} is gone, so the trainer has restarted: {error}")
-                if not await uploader.restarts(epoch) or uploader.came_back_at < version:
+                if not await watcher.restarts(epoch) or watcher.step < version:
                     return None
-        logger.warning(f"version {version} is skipped: the trainer went on from step {uploader.came_back_at}")
+        logger.warning(f"version {version} is skipped: the trainer went on from step {watcher.step}")
         return None
 
-    async def sleep_engines(self) -> float:
-        """Has engines give their memory back until the next version; returns seconds. A failure is only a warning."""
-        began_s, deadline_s = self._clock.now(), self._settings.deadlines.sleep_s
+    async def sleep_engines(self) -> None:
+        """Has engines give their memory back until the next version. A failure is only a warning."""
+        deadline_s = self._settings.deadlines.sleep_s
         try:
             async with asyncio.timeout(deadline_s + SLEEP_MARGIN_S):
                 outcome = await self._client.sleep_engines(self._settings.engine_pool, deadline_s=deadline_s)
@@ -152,7 +141,6 @@ class VersionRelay:
         else:
             if outcome.awake:
                 logger.warning(f"{outcome.awake} engines stay awake while the trainer trains, {outcome.asleep} sleep")
-        return self._clock.now() - began_s
 
     async def _commit(self, version: int, prepare_deadline_s: float, artifact_id: str = "") -> Activation:
         return await self._client.activate_version(

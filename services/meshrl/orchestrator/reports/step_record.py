@@ -60,9 +60,7 @@ def step_metrics(
         | rate_metrics(judged, seconds=seconds)
         | {
             "time/step": seconds,
-            "time/wait_for_rollouts": tally.wait_for_rollouts_s,
-            "time/wait_for_ckpt": tally.wait_for_ckpt_s,
-            **({} if tally.sleep_engines_s is None else {"time/sleep_engines": tally.sleep_engines_s}),
+            **tally.seconds,
             **tally.idle_shares,
             "progress/tokens": float(progress.tokens),
             "progress/samples": float(progress.samples),

@@ -148,8 +148,12 @@ class WorkPlan:
         self._begin(ticket)
         return ticket
 
-    def resume_after(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
-        """Goes on behind the tasks that an earlier process drew; those of the tickets `again` come first."""
+    def resume_after(
+        self, step: int, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]
+    ) -> None:
+        """Goes on behind the last step that an earlier process made a batch of, and the tasks that it drew; those of
+        the tickets `again` come first."""
+        self.next_step = step + 1
         self._schedule.skip(drawn)
         self._sequence = max(self._sequence, next_sequence)
         self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
@@ -226,7 +230,7 @@ class WorkPlan:
         """The groups of the next step, first dispatched first, once there are enough; then the step after is next. Call
         drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it: what
         it left would be of another version than the next."""
-        synchronous = self.law.max_async_level == 0
+        synchronous = self.law.synchronous
         if synchronous and self._in_flight:
             return None
         chosen, slots = [], 0

@@ -128,25 +128,31 @@ def has_zero_signal(rollouts: Iterable[Rollout], tolerance: float) -> bool:
     )
 
 
+WAITS = ("time/wait_for_rollouts", "time/wait_for_ckpt")
+"""Seconds that each step's record has; others it has where there were any."""
+
+
 @dataclass(kw_only=True)
 class StepTally:
     discarded: list[RolloutGroup] = field(default_factory=list)
     zero_signal_groups: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    wait_for_rollouts_s: float = 0.0
-    wait_for_ckpt_s: float = 0.0
-    sleep_engines_s: float | None = None  # None: they were not asked to
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAITS, 0.0))
+    """By metric."""
     idle_shares: dict[str, float] = field(default_factory=dict)  # metrics
 
     def drop(self, reason: DropReason) -> None:
         self.dropped[reason.value] += 1
 
+    def wait(self, metric: str, seconds: float) -> None:
+        self.seconds[metric] = self.seconds.get(metric, 0.0) + seconds
+
     def take_back(self, of_step: StepTally) -> None:
         self.discarded[:0] = of_step.discarded
         self.zero_signal_groups += of_step.zero_signal_groups
         self.dropped.update(of_step.dropped)
-        self.wait_for_rollouts_s += of_step.wait_for_rollouts_s
-        self.wait_for_ckpt_s += of_step.wait_for_ckpt_s
+        for metric, seconds in of_step.seconds.items():
+            self.wait(metric, seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

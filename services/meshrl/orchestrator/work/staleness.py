@@ -27,6 +27,10 @@ class StalenessLaw:
                 f" got {self.max_async_level} and {self.max_off_policy_steps}"
             )
 
+    @property
+    def synchronous(self) -> bool:
+        return self.max_async_level == 0
+
     def required_version(self, step: int) -> int:
         return max(0, step - 1 - self.max_async_level)
 
