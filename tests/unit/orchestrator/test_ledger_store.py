@@ -125,7 +125,7 @@ def test_a_group_keeps_its_seed_or_that_it_has_none(make_group, path: Path, seed
     Ledger(store.record).dispatch(ticket)
     store.close()
     _, past = resumed(path, trainer_step=0)
-    assert past.groups["g0"].group.ticket.seed == seed
+    assert past.groups["g0"].ticket.seed == seed
 
 
 def test_a_flush_returns_when_all_before_it_is_committed(make_group, path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_recorded_batch_is_read_back_to_the_byte(make_group, make_rollout, pat
         message.SerializeToString() for message in convert.batch_to_messages(batch)
     ]
     assert past.steps[1] == record_of(group.ticket, rollouts, batch)
-    assert past.groups["g0"].group.ticket == group.ticket
+    assert past.groups["g0"].ticket == group.ticket
     found = store.rollouts(["a", "b", "unknown"])
     assert {name: rollout.reward for name, rollout in found.items()} == {"a": 1.0, "b": -1.0}
     assert found["b"].samples[0].token_ids.tolist() == [0, 1, 2, 3, 4, 5, 6]

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from meshrl.orchestrator.ledger.resume import goes_on, plan_resume, rows_fit
-from meshrl.orchestrator.ledger.rows import Past, PastGroup, RunRow, StepRecord
+from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
 from meshrl.orchestrator.work.screening import DropReason, RunTotals
 
@@ -48,7 +48,8 @@ def past(make_group):
         return Past(
             run=RUN,
             entries=tuple(entries),
-            groups={name: PastGroup(group=make_group(name), over=name in over.split()) for name in names},
+            groups={name: make_group(name) for name in names},
+            in_flight=frozenset(names) - set(over.split()),
             steps={step: step_record(step) for step in kept},
             kept=frozenset(kept),
             payloads=frozenset(one.rollout_id for one in entries) - set(lost.split()),

@@ -238,7 +238,7 @@ class Journal:
         groups = []
         for group_id, rollout_ids in record.groups:
             kept = tuple(found[one] for one in rollout_ids if one in found)
-            group = known[group_id].group
+            group = known[group_id]
             group.rollouts = list(kept)
             groups.append(ReadyGroup(group=group, kept=kept))
         assembled = AssembledBatch(

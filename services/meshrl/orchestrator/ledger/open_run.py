@@ -115,13 +115,13 @@ def _resume(
         progress, _, algorithms = read_state(layout, step)
     restore(ledger, past, plan)
     for group_id, members in plan.ready:
-        past.groups[group_id].group.rollouts = [rollouts[one] for one in members]
-    ready = tuple(past.groups[group_id].group for group_id, _ in plan.ready)
+        past.groups[group_id].rollouts = [rollouts[one] for one in members]
+    ready = tuple(past.groups[group_id] for group_id, _ in plan.ready)
     carried = {group_id: tuple(rollouts[one] for one in members) for group_id, members in plan.carried}
     renewed = {ticket.group_id for ticket in plan.redispatch}
     for group_id in plan.interrupted:
         if group_id in past.groups and group_id not in renewed:
-            store.over(past.groups[group_id].group)
+            store.over(past.groups[group_id])
     logger.warning(
         f"going on with run {past.run.run_id!r} from {layout.ledger}: the trainer is at step {step};"
         f" {len(plan.again)} batches are submitted again, {len(ready)} groups wait for a step,"

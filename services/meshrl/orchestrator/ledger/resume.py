@@ -75,14 +75,14 @@ def plan_resume(
     loose = [entry for entry in past.entries if entry.state is RolloutState.FINISHED]
     loose += [entry for step in released for entry in taken[step]]
     in_flight = {entry.group_id for entry in past.entries if entry.state is RolloutState.DISPATCHED}
-    in_flight |= {group_id for group_id, known in past.groups.items() if not known.over}
+    in_flight |= past.in_flight
     members, dropped = _members(past, loose, environments)
     tickets = _unfinished(past, loose, in_flight, environments)
     carried = tuple((group_id, members.pop(group_id)) for group_id in tickets if group_id in members)
     ready = {
         group_id: rollouts
         for group_id, rollouts in members.items()
-        if len(rollouts) >= environments[past.groups[group_id].group.ticket.task.environment]
+        if len(rollouts) >= environments[past.groups[group_id].ticket.task.environment]
     }
     dropped += [(one, DropReason.GROUP_LOST) for known in members.keys() - ready for one in members[known]]
     logged = trainer_step  # before a step whose batch is damaged no record can be made
@@ -94,7 +94,7 @@ def plan_resume(
         released=released,
         interrupted=tuple(sorted(in_flight)),
         dropped=tuple(dropped),
-        ready=tuple(sorted(ready.items(), key=lambda item: past.groups[item[0]].group.ticket.sequence)),
+        ready=tuple(sorted(ready.items(), key=lambda item: past.groups[item[0]].ticket.sequence)),
         redispatch=tuple(sorted(tickets.values(), key=lambda ticket: (ticket.sequence, ticket.group_id))),
         carried=carried,
         unlogged=tuple(range(logged + 1, trainer_step + 1)),
@@ -126,7 +126,7 @@ def _unfinished(
     came_back = Counter(entry.group_id for entry in loose if entry.rollout_id not in past.damaged)
     tickets = {}
     for group_id in in_flight & past.groups.keys():
-        ticket = past.groups[group_id].group.ticket
+        ticket = past.groups[group_id].ticket
         missing = ticket.size - came_back[group_id]
         if missing > 0 and ticket.task.environment in environments:
             tickets[group_id] = ticket.for_missing(missing, reseeds=1 if came_back[group_id] else 0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from meshrl.core.sqlite_files import seal
@@ -102,21 +102,14 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PastGroup:
-    """A group of an earlier process; `over` when it had ended. `group` has no rollouts."""
-
-    group: RolloutGroup
-    over: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Past:
     """What an earlier process of the run left. `entries` are open, or trained by a step that may still be forgotten."""
 
     run: RunRow
     entries: tuple[LedgerEntry, ...] = ()
     ended: Mapping[tuple[RolloutState, str], int] = field(default_factory=dict)
-    groups: Mapping[str, PastGroup] = field(default_factory=dict)  # those of `entries` and those in flight
+    groups: Mapping[str, RolloutGroup] = field(default_factory=dict)  # of `entries` and `in_flight`, without rollouts
+    in_flight: frozenset[str] = frozenset()  # groups that had not ended
     successors: Mapping[str, str] = field(default_factory=dict)  # group that was cut off -> the one that completes it
     steps: Mapping[int, StepRecord] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()  # steps whose batch is here
@@ -143,14 +136,16 @@ class Past:
         return group_id
 
 
+def _rows(connection: sqlite3.Connection, sql: str, *values: object) -> list[sqlite3.Row]:
+    cursor = connection.cursor()
+    cursor.row_factory = sqlite3.Row
+    return cursor.execute(sql, values).fetchall()
+
+
 def last_run(connection: sqlite3.Connection) -> RunRow | None:
-    row = connection.execute(
-        "SELECT run, run_id, session, epoch, first_step, metrics_offset, ended FROM runs ORDER BY run DESC LIMIT 1"
-    ).fetchone()
-    if row is None:
-        return None
-    names = ("run", "run_id", "session", "epoch", "first_step", "metrics_offset", "ended")
-    return RunRow(**dict(zip(names, row, strict=True)))
+    columns = "run, run_id, session, epoch, first_step, metrics_offset, ended"
+    rows = _rows(connection, f"SELECT {columns} FROM runs ORDER BY run DESC LIMIT 1")
+    return RunRow(**rows[0]) if rows else None
 
 
 def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int) -> Past:
@@ -159,12 +154,12 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
     cut_off = f"(state = 'dropped' AND reason = '{DropReason.RUN_ENDED.value}')"
     forgotten = f"(state = 'trained' AND step > {int(trainer_step)})"
     wanted = f"(state IN ('dispatched', 'finished', 'batched') OR {cut_off} OR {forgotten})"
-    rows = connection.execute(
+    rows = _rows(
+        connection,
         "SELECT key, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step, reason,"
-        " trace_id"
-        f" FROM rollouts WHERE run = ? AND {wanted}",
-        (run.run,),
-    ).fetchall()
+        f" trace_id FROM rollouts WHERE run = ? AND {wanted}",
+        run.run,
+    )
     ended = connection.execute(
         f"SELECT state, reason, COUNT(*) FROM rollouts WHERE run = ? AND NOT {wanted} GROUP BY state, reason",
         (run.run,),
@@ -174,7 +169,8 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
     kept = connection.execute("SELECT DISTINCT step FROM parts WHERE run = ?", (run.run,)).fetchall()
     payloads = {entry.rollout_id for entry in entries}
     payloads &= {rollout_id for (rollout_id,) in connection.execute("SELECT rollout_id FROM payloads")}
-    in_flight = connection.execute("SELECT group_id FROM groups WHERE run = ? AND NOT over", (run.run,)).fetchall()
+    running = connection.execute("SELECT group_id FROM groups WHERE run = ? AND NOT over", (run.run,))
+    in_flight = frozenset(group_id for (group_id,) in running)
     replaced = connection.execute(
         "SELECT replaces, group_id FROM groups WHERE run = ? AND replaces != ''", (run.run,)
     ).fetchall()
@@ -186,6 +182,7 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
         run=run,
         entries=entries,
         ended=Counter({(RolloutState(state), reason): count for state, reason, count in ended}),
+        in_flight=in_flight,
         successors=dict(replaced),
         steps=steps,
         damaged_steps=damaged_steps,
@@ -194,8 +191,8 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
         drawn=dict(drawn),
         next_sequence=next_sequence or 0,
     )
-    group_ids = {past.latest(entry.group_id) for entry in entries} | {group_id for (group_id,) in in_flight}
-    return replace(past, groups=read_groups(connection, sorted(group_ids)))
+    groups = read_groups(connection, in_flight | {past.latest(entry.group_id) for entry in entries})
+    return replace(past, groups=groups)
 
 
 def _records(
@@ -217,45 +214,31 @@ def _records(
     return records, frozenset(damaged)
 
 
-def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[str, PastGroup]:
+def read_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> dict[str, RolloutGroup]:
+    """Those of the groups that are known, without their rollouts."""
+    columns = "group_id, size, for_step, min_version, active_version, sequence, seed, environment, task_index"
+    sql = f"SELECT {columns}, cancelled, sampled_tokens, seconds FROM groups WHERE group_id = ?"
     found = {}
     for group_id in group_ids:
-        row = connection.execute(
-            "SELECT environment, task_index, size, for_step, min_version, active_version, seed, sequence, over,"
-            " cancelled, sampled_tokens, seconds FROM groups WHERE group_id = ?",
-            (group_id,),
-        ).fetchone()
-        if row is None:
-            continue
-        ticket = GroupTicket(
-            group_id=group_id,
-            task=TaskRef(environment=row[0], index=row[1]),
-            size=row[2],
-            for_step=row[3],
-            min_version=row[4],
-            active_version=row[5],
-            seed=None if row[6] == UNSEEDED else row[6],
-            sequence=row[7],
-        )
-        group = RolloutGroup(ticket=ticket, cancelled=row[9], sampled_tokens=row[10], seconds=row[11])
-        found[group_id] = PastGroup(group=group, over=bool(row[8]))
+        for row in _rows(connection, sql, group_id):
+            ticket = GroupTicket(
+                group_id=group_id,
+                task=TaskRef(environment=row["environment"], index=row["task_index"]),
+                size=row["size"],
+                for_step=row["for_step"],
+                min_version=row["min_version"],
+                active_version=row["active_version"],
+                seed=None if row["seed"] == UNSEEDED else row["seed"],
+                sequence=row["sequence"],
+            )
+            came = {name: row[name] for name in ("cancelled", "sampled_tokens", "seconds")}
+            found[group_id] = RolloutGroup(ticket=ticket, **came)
     return found
 
 
-def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None, str, str]) -> LedgerEntry:
-    key, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step, reason, trace_id = row
-    if state == RolloutState.DROPPED.value:  # cut off by the end of the run
-        state, reason = ("finished" if step is None else "batched"), ""
-    return LedgerEntry(
-        key=key,
-        group_id=group_id,
-        environment=environment,
-        task_index=task_index,
-        for_step=for_step,
-        state=RolloutState(state),
-        rollout_id=rollout_id,
-        oldest_version=oldest_version,
-        step=step,
-        reason=reason,
-        trace_id=trace_id,
-    )
+def _entry(row: sqlite3.Row) -> LedgerEntry:
+    entry = LedgerEntry(**{**row, "state": RolloutState(row["state"])})
+    if entry.state is RolloutState.DROPPED:  # cut off by the end of the run
+        state = RolloutState.FINISHED if entry.step is None else RolloutState.BATCHED
+        return replace(entry, state=state, reason="")
+    return entry

@@ -109,9 +109,7 @@ class Ledger:
         self._batched: dict[int, list[str]] = {}
         self._trained: dict[int, dict[str, LedgerEntry]] = {}  # of steps that the trainer may still forget
         self._dispatched = 0
-        self._ended: Counter[RolloutState] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
+        self._ended: Counter[tuple[RolloutState, str]] = Counter()  # by state and reason
 
     def dispatch(self, ticket: GroupTicket) -> None:
         if ticket.group_id in self._unassigned:
@@ -204,14 +202,13 @@ class Ledger:
     def restore(self, entries: Iterable[LedgerEntry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
         """Goes on where an earlier process stopped, before any other event. `entries` are the open ones and those that
         a step trained which may still be forgotten; `ended` counts all others by state and reason."""
-        for (state, reason), count in ended.items():
-            self._count(state, reason, count)
-            self._dispatched += count
+        self._ended.update(ended)
+        self._dispatched += sum(ended.values())
         for entry in entries:
             self._dispatched += 1
             step = -1 if entry.step is None else entry.step
             if entry.state is RolloutState.TRAINED:
-                self._ended[RolloutState.TRAINED] += 1
+                self._ended[entry.state, entry.reason] += 1
                 self._trained.setdefault(step, {})[entry.key] = entry
                 continue
             self._open[entry.key] = entry
@@ -234,12 +231,15 @@ class Ledger:
         self._unassigned.clear()
 
     def balance(self) -> Balance:
+        def ended(state: RolloutState) -> dict[str, int]:
+            return {reason: count for (how, reason), count in self._ended.items() if how is state}
+
         return Balance(
             dispatched=self._dispatched,
-            trained=self._ended[RolloutState.TRAINED],
-            dropped=dict(self._dropped),
-            failed=dict(self._failed),
-            cancelled=self._ended[RolloutState.CANCELLED],
+            trained=sum(ended(RolloutState.TRAINED).values()),
+            dropped=ended(RolloutState.DROPPED),
+            failed=ended(RolloutState.FAILED),
+            cancelled=sum(ended(RolloutState.CANCELLED).values()),
             open=len(self._open),
         )
 
@@ -291,19 +291,12 @@ class Ledger:
         else:
             del self._open[key]
             self._key_of.pop(entry.rollout_id, None)
-            self._count(state, reason, 1)
+            self._ended[state, reason] += 1
             if state is RolloutState.TRAINED and entry.step is not None:
                 self._trained.setdefault(entry.step, {})[key] = entry
         self._record(entry)
 
     def _reopen(self, entry: LedgerEntry) -> None:
-        self._ended[RolloutState.TRAINED] -= 1
+        self._ended[entry.state, entry.reason] -= 1
         self._open[entry.key] = entry
         self._key_of[entry.rollout_id] = entry.key
-
-    def _count(self, state: RolloutState, reason: str, count: int) -> None:
-        self._ended[state] += count
-        if state is RolloutState.DROPPED:
-            self._dropped[reason] += count
-        if state is RolloutState.FAILED:
-            self._failed[reason] += count

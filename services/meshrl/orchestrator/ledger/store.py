@@ -21,7 +21,6 @@ from meshrl.orchestrator.ledger.rows import (
     SCHEMA,
     UNSEEDED,
     Past,
-    PastGroup,
     RunRow,
     StepRecord,
     last_run,
@@ -39,7 +38,8 @@ from meshrl.wire.types import Batch, Rollout
 
 _UPSERT = """
 INSERT INTO rollouts (key, run, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step,
-  reason, updated_s, trace_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+  reason, updated_s, trace_id) VALUES (:key, :run, :group_id, :environment, :task_index, :for_step, :state, :rollout_id,
+  :oldest_version, :step, :reason, :updated_s, :trace_id)
 ON CONFLICT (key) DO UPDATE SET state = excluded.state, rollout_id = excluded.rollout_id,
   oldest_version = excluded.oldest_version, step = excluded.step, reason = excluded.reason,
   updated_s = excluded.updated_s, trace_id = excluded.trace_id
@@ -124,11 +124,7 @@ class LedgerStore:
 
     def record(self, entry: LedgerEntry) -> None:
         """The state of a rollout; the payload of a dropped one goes, unless the run may yet go on with it."""
-        row = (
-            entry.key, self._run, entry.group_id, entry.environment, entry.task_index, entry.for_step,
-            entry.state.value, entry.rollout_id, entry.oldest_version, entry.step, entry.reason, time.time(),
-            entry.trace_id,
-        )  # fmt: skip
+        row = {**vars(entry), "run": self._run, "state": entry.state.value, "updated_s": time.time()}
         gone = entry.state is RolloutState.DROPPED and entry.reason != DropReason.RUN_ENDED.value
 
         def change(db: sqlite3.Connection) -> None:
@@ -149,21 +145,17 @@ class LedgerStore:
         self._put(change)
 
     def dispatched(self, ticket: GroupTicket) -> None:
-        row = (
-            ticket.group_id, self._run, ticket.sequence, ticket.task.environment, ticket.task.index, ticket.size,
-            ticket.for_step, ticket.min_version, ticket.active_version,
-            UNSEEDED if ticket.seed is None else ticket.seed, ticket.replaces,
-        )  # fmt: skip
+        seed = UNSEEDED if ticket.seed is None else ticket.seed
+        row = {**vars(ticket), "run": self._run, "seed": seed, **vars(ticket.task)}
         sql = (
             "INSERT INTO groups (group_id, run, sequence, environment, task_index, size, for_step, min_version,"
-            " active_version, seed, replaces) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " active_version, seed, replaces) VALUES (:group_id, :run, :sequence, :environment, :index, :size,"
+            " :for_step, :min_version, :active_version, :seed, :replaces)"
         )
-        replaced = ticket.replaces
 
         def change(db: sqlite3.Connection) -> None:
             db.execute(sql, row)
-            if replaced:
-                db.execute("UPDATE groups SET over = 1 WHERE group_id = ?", (replaced,))
+            db.execute("UPDATE groups SET over = 1 WHERE group_id = :replaces", row)
 
         self._put(change)
 
@@ -254,7 +246,7 @@ class LedgerStore:
                     logger.warning("the payload of rollout {} in {} is damaged: {}", rollout_id, self._path, error)
         return found
 
-    def groups(self, group_ids: Sequence[str]) -> dict[str, PastGroup]:
+    def groups(self, group_ids: Sequence[str]) -> dict[str, RolloutGroup]:
         """Groups by id, without their rollouts. Blocks."""
         with ledger_file(self._path) as connection:
-            return rows_of_groups(connection, list(group_ids))
+            return rows_of_groups(connection, group_ids)
