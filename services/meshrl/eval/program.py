@@ -18,7 +18,7 @@ from meshrl.eval.scores import score
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.trials.plan import Trial
-from meshrl.trials.program import TrialRun
+from meshrl.trials.play import TrialRun
 from meshrl.wire.values import JsonObject
 
 

@@ -14,7 +14,8 @@ from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
 from meshrl.synthesize.dataset import ConversationDataset, RowFilter
 from meshrl.trials.plan import Trial
-from meshrl.trials.program import TrialRun, run_trials
+from meshrl.trials.play import TrialRun
+from meshrl.trials.program import run_trials
 from meshrl.trials.results import TrialResults
 
 SERVED = "served"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -167,6 +168,21 @@ class TrialsConfig(BaseConfig):
         if self.inference is not None:
             return ()
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.client.base_url)
+
+    def engine_config(self, free_port: Callable[[str], int]) -> InferenceConfig | None:
+        """The engine to start, with what it leaves out taken from here; None starts none. `free_port` gives a port of
+        a host."""
+        given = self.inference
+        if given is None:
+            return None
+        values = given.model_dump() | {"output_dir": self.output_dir}
+        if "model" not in given.model_fields_set:
+            values["model"] = self.model.model_dump()
+        if not given.server.port or "server" not in given.model_fields_set:
+            values["server"]["port"] = free_port(given.server.host)
+        if self.seq_len is not None and "max_model_len" not in given.model_fields_set:
+            values["max_model_len"] = self.seq_len
+        return InferenceConfig.model_validate(values)
 
     def rollout_config(
         self, urls: list[str], api: Literal["generate", "chat_completions"], *, seq_len: int, port: int

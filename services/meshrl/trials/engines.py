@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from typing import Literal
 import aiohttp
 from loguru import logger
 
-from meshrl.core.credentials.secret import read_secret
 from meshrl.core.rpc.blocking_http import error_text
-from meshrl.core.rpc.engine_http import NO_ANSWER, ask, engine_session
+from meshrl.core.rpc.engine_http import NO_ANSWER, ask
 from meshrl.rollout.config import ClientConfig
 from meshrl.sampling.retry import RunError
 from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialDeadlinesConfig
@@ -39,12 +37,13 @@ class ServerFacts:
 
 
 class PolicyEndpoints:
-    """The servers of one command. Use as an async context manager. `urls` are without a trailing /v1. `started` means
-    that they are started by this command, and with the base `model`. `seq_len` is the longest sequence in tokens; None
-    takes the engines' limit."""
+    """The servers of one command, asked over `http`. `urls` are without a trailing /v1. `started` means that they are
+    started by this command, and with the base `model`. `seq_len` is the longest sequence in tokens; None takes the
+    engines' limit."""
 
     def __init__(
         self,
+        http: aiohttp.ClientSession,
         urls: Sequence[str],
         client: ClientConfig,
         deadlines: TrialDeadlinesConfig,
@@ -59,21 +58,10 @@ class PolicyEndpoints:
         self._model = model
         self._seq_len = seq_len
         self._started = started
-        self._http: aiohttp.ClientSession | None = None
+        self._http = http
         self._serves_base = started
         self.version: int | None = None
         """The version that was loaded here last; None while none was, and any may answer."""
-
-    async def __aenter__(self) -> PolicyEndpoints:
-        """Raises ConfigError for a key that no header carries."""
-        file, variable = self._client.api_key_file, self._client.api_key_var
-        key = read_secret("client.api_key", None, file=file, variable=variable, environ=os.environ)
-        self._http = engine_session(key)
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._http is not None:
-            await self._http.close()
 
     async def wait_until_ready(self) -> ServerFacts:
         """Waits until every server answers; returns what they are. Raises RunError for one that does not answer."""
@@ -121,7 +109,7 @@ class PolicyEndpoints:
         """The answer of GET /version, empty from a server that has no such route or says something else."""
         while True:
             try:
-                status, answer = await ask(self._session, "GET", url + "/version", deadline_s=LOOK_DEADLINE_S)
+                status, answer = await ask(self._http, "GET", url + "/version", deadline_s=LOOK_DEADLINE_S)
                 return answer if status == HTTPStatus.OK and isinstance(answer, dict) else {}
             except NO_ANSWER as error:
                 if time.monotonic() >= until_s:
@@ -134,7 +122,7 @@ class PolicyEndpoints:
 
     async def _max_model_len(self, url: str) -> int | None:
         try:
-            _, answer = await ask(self._session, "GET", url + "/v1/models", deadline_s=LOOK_DEADLINE_S)
+            _, answer = await ask(self._http, "GET", url + "/v1/models", deadline_s=LOOK_DEADLINE_S)
             length = answer["data"][0]["max_model_len"]  # type: ignore[index]  # another form is caught below
             return length if isinstance(length, int) else None
         except (*NO_ANSWER, KeyError, IndexError, TypeError):  # it gives none
@@ -143,13 +131,8 @@ class PolicyEndpoints:
     async def _post(self, url: str, body: object, what: str) -> tuple[int, object]:
         deadline_s = self._deadlines.load_s
         try:
-            return await ask(self._session, "POST", url, body=body, deadline_s=deadline_s)
+            return await ask(self._http, "POST", url, body=body, deadline_s=deadline_s)
         except TimeoutError as error:
             raise RunError(f"{url} did not load {what} within {deadline_s:g} s (deadlines.load_s)") from error
         except aiohttp.ClientError as error:
             raise RunError(f"{url} failed while loading {what}: {error}") from error
-
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        assert self._http is not None, "it is entered"
-        return self._http

@@ -6,11 +6,10 @@ The work is that of `eval` or `synthesize`. A signal ends it in order; the same 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from loguru import logger
@@ -19,63 +18,24 @@ from opentelemetry.trace import Tracer
 from meshrl.core.clock import Clock
 from meshrl.core.config import ConfigError, dump_toml
 from meshrl.core.credentials.https import scheme
+from meshrl.core.credentials.secret import read_secret
 from meshrl.core.paths import Layout
 from meshrl.core.program import FAILED, run_program
+from meshrl.core.rpc.engine_http import engine_session
 from meshrl.core.telemetry.log_folder import own_log
 from meshrl.core.waiting import StoppedError, unless_stopped
-from meshrl.inference.config import InferenceConfig
-from meshrl.launch.compose import with_values
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Program, Supervisor
 from meshrl.rollout.main import serve
-from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
 from meshrl.trials.config import TrialsConfig
-from meshrl.trials.engines import PolicyEndpoints, ServerFacts
-from meshrl.trials.plan import TaskSpan, Trial, plan_trials
-from meshrl.trials.play import UNKNOWN_LIMIT, OnEnd, TrialPlayer
-from meshrl.trials.progress import TrialProgress
-from meshrl.trials.results import FAILURES, TrialResults
+from meshrl.trials.engines import PolicyEndpoints
+from meshrl.trials.play import UNKNOWN_LIMIT, TrialRun
+from meshrl.trials.results import TrialResults
 from meshrl.trials.service import UNREACHABLE_S, rollout_service, task_spans
 
 TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialRun:
-    seed: int
-    endpoints: PolicyEndpoints
-    facts: ServerFacts
-    spans: Sequence[TaskSpan]
-    player: TrialPlayer
-    results: TrialResults
-
-    async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
-        """Plays the trials of one checkpoint that are not done; calls `on_end` for each. Raises RunError."""
-        trials = plan_trials(self.spans, seed=self.seed, checkpoint=checkpoint, done=self.results.done)
-        left = Counter(trial.environment for trial in trials)
-        before = {span.environment: span.rollouts - left[span.environment] for span in self.spans}
-        if any(before.values()):
-            logger.info("{}: {} rollouts are there, {} are left", checkpoint, sum(before.values()), len(trials))
-        progress = TrialProgress(checkpoint, self.spans, before)
-
-        def ended(trial: Trial, group: RolloutGroup) -> None:
-            on_end(trial, group)
-            progress.ended(trial.environment, group.rollouts[0].reward if group.rollouts else None)
-
-        try:
-            await self.player.play(trials, version=version, on_end=ended)
-        finally:
-            progress.close()
-        if failed := self.left(checkpoint):
-            logger.warning(
-                "{}: {} rollouts failed, {} says why; the same command plays them again",
-                checkpoint, failed, self.results.folder / FAILURES,
-            )  # fmt: skip
-
-    def left(self, checkpoint: str) -> int:
-        return len(plan_trials(self.spans, seed=0, checkpoint=checkpoint, done=self.results.done))
 
 
 Work = Callable[[TrialRun], Coroutine[None, None, int]]
@@ -102,7 +62,7 @@ async def serve_trials(
     """Opens `results`, brings up what plays, does the work; returns the exit code, 1 also for one that was stopped.
     `conversations` asks for the messages of every rollout. Raises ConfigError."""
     with results, FreePorts() as ports:
-        engine = None if config.inference is None else _configure_engine(config, config.inference, ports)
+        engine = config.engine_config(ports)
         urls = config.engine_urls if engine is None else (f"{scheme()}://{engine.server.address}",)
         lead = unless_stopped(
             stop, _prepare_and_work(config, results, urls, ports("127.0.0.1"), tracer, work, conversations)
@@ -111,14 +71,18 @@ async def serve_trials(
         try:
             if engine is not None:
                 layout = Layout(config.output_dir)
+                written = layout.config("inference")
+                try:
+                    dump_toml(engine, written)
+                except OSError as error:
+                    raise ConfigError(
+                        f"output_dir: {written} cannot be written: {error.strerror}; choose another"
+                    ) from error
                 program = Program(
                     name="inference",
-                    command=[
-                        str(engine.python or sys.executable), "-m", "meshrl.inference.main",
-                        "@", str(layout.config("inference")),
-                    ],
+                    command=[str(engine.python or sys.executable), "-m", "meshrl.inference.main", "@", str(written)],
                     log=own_log(layout, "inference"),
-                )  # fmt: skip
+                )
                 lead = Supervisor([program]).run(stop, lead)
             code = await lead
             if code == 0:
@@ -144,15 +108,17 @@ async def _prepare_and_work(
     conversations: bool,
 ) -> int:
     async with AsyncExitStack() as stack:
+        client, deadlines = config.client, config.deadlines
+        key = read_secret(
+            "client.api_key", None, file=client.api_key_file, variable=client.api_key_var, environ=os.environ
+        )
         endpoints = PolicyEndpoints(
-            urls, config.client, config.deadlines,
+            await stack.enter_async_context(engine_session(key)), urls, client, deadlines,
             model=config.model.name, seq_len=config.seq_len, started=config.inference is not None,
         )  # fmt: skip
-        await stack.enter_async_context(endpoints)
         facts = await endpoints.wait_until_ready()
         names = [env.resolved_name for env in config.environments]
         served = config.rollout_config(list(facts.urls), facts.api, seq_len=facts.seq_len, port=port)
-        deadlines = config.deadlines
         pool = await stack.enter_async_context(
             rollout_service(
                 lambda stop: serve(served, stop, tracer),
@@ -169,36 +135,21 @@ async def _prepare_and_work(
             clock=Clock(),
         )
         given = config.max_concurrent
-        player = TrialPlayer(
-            {env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in config.environments},
-            sampler,
+        wanted = {
+            env.resolved_name: (config.num_examples_of(env), config.group_size_of(env)) for env in config.environments
+        }
+        run = TrialRun(
+            seed=config.seed,
+            endpoints=endpoints,
+            facts=facts,
+            spans=task_spans(wanted, dict(pool.environments())),
+            results=results,
+            sampler=sampler,
+            sampling={
+                env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in config.environments
+            },
             attempts=config.attempts,
             limit=lambda: given if isinstance(given, int) else pool.slots or UNKNOWN_LIMIT,
             conversations=conversations,
         )
-        wanted = {
-            env.resolved_name: (config.num_examples_of(env), config.group_size_of(env)) for env in config.environments
-        }
-        spans = task_spans(wanted, dict(pool.environments()))
-        return await work(
-            TrialRun(
-                seed=config.seed, endpoints=endpoints, facts=facts, spans=spans, player=player, results=results
-            )
-        )  # fmt: skip
-
-
-def _configure_engine(config: TrialsConfig, given: InferenceConfig, ports: FreePorts) -> InferenceConfig:
-    values: dict[str, object] = {"output_dir": config.output_dir}
-    if "model" not in given.model_fields_set:
-        values["model"] = config.model.model_dump()
-    if not given.server.port or "server" not in given.model_fields_set:
-        values["server.port"] = ports(given.server.host)
-    if config.seq_len is not None and "max_model_len" not in given.model_fields_set:
-        values["max_model_len"] = config.seq_len
-    engine = with_values(given, values)
-    path = Layout(config.output_dir).config("inference")
-    try:
-        dump_toml(engine, path)
-    except OSError as error:
-        raise ConfigError(f"output_dir: {path} cannot be written: {error.strerror}; choose another") from error
-    return engine
+        return await work(run)

@@ -12,7 +12,6 @@ from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.trials.plan import Trial, TrialKey, differing_settings
-from meshrl.trials.play import why_failed
 from meshrl.trials.rows import ROLLOUTS_OF_EPISODE, RowFile, key_of, whole_episodes
 from meshrl.wire.types import Rollout
 from meshrl.wire.values import JsonObject
@@ -90,6 +89,12 @@ class TrialResults:
             )
         environments = {**kept.get("env", {}), **self._settings.get("env", {})}
         write_file(path, json.dumps({**self._settings, "env": environments}, indent=2) + "\n")
+
+
+def why_failed(group: RolloutGroup) -> str:
+    if group.failures:
+        return f"{group.failures[-1].reason}: {group.failures[-1].message}"
+    return group.cut_short or "the rollout was cancelled"
 
 
 def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: int) -> JsonObject:
