@@ -38,7 +38,7 @@ class _Stream:
     source: TrainSource
     seed: int
     drawn: int = 0
-    before: int = 0  # of these, by an earlier process
+    before: int = 0  # of these, those by an earlier process that its share does not count
     given_back: int = 0  # groups that came to nothing
     _epoch: int = -1
     _order: list[int] = field(default_factory=list)
@@ -81,20 +81,17 @@ class TaskSchedule:
         return TaskRef(environment=stream.source.environment, index=stream.next_index())
 
     def _lagging(self) -> _Stream:
-        pairs = list(zip(self._shares, self._streams, strict=True))
-        if not self._follow_mixture:
-            total = sum(stream.drawn for stream in self._streams) + 1
-            return max(pairs, key=lambda pair: pair[0] * total - pair[1].drawn)[1]
-        draws = sum(stream.drawn - stream.before for stream in self._streams) + 1
-        counted = {id(stream): stream.drawn - stream.before - stream.given_back for stream in self._streams}
-        total = sum(counted.values()) + 1
-        open_to = [pair for pair in pairs if pair[1].drawn - pair[1].before < MOST_DRAWS * pair[0] * draws]
-        return max(open_to, key=lambda pair: pair[0] * total - counted[id(pair[1])])[1]
+        fresh = [stream.drawn - stream.before for stream in self._streams]
+        counted = [one - stream.given_back for one, stream in zip(fresh, self._streams, strict=True)]
+        most = MOST_DRAWS * (sum(fresh) + 1)
+        open_to = [place for place, share in enumerate(self._shares) if fresh[place] < most * share]
+        total = sum(counted) + 1
+        return self._streams[max(open_to, key=lambda place: self._shares[place] * total - counted[place])]
 
     def give_back(self, environment: str) -> None:
         """A group of this environment came to nothing: dropped whole, failed or too old."""
         for stream in self._streams:
-            stream.given_back += stream.source.environment == environment
+            stream.given_back += self._follow_mixture and stream.source.environment == environment
 
     def drawn(self) -> dict[str, int]:
         return {stream.source.environment: stream.drawn for stream in self._streams}
@@ -103,7 +100,7 @@ class TaskSchedule:
         """Goes on behind the tasks that were drawn before, by environment."""
         for stream in self._streams:
             stream.drawn += drawn.get(stream.source.environment, 0)
-            stream.before = stream.drawn
+            stream.before = stream.drawn if self._follow_mixture else 0
 
     def epochs(self) -> dict[str, float]:
         return {
