@@ -91,7 +91,12 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
         )
     server = GrpcServer(config.server) if config.server is not None else None
     try:
-        services = connect(config)
+        services = connect(
+            config.services,
+            unreachable_s=config.deadlines.unreachable_s,
+            exchange=config.exchange,
+            teachers=config.teacher_services,
+        )
     except RunError as error:
         logger.error(str(error))
         return 1

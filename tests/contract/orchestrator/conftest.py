@@ -125,7 +125,7 @@ def start(tmp_path: Path):
 
     @asynccontextmanager
     async def start(config: OrchestratorConfig):
-        services = connect(config)
+        services = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
             met = await wait_for_services(config, services)

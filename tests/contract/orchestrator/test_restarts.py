@@ -46,7 +46,7 @@ class Orchestrator:
 
     async def run(self, kill_when=None) -> bool:
         """True when it came to the end of the run."""
-        services = connect(self.config)
+        services = connect(self.config.services, unreachable_s=self.config.deadlines.unreachable_s)
         monitor = Monitor([JsonlSink(self.config.output_dir / "metrics.jsonl")])
         met = await wait_for_services(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
@@ -136,7 +136,7 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
 
 
 async def met(config):
-    services = connect(config)
+    services = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
     try:
         return await wait_for_services(config, services)
     finally:

@@ -16,7 +16,7 @@ async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) ->
     await server.start()
     services = mesh.services.model_copy(update={"trainer": f"127.0.0.1:{port}", "rollout": "127.0.0.1:1"})
     config = make_config(services, deadlines={"startup_s": 600.0})
-    clients = connect(config)
+    clients = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
     try:
         with pytest.raises(RunError, match=rf"trainer at 127.0.0.1:{port}.*grpc.health.v1.Health.*add it"):
             await asyncio.wait_for(wait_for_services(config, clients), 60.0)
@@ -28,7 +28,7 @@ async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) ->
 async def test_who_is_awaited_and_why_is_said_while_it_is_awaited(mesh, make_config, said) -> None:
     address = f"127.0.0.1:{free_port()}"
     config = make_config(mesh.services.model_copy(update={"trainer": address}), deadlines={"startup_s": 600.0})
-    clients = connect(config)
+    clients = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
     waiting = asyncio.create_task(wait_for_services(config, clients))
     try:
         async with asyncio.timeout(60.0):
@@ -47,7 +47,7 @@ async def test_who_is_awaited_and_why_is_said_while_it_is_awaited(mesh, make_con
 async def test_a_server_that_is_not_ready_yet_is_waited_for(mesh, make_config, said) -> None:
     mesh.servers["trainer"].set_not_serving()
     config = make_config(mesh.services, deadlines={"startup_s": 60.0})
-    clients = connect(config)
+    clients = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
     waiting = asyncio.create_task(wait_for_services(config, clients))
     async with asyncio.timeout(60.0):
         while not any("NOT_SERVING" in line for line in said):  # noqa: ASYNC110  # lines of a log

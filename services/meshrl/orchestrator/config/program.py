@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -27,6 +28,7 @@ from meshrl.diagnosis.causes import CAUSES
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
+from meshrl.sampling.retry import RunError
 from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunSpec, ScheduleSpec, StartPoint
 
 
@@ -559,6 +561,19 @@ class OrchestratorConfig(BaseConfig):
     def taught_environments(self) -> frozenset[str]:
         """Environments whose training rollouts the teacher plays."""
         return frozenset(name for name, algo in self.algos.items() if algo.type == "sft")
+
+    @property
+    def teacher_services(self) -> Sequence[str]:
+        """Rollout services in which the teacher plays. Raises RunError where it plays an environment and none is
+        named: rl names the one that it starts."""
+        if not self.taught_environments:
+            return ()
+        if self.teacher is None or self.teacher.rollout is None:
+            raise RunError(
+                "orchestrator.teacher.rollout must name the rollout service in which the teacher plays, got none; start"
+                " `rollout` with text_samples and client.api chat_completions, or let rl start it"
+            )
+        return self.teacher.rollout
 
     @property
     def log_extras(self) -> LogExtrasConfig | None:

@@ -26,7 +26,7 @@ HELLO_S = 30.0
 LOOK_S = 1.0
 
 
-class RolloutExchange:
+class RolloutExchange(pb_grpc.RolloutExchangeServicer):
     """The server that workers dial. Order of use: `start` before the run waits for its services, `close` at the end.
     Raises ConfigError where it cannot be bound. Without `credentials` it has those that the MESHRL_TLS_ variables
     name."""
@@ -39,7 +39,7 @@ class RolloutExchange:
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        self._server.add(SERVICE, pb_grpc.add_RolloutExchangeServicer_to_server, ExchangeServicer(self))
+        self._server.add(SERVICE, pb_grpc.add_RolloutExchangeServicer_to_server, self)
         port = await self._server.start()
         self._server.set_serving()
         self._looking = asyncio.create_task(self._check_leases())
@@ -77,22 +77,11 @@ class RolloutExchange:
         worker.left_out = lambda: self._pool.why_left_out(worker.address)
         return worker, stream
 
-    async def _check_leases(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for worker in self.workers.values():
-                worker.check_silence()
-
-
-class ExchangeServicer(pb_grpc.RolloutExchangeServicer):
-    def __init__(self, exchange: RolloutExchange) -> None:
-        self._exchange = exchange
-
     async def Attach(  # noqa: N802  # the name of the RPC
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.AttachResponse]:
         messages = aiter(request_iterator)
-        worker, stream = self._exchange.attach(await _hello(messages), _owner(context))
+        worker, stream = self.attach(await _hello(messages), _owner(context))
         reading = asyncio.create_task(_read(messages, worker, stream))
         try:
             while (answer := await stream.down.get()) is not None:
@@ -106,9 +95,15 @@ class ExchangeServicer(pb_grpc.RolloutExchangeServicer):
     async def ListWorkers(  # noqa: N802  # the name of the RPC
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListWorkersResponse:
-        workers = self._exchange.workers
+        workers = self.workers
         page, token = page_of(request, sorted(workers), str)
         return pb.ListWorkersResponse(workers=[workers[name].to_proto() for name in page], next_page_token=token)
+
+    async def _check_leases(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for worker in self.workers.values():
+                worker.check_silence()
 
 
 async def _hello(messages: AsyncIterator[pb.AttachRequest]) -> pb.WorkerHello:

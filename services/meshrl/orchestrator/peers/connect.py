@@ -13,10 +13,11 @@ from loguru import logger
 
 from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.channel import ServiceClient
-from meshrl.core.clock import Clock
+from meshrl.core.config.shared import ServicesConfig
 from meshrl.core.paths import INVALID, ORCH_TOML, Layout
 from meshrl.orchestrator.config import EvalConfig, OrchestratorConfig
 from meshrl.orchestrator.config.program import NewRunConfig
+from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.sampling.hosts import HostTable
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError, failed, first_cause
@@ -60,30 +61,26 @@ class Mesh:
     run: RunInfo
 
 
-def connect(config: OrchestratorConfig, clock: Clock | None = None) -> Services:
-    """Clients of the configured addresses; nothing is dialled yet. Raises RunError where an environment needs a
-    teacher's rollout service and none is named."""
-    teachers = None if config.teacher is None else config.teacher.rollout
-    if config.taught_environments and teachers is None:
-        raise RunError(
-            "orchestrator.teacher.rollout must name the rollout service in which the teacher plays, got none; start"
-            " `rollout` with text_samples and client.api chat_completions, or let rl start it"
-        )
-    unreachable_s = config.deadlines.unreachable_s
+def connect(
+    services: ServicesConfig,
+    *,
+    unreachable_s: float,
+    exchange: ExchangeConfig | None = None,
+    teachers: Sequence[str] = (),
+) -> Services:
+    """Clients of the configured addresses; nothing is dialled yet. `exchange` has the workers that dial in, `teachers`
+    are rollout services in which a teacher plays."""
     options = ChannelOptions(reconnect_s=unreachable_s)
     return Services(
         rollouts=RolloutPool(
-            config.services.rollout,
+            services.rollout,
             unreachable_s=unreachable_s,
             options=options,
-            clock=clock,
-            dial_in=None if config.exchange is None else (config.exchange.address, config.exchange.workers),
+            dial_in=None if exchange is None else (exchange.address, exchange.workers),
         ),
-        trainer=TrainerClient(config.services.trainer, options),
-        weights=WeightSyncClient(config.services.weights, options),
-        teachers=RolloutPool(teachers, unreachable_s=unreachable_s, options=options, clock=clock)
-        if config.taught_environments and teachers is not None
-        else None,
+        trainer=TrainerClient(services.trainer, options),
+        weights=WeightSyncClient(services.weights, options),
+        teachers=RolloutPool(teachers, unreachable_s=unreachable_s, options=options) if teachers else None,
     )
 
 
