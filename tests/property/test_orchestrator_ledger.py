@@ -126,20 +126,19 @@ class World:
         )  # fmt: skip
         environment = EnvironmentInfo(name="e", taskset="e", num_tasks=5)
         mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
+        recipes = Recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
         self.journal = open_journal(
             Layout(self.config.output_dir),
             trainer,
             run,
             session=self.config.session,
-            least_rollouts={name: algo.least_rollouts for name, algo in self.config.algos.items()},
+            least_rollouts=recipes.least_rollouts,
             checkpoints=self.config.checkpoint_interval is not None,
             saves_last=self.config.checkpoint_at_end,
             writer=self.writer,
         )
-        self.plan = make_plan(
-            self.config, mesh, Recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
-        )
+        self.plan = make_plan(self.config, mesh, recipes)
         self.in_flight: list[tuple[GroupTicket, RolloutGroup]] = []
         start = self.journal.starting_point
         self.recorded, self.told = start.recorded, start.unlogged_from - 1

@@ -14,7 +14,7 @@ from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.loop import LoopSettings, RunLoop
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
-from meshrl.orchestrator.peers.version_relay import RelaySettings, VersionRelay
+from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run, SlotUse
 from meshrl.orchestrator.teachers.scorer import build_scorer
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
@@ -54,7 +54,7 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkP
         screen=lambda environment, rollouts: screen_finished(
             rollouts,
             drop_empty=config.filters.empty,
-            drop_zero_signal=config.filters.zero_signal and recipes.needs_signal(environment),
+            drop_zero_signal=config.filters.zero_signal and recipes.by_environment[environment].needs_signal,
             tolerance=config.filters.zero_signal_tolerance,
             least=recipes.by_environment[environment].least_rollouts,
         ),
@@ -69,12 +69,13 @@ def build_loop(
     services: Services,
     mesh: Mesh,
     *,
+    recipes: Recipes,
     journal: Journal,
     monitor: Monitor,
     tracer: Tracer,
 ) -> RunLoop:
     """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
-    clock, recipes = Clock(), Recipes(config.algos, config.advantage, seq_len=config.seq_len)
+    clock = Clock()
     run = Run(
         mesh.run,
         plan=make_plan(config, mesh, recipes),
@@ -122,17 +123,14 @@ def build_loop(
         ),
         teacher=teacher,
     )
-    uploader = BatchUploader(services.trainer, run, address=config.services.trainer, deadlines=deadlines, clock=clock)
+    uploader = BatchUploader(services.trainer, run, deadlines=deadlines, clock=clock)
     relay = VersionRelay(
         services.weights,
-        RelaySettings(
-            address=config.services.weights,
-            policy=ActivationPolicy(config.activation_policy),
-            deadlines=deadlines,
-            engine_pool=config.engine_pool,
-            min_ready=config.min_ready,
-        ),
         run_id=run.run_id,
+        policy=ActivationPolicy(config.activation_policy),
+        deadlines=deadlines,
+        engine_pool=config.engine_pool,
+        min_ready=config.min_ready,
         clock=clock,
     )
     evaluator = Evaluator(
@@ -168,7 +166,6 @@ def build_loop(
     return RunLoop(
         run,
         LoopSettings(
-            services=config.services,
             batch_s=deadlines.batch_s,
             seq_len=config.seq_len,
             env_seq_len={env.resolved_name: env.seq_len or config.seq_len for env in envs},

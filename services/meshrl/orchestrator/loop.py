@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from loguru import logger
 
 from meshrl.algorithms.recipes.base import Scores
-from meshrl.core.config.shared import ServicesConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import StepFinisher
@@ -45,8 +44,6 @@ BATCHES_AT_TRAINER = 2
 class LoopSettings:
     """What the loop keeps to besides the plan."""
 
-    services: ServicesConfig
-    """Addresses, for errors."""
     batch_s: float
     """How long a step waits for its groups."""
     seq_len: int
@@ -157,7 +154,7 @@ class RunLoop:
                 f"step {plan.next_step} needs version {plan.law.required_version(plan.next_step)} on the"
                 f" engines (max_async_level = {plan.law.max_async_level}), but they serve version"
                 f" {plan.active_version} and no newer one could be activated; see the log of the weight hub at"
-                f" {self._settings.services.weights}"
+                f" {run.services.weights}"
             )
         try:
             with (
@@ -168,7 +165,7 @@ class RunLoop:
                     await run.changed.next()
         except TimeoutError:
             raise RunError(
-                f"rollout service at {' and '.join(self._settings.services.rollout)} did not finish enough groups for"
+                f"rollout service at {' and '.join(run.services.rollout)} did not finish enough groups for"
                 f" step {plan.next_step} within {self._settings.batch_s:g} s;"
                 " raise orchestrator.deadlines.batch_s if they need longer"
             ) from None

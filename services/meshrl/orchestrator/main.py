@@ -31,6 +31,7 @@ from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, Train
 from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
+from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sampling.retry import RunError
 
@@ -136,14 +137,14 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
 async def _train(
     config: OrchestratorConfig, services: Services, mesh: Mesh, tracer: Tracer, stop: asyncio.Event
 ) -> None:
-    layout = Layout(config.output_dir)
+    layout, recipes = Layout(config.output_dir), Recipes(config.algos, config.advantage, seq_len=config.seq_len)
     journal = await asyncio.to_thread(
         open_journal,
         layout,
         mesh.trainer,
         mesh.run,
         session=config.session,
-        least_rollouts={name: algo.least_rollouts for name, algo in config.algos.items()},
+        least_rollouts=recipes.least_rollouts,
         checkpoints=config.checkpoint_interval is not None,
         saves_last=config.checkpoint_at_end,
     )
@@ -162,7 +163,7 @@ async def _train(
         await asyncio.to_thread(journal.close)
         raise
     try:
-        loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
+        loop = build_loop(config, services, mesh, recipes=recipes, journal=journal, monitor=monitor, tracer=tracer)
         say_ready(tracer)
         cost = OwnCost()
         try:

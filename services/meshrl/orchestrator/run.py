@@ -64,7 +64,9 @@ class Run:
         """Written by the uploader alone."""
         self.tally = StepTally()
         """What was judged and waited for since the last batch was made; written here alone."""
-        self._services, self._in_flight = services, in_flight
+        self.services = services
+        """Addresses, for errors."""
+        self._in_flight = in_flight
         self.waits = waits_of(tracer)
         self._clock = clock
         self._submitted: dict[int, SubmittedStep] = {}
@@ -103,7 +105,7 @@ class Run:
             self.tally.wait(metric, self._clock.now() - began_s)
 
     def _describe(self, stage: str, number: int) -> tuple[str, Collection[str]]:
-        services, plan, steps = self._services, self.plan, self.steps
+        services, plan, steps = self.services, self.plan, self.steps
         match stage:
             case "engines":
                 return "engines to register at the weight hub", (services.weights,)

@@ -16,6 +16,7 @@ from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
+from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer, make_journal
 
@@ -125,7 +126,9 @@ def start(tmp_path: Path):
 
     @asynccontextmanager
     async def start(config: OrchestratorConfig):
-        services = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
+        services = connect(
+            config.services, unreachable_s=config.deadlines.unreachable_s, teachers=config.teacher_services
+        )
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
             met = await wait_for_services(config, services)
@@ -133,7 +136,11 @@ def start(tmp_path: Path):
             try:
                 tracer = trace.get_tracer("test")
                 async with services.watching():
-                    yield build_loop(config, services, met, journal=journal, monitor=monitor, tracer=tracer), journal
+                    recipes = Recipes(config.algos, config.advantage, seq_len=config.seq_len)
+                    loop = build_loop(
+                        config, services, met, recipes=recipes, journal=journal, monitor=monitor, tracer=tracer
+                    )
+                    yield loop, journal
             finally:
                 await asyncio.to_thread(journal.close)
         finally:

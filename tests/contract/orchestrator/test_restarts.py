@@ -51,7 +51,9 @@ class Orchestrator:
         met = await wait_for_services(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
         journal = await asyncio.to_thread(make_journal, self.config, met.trainer, met.run, writer)
-        loop = build_loop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
+        recipes = Recipes(self.config.algos, self.config.advantage, seq_len=self.config.seq_len)
+        tracer = trace.get_tracer("test")
+        loop = build_loop(self.config, services, met, recipes=recipes, journal=journal, monitor=monitor, tracer=tracer)
         running = asyncio.create_task(loop.train())
         killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())
         try:

@@ -13,7 +13,7 @@ import pytest
 from inference_kit import line_of
 from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import DeadlinesConfig
-from meshrl.orchestrator.peers.version_relay import RelaySettings, VersionRelay
+from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
@@ -318,8 +318,9 @@ async def no_memory() -> None:
 
 def relay(mesh: Any) -> VersionRelay:
     """The orchestrator's, with five minutes of patience."""
-    settings = RelaySettings(address="hub", policy=ActivationPolicy.ROLLING, deadlines=DeadlinesConfig())
-    return VersionRelay(mesh.client(), settings, run_id="run", clock=Clock())
+    return VersionRelay(
+        mesh.client(), run_id="run", policy=ActivationPolicy.ROLLING, deadlines=DeadlinesConfig(), clock=Clock()
+    )
 
 
 async def test_run_whose_only_engine_has_no_memory_for_its_first_version_ends_at_once_and_with_that_sentence(

@@ -35,7 +35,7 @@ async def uploader():
     async with TrainerClient("127.0.0.1:1") as client:
         clock = Clock(now=asyncio.get_running_loop().time)
         deadlines = DeadlinesConfig(step_s=STEP_S)
-        yield BatchUploader(client, RunWithoutBatches(), address="127.0.0.1:1", deadlines=deadlines, clock=clock)
+        yield BatchUploader(client, RunWithoutBatches(), deadlines=deadlines, clock=clock)
 
 
 async def test_the_time_of_a_step_begins_with_the_batch_that_takes_the_place_of_a_withdrawn_one(uploader) -> None:

@@ -168,7 +168,7 @@ def test_groups_of_two_sizes_fill_a_batch_with_whole_groups_and_less_than_one_be
         assert plan.take() is None
         finish(plan, name)
     assert [ready.group.ticket.group_id for ready in plan.take()] == names
-    assert plan.outstanding == 0
+    assert plan.in_flight + plan.ready == 0
     plan.activated(1)
     assert plan.room() == 12
 

@@ -190,11 +190,6 @@ class AlgoConfig(BaseConfig):
     """custom: keyword arguments of the class."""
 
     @property
-    def least_rollouts(self) -> int:
-        """Of a group that loses some; a custom algorithm says it of its class, and is asked once a run goes on."""
-        return 2 if self.compares else 1
-
-    @property
     def compares(self) -> bool:
         """Whether a group of one rollout has nothing to learn from."""
         return self.type in ("grpo", "max_rl", "opsd")

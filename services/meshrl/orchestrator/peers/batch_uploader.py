@@ -39,14 +39,11 @@ class BatchRefusal:
 
 
 class BatchUploader:
-    def __init__(
-        self, client: TrainerClient, run: Run, *, address: str, deadlines: DeadlinesConfig, clock: Clock
-    ) -> None:
+    def __init__(self, client: TrainerClient, run: Run, *, deadlines: DeadlinesConfig, clock: Clock) -> None:
         self.refused: BatchRefusal | None = None
         """A batch that the trainer does not take; until it is withdrawn nothing is uploaded."""
         self.watcher = StepWatcher(
             client,
-            address=address,
             run=run.info,
             unreachable_s=deadlines.unreachable_s,
             history=run.steps.trained < run.info.step,
@@ -59,7 +56,6 @@ class BatchUploader:
         self._run = run
         self._steps = run.steps
         self._changed = run.changed
-        self._address = address
         self._deadlines = deadlines
         self._clock = clock
         self._refusals_in_a_row = 0
@@ -78,7 +74,7 @@ class BatchUploader:
         self._changed.beat()
 
     def refusal_error(self, refusal: BatchRefusal) -> RunError:
-        return failed("trainer", self._address, f"taking batch {refusal.step}", refusal.error)
+        return failed("trainer", self._client.address, f"taking batch {refusal.step}", refusal.error)
 
     def end(self) -> None:
         self._ended = True
@@ -107,7 +103,7 @@ class BatchUploader:
                             break
             except TimeoutError:
                 raise RunError(
-                    f"trainer at {self._address} did not finish step {step} within {deadline_s:g} s;"
+                    f"trainer at {self._client.address} did not finish step {step} within {deadline_s:g} s;"
                     " raise orchestrator.deadlines.step_s if it needs longer"
                 ) from None
             if event is not None:
@@ -150,8 +146,8 @@ class BatchUploader:
         self._refusals_in_a_row += 1
         if self._refusals_in_a_row >= REFUSALS_IN_A_ROW:
             raise RunError(
-                f"trainer at {self._address} refused {self._refusals_in_a_row} batches in a row, the last of step"
-                f" {refusal.step}: {refusal.error}; leaving out the rollouts at fault has not helped, so see the"
+                f"trainer at {self._client.address} refused {self._refusals_in_a_row} batches in a row, the last of"
+                f" step {refusal.step}: {refusal.error}; leaving out the rollouts at fault has not helped, so see the"
                 " trainer's log for what it takes"
             )
         self.refused = refusal

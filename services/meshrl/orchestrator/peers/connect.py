@@ -86,26 +86,22 @@ def connect(
 
 async def wait_for_services(config: OrchestratorConfig, services: Services) -> Mesh:
     """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config."""
-    deadline_s, addresses = config.deadlines.startup_s, config.services
+    deadline_s = config.deadlines.startup_s
     wanted = [("train", env.resolved_name) for env in config.train.env]
     wanted += [("eval", env.resolved_name) for env in (config.eval.env if config.eval is not None else ())]
-    waits = (
-        ("trainer", addresses.trainer, services.trainer),
-        ("weight hub", addresses.weights, services.weights),
-    )
     try:
         async with asyncio.TaskGroup() as waiting:
             waiting.create_task(services.rollouts.gather({name for _, name in wanted}, startup_s=deadline_s))
             if services.teachers is not None:
                 waiting.create_task(services.teachers.gather(config.taught_environments, startup_s=deadline_s))
-            for name, address, client in waits:
-                waiting.create_task(_wait_for(name, address, client, deadline_s))
+            waiting.create_task(_wait_for("trainer", services.trainer, deadline_s))
+            waiting.create_task(_wait_for("weight hub", services.weights, deadline_s))
     except BaseExceptionGroup as failures:  # one that never comes is enough: the others are not waited for
         raise first_cause(failures) from failures
     try:
         trainer = await services.trainer.get_trainer()
     except MeshError as error:
-        raise failed("trainer", addresses.trainer, "introducing itself", error) from error
+        raise failed("trainer", services.trainer.address, "introducing itself", error) from error
     mesh = Mesh(
         environments=services.rollouts.environments(),
         trainer=trainer,
@@ -132,14 +128,14 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
     return mesh
 
 
-async def _wait_for(name: str, address: str, client: ServiceClient, deadline_s: float) -> None:
+async def _wait_for(name: str, client: ServiceClient, deadline_s: float) -> None:
     try:
         await client.wait_until_serving(
             deadline_s,
-            lambda why: logger.info(f"waiting for the {name} at {address}, for up to {deadline_s:g} s: {why}"),
+            lambda why: logger.info(f"waiting for the {name} at {client.address}, for up to {deadline_s:g} s: {why}"),
         )
     except MeshError as error:
-        raise failed(name, address, "starting", error) from error
+        raise failed(name, client.address, "starting", error) from error
 
 
 async def the_run(

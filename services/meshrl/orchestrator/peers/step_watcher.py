@@ -37,7 +37,6 @@ class StepWatcher:
         self,
         client: TrainerClient,
         *,
-        address: str,
         run: RunInfo,
         unreachable_s: float,
         history: bool,
@@ -48,7 +47,6 @@ class StepWatcher:
     ) -> None:
         """`history` asks for the events of steps that were done before; else those steps have no metrics."""
         self._client = client
-        self._address = address
         self._unreachable_s = unreachable_s
         self._on_restart = on_restart
         self._on_durable = on_durable
@@ -107,11 +105,11 @@ class StepWatcher:
                 if error.reason is Reason.REVISION_EXPIRED:
                     return ""
                 if error.reason not in AWAY:
-                    raise failed("trainer", self._address, "reporting its steps", error) from error
+                    raise failed("trainer", self._client.address, "reporting its steps", error) from error
                 away = error
             except TimeoutError:  # away for as long as it may be
                 assert away is not None
-                raise failed("trainer", self._address, "reporting its steps", away) from away
+                raise failed("trainer", self._client.address, "reporting its steps", away) from away
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _read_stream(self) -> None:
@@ -122,7 +120,7 @@ class StepWatcher:
                     async with asyncio.timeout(CRASH_S if failed_for_good else None):
                         event = await anext(events, None)
                 except TimeoutError:
-                    raise RunError(f"trainer at {self._address} {self._failure()}") from None
+                    raise RunError(f"trainer at {self._client.address} {self._failure()}") from None
                 if event is None:
                     return
                 logger.debug(f"trainer: step {event.step} {event.state.value}")
@@ -167,7 +165,7 @@ class StepWatcher:
             if run is not None and (run.epoch != self.epoch or not why):
                 return run
             if self._clock.now() >= give_up_at_s:
-                raise RunError(f"trainer at {self._address} {why}")
+                raise RunError(f"trainer at {self._client.address} {why}")
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _ask(self) -> RunInfo | None:

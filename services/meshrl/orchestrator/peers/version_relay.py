@@ -7,7 +7,6 @@ failure of that never ends a run.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 
 from loguru import logger
@@ -30,36 +29,39 @@ _GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STA
 """The hub does not have a sealed version any more: a newer trainer took over."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelaySettings:
-    address: str
-    """The hub's, for errors."""
-    policy: ActivationPolicy
-    deadlines: DeadlinesConfig
-    engine_pool: str = ""
-    min_ready: int = 0
-    """Engines that must have a version before it is committed."""
-
-
 class VersionRelay:
-    """Commits versions of one run on the engines."""
+    """Commits versions of one run on the engines of a pool. `min_ready` engines must have a version before it is
+    committed."""
 
-    def __init__(self, client: WeightSyncClient, settings: RelaySettings, *, run_id: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        client: WeightSyncClient,
+        *,
+        run_id: str,
+        policy: ActivationPolicy,
+        deadlines: DeadlinesConfig,
+        engine_pool: str = "",
+        min_ready: int = 0,
+        clock: Clock,
+    ) -> None:
         self._client = client
-        self._settings = settings
         self._run_id = run_id
+        self._policy = policy
+        self._deadlines = deadlines
+        self._engine_pool = engine_pool
+        self._min_ready = min_ready
         self._clock = clock
 
     async def wait_for_engines(self) -> None:
         """Returns once as many engines as needed are registered at the hub. Raises RunError after startup_s."""
-        address, deadline_s = self._settings.address, self._settings.deadlines.startup_s
-        wanted = max(1, self._settings.min_ready)
+        address, deadline_s = self._client.address, self._deadlines.startup_s
+        wanted = max(1, self._min_ready)
         give_up_at_s = self._clock.now() + deadline_s
         patience = Patience(unreachable_s=deadline_s, retry_s=deadline_s)
         while True:
             try:
                 engines = await persist(
-                    lambda: self._client.list_engines(self._settings.engine_pool), patience, clock=self._clock
+                    lambda: self._client.list_engines(self._engine_pool), patience, clock=self._clock
                 )
             except MeshError as error:
                 raise failed(_SERVICE, address, "listing engines", error) from error
@@ -77,23 +79,23 @@ class VersionRelay:
     async def activate_first(self, version: int) -> Activation:
         """Commits the version that a run starts from, waiting until the trainer has published it. Raises RunError, at
         once where every engine has refused the version for a reason that stays."""
-        startup_s = self._settings.deadlines.startup_s
+        startup_s = self._deadlines.startup_s
         patience = Patience(unreachable_s=startup_s, retry_s=startup_s, also=_NOT_THERE_YET)
         doing = f"activating version {version}, which the run starts from,"
         try:
             return await persist(lambda: self._commit_first(version, startup_s, doing), patience, clock=self._clock)
         except MeshError as error:
-            raise failed(_SERVICE, self._settings.address, doing, error) from error
+            raise failed(_SERVICE, self._client.address, doing, error) from error
 
     async def _commit_first(self, version: int, startup_s: float, doing: str) -> Activation:
         try:
             return await self._commit(version, startup_s)
         except MeshError as error:
             if error.metadata and error.reason is Reason.ENGINES_NOT_READY:
-                engines = await self._client.list_engines(self._settings.engine_pool)
+                engines = await self._client.list_engines(self._engine_pool)
                 faults = [engine.last_fault for engine in engines]
                 if all(fault is not None and fault.reason in _LASTING for fault in faults):
-                    raise failed(_SERVICE, self._settings.address, doing, error) from error
+                    raise failed(_SERVICE, self._client.address, doing, error) from error
             raise
 
     async def activate(self, version: int, watcher: StepWatcher, artifact_id: str = "") -> Activation | None:
@@ -101,7 +103,7 @@ class VersionRelay:
         the one before. A trainer that comes back at an earlier step makes the version again, and it is activated then.
         One that comes back at a later step never does, so the version is skipped: a later one is activated. Raises
         RunError when the hub is gone."""
-        deadlines = self._settings.deadlines
+        deadlines = self._deadlines
         give_up_at_s = self._clock.now() + deadlines.startup_s
         while watcher.step <= version:
             epoch = watcher.epoch
@@ -116,7 +118,7 @@ class VersionRelay:
                     continue
                 if error.reason in AWAY:
                     doing = f"activating version {version}"
-                    raise failed(_SERVICE, self._settings.address, doing, error) from error
+                    raise failed(_SERVICE, self._client.address, doing, error) from error
                 if error.reason not in _GONE:
                     logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
                     return None
@@ -131,10 +133,10 @@ class VersionRelay:
 
     async def sleep_engines(self) -> None:
         """Has engines give their memory back until the next version. A failure is only a warning."""
-        deadline_s = self._settings.deadlines.sleep_s
+        deadline_s = self._deadlines.sleep_s
         try:
             async with asyncio.timeout(deadline_s + SLEEP_MARGIN_S):
-                outcome = await self._client.sleep_engines(self._settings.engine_pool, deadline_s=deadline_s)
+                outcome = await self._client.sleep_engines(self._engine_pool, deadline_s=deadline_s)
         except (MeshError, TimeoutError) as error:
             why = str(error) or f"the {_SERVICE} did not answer in time"
             logger.warning(f"engines were not put to sleep, and the step goes on beside them: {why}")
@@ -146,8 +148,8 @@ class VersionRelay:
         return await self._client.activate_version(
             run_id=self._run_id,
             version=version,
-            policy=self._settings.policy,
-            min_ready=self._settings.min_ready,
+            policy=self._policy,
+            min_ready=self._min_ready,
             prepare_deadline_s=prepare_deadline_s,
             artifact_id=artifact_id,
         )

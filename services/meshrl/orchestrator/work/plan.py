@@ -64,7 +64,6 @@ class WorkPlan:
         self._sequence = 0
         self._in_flight: dict[str, GroupTicket] = {}
         self._ready: dict[str, ReadyGroup] = {}
-        self._order: dict[str, int] = {}
         self._again: deque[GroupTicket] = deque()
         self._slots = 0  # held by what is in flight or ready
         self._slots_in_flight = 0
@@ -76,10 +75,6 @@ class WorkPlan:
     @property
     def ready(self) -> int:
         return len(self._ready)
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._in_flight) + len(self._ready)
 
     @property
     def slots(self) -> int:
@@ -104,14 +99,14 @@ class WorkPlan:
         return self.limits.group_sizes[ticket.task.environment]
 
     def _begin(self, ticket: GroupTicket) -> None:
-        self._order[ticket.group_id] = ticket.sequence
         self._in_flight[ticket.group_id] = ticket
         self._slots += self._size(ticket)
         self._slots_in_flight += self._size(ticket)
 
-    def _release(self, ticket: GroupTicket) -> None:
-        del self._order[ticket.group_id]
+    def _lost(self, ticket: GroupTicket) -> None:
+        """The group comes to nothing: another may take its slots, and its draw where the mixture is followed."""
         self._slots -= self._size(ticket)
+        self._schedule.give_back(ticket.task.environment)
 
     def epochs(self) -> dict[str, float]:
         return self._schedule.epochs()
@@ -176,7 +171,6 @@ class WorkPlan:
         Returns for each what is left of it."""
         self.next_step = step
         for ready in groups:
-            self._order[ready.group.ticket.group_id] = ready.group.ticket.sequence
             self._slots += self._size(ready.group.ticket)
         return [self._judge(ready.group, ready.kept) for ready in groups]
 
@@ -189,8 +183,7 @@ class WorkPlan:
             self.zero_signal_in_a_row = 0
             self._ready[group_id] = ReadyGroup(group=group, kept=screened.kept)
         else:
-            self._release(group.ticket)
-            self._schedule.give_back(group.ticket.task.environment)
+            self._lost(group.ticket)
         return screened
 
     def activated(self, version: int) -> None:
@@ -222,8 +215,7 @@ class WorkPlan:
                 self._ready[group_id] = ReadyGroup(group=ready.group, kept=screened.kept)
             else:
                 del self._ready[group_id]
-                self._release(ready.group.ticket)
-                self._schedule.give_back(ready.group.ticket.task.environment)
+                self._lost(ready.group.ticket)
         return losses
 
     def take(self) -> list[ReadyGroup] | None:
@@ -234,15 +226,15 @@ class WorkPlan:
         if synchronous and self._in_flight:
             return None
         chosen, slots = [], 0
-        for group_id in sorted(self._ready, key=self._order.__getitem__):
+        for ready in sorted(self._ready.values(), key=lambda ready: ready.group.ticket.sequence):
             if slots >= self.limits.batch_size and not synchronous:
                 break
-            chosen.append(group_id)
-            slots += self._size(self._ready[group_id].group.ticket)
+            chosen.append(ready)
+            slots += self._size(ready.group.ticket)
         if slots < self.limits.batch_size:
             return None
         self.next_step += 1
-        taken = [self._ready.pop(group_id) for group_id in chosen]
-        for ready in taken:
-            self._release(ready.group.ticket)
-        return taken
+        for ready in chosen:
+            del self._ready[ready.group.ticket.group_id]
+            self._slots -= self._size(ready.group.ticket)
+        return chosen

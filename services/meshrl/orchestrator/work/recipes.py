@@ -50,11 +50,8 @@ class Recipes:
 
     @property
     def least_rollouts(self) -> dict[str, int]:
+        """The fewest rollouts that a group must have left, by environment."""
         return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
-
-    def needs_signal(self, environment: str) -> bool:
-        """Whether groups of equal rewards train nothing."""
-        return self.by_environment[environment].needs_signal
 
     def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
         """What each sample of a step trains, by rollout id. Raises RunError for what an algorithm cannot be used
