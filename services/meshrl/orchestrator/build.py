@@ -5,16 +5,20 @@ from __future__ import annotations
 from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
+from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import DispatchSettings, GroupDispatcher, LostGroups
 from meshrl.orchestrator.evals import Evaluator
-from meshrl.orchestrator.finish import FinishSettings, StepFinisher
+from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.loop import LoopSettings, RunLoop
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
 from meshrl.orchestrator.peers.version_relay import VersionRelay
+from meshrl.orchestrator.reports.alerts import Alerts
+from meshrl.orchestrator.reports.logprob_check import LogprobCheck
+from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
 from meshrl.orchestrator.run import Run, SlotUse
 from meshrl.orchestrator.teachers.scorer import build_scorer
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
@@ -144,24 +148,22 @@ def build_loop(
         clock=clock,
         tracer=tracer,
     )
+    kept = config.rollout_samples
     finisher = StepFinisher(
         run,
-        FinishSettings(
-            output_dir=config.output_dir,
-            seq_len=config.seq_len,
-            mixture=config.mixture,
-            logprob_check=config.logprob_check,
-            rollout_samples=config.rollout_samples,
-            log_extras=config.log_extras,
-            ignored_alerts=config.alerts.ignore,
-            keep_records=config.bench,
-        ),
         uploader=uploader,
         relay=relay,
         dispatcher=dispatcher,
         evaluator=evaluator,
+        logprobs=LogprobCheck(config.logprob_check),
+        alerts=Alerts(synchronous=run.plan.law.synchronous, ignored=config.alerts.ignore),
+        samples=None if kept is None else RolloutSamplesWriter(kept, Layout(config.output_dir).rollouts),
+        log_extras=config.log_extras,
+        seq_len=config.seq_len,
+        mixture=config.mixture,
         monitor=monitor,
         clock=clock,
+        keep_records=config.bench,
     )
     return RunLoop(
         run,

@@ -9,17 +9,13 @@ unblocks   sampling, which a new version admits; the uploader, through room at t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 
 from meshrl.core.clock import Clock
 from meshrl.core.config.shared import LogExtrasConfig
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
-from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator.config import LogprobCheckConfig, RolloutSamplesConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
@@ -34,54 +30,47 @@ from meshrl.orchestrator.work.batches import SubmittedStep
 from meshrl.wire.types import StepEvent
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishSettings:
-    """What is shown and kept of a step; None for `rollout_samples` and `log_extras` keeps none."""
-
-    output_dir: Path
-    seq_len: int
-    """Tokens of a row."""
-    mixture: Mapping[str, float]
-    """Configured shares of the environments."""
-    logprob_check: LogprobCheckConfig
-    rollout_samples: RolloutSamplesConfig | None
-    log_extras: LogExtrasConfig | None
-    ignored_alerts: Sequence[str] = ()
-    keep_records: bool = False
-    """For the table of a benchmark; other runs may be long."""
-
-
 class StepFinisher:
-    """Ends the steps of one run."""
+    """Ends the steps of one run. Rows have `seq_len` tokens, `mixture` are the configured shares of the environments;
+    without `samples` and `log_extras` neither is kept. `keep_records` is for the table of a benchmark; other runs may
+    be long."""
 
     def __init__(
         self,
         run: Run,
-        settings: FinishSettings,
         *,
         uploader: BatchUploader,
         relay: VersionRelay,
         dispatcher: GroupDispatcher,
         evaluator: Evaluator,
+        logprobs: LogprobCheck,
+        alerts: Alerts,
+        samples: RolloutSamplesWriter | None,
+        log_extras: LogExtrasConfig | None,
+        seq_len: int,
+        mixture: Mapping[str, float],
         monitor: Monitor,
         clock: Clock,
+        keep_records: bool = False,
     ) -> None:
         self.busy = False
         """Whether a step is being ended now."""
         self.records: list[record.Metrics] = []
         """Of every step, where they are kept."""
         self._run = run
-        self._settings = settings
         self._uploader = uploader
         self._relay = relay
         self._dispatcher = dispatcher
         self._evaluator = evaluator
+        self._logprobs = logprobs
+        self._alerts = alerts
+        self._samples = samples
+        self._log_extras = log_extras
+        self._seq_len = seq_len
+        self._mixture = mixture
         self._monitor = monitor
         self._clock = clock
-        kept, folder = settings.rollout_samples, Layout(settings.output_dir).rollouts
-        self._samples = None if kept is None else RolloutSamplesWriter(kept, folder)
-        self._logprobs = LogprobCheck(settings.logprob_check)
-        self._alerts = Alerts(synchronous=run.plan.law.synchronous, ignored=settings.ignored_alerts)
+        self._keep_records = keep_records
         self._step_began_s = clock.now()
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
@@ -135,17 +124,9 @@ class StepFinisher:
     async def _write(self, submitted: SubmittedStep, served: record.Metrics, done: StepEvent) -> None:
         run, now_s = self._run, self._clock.now()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
-        metrics = record.step_metrics(
-            submitted.groups,
-            submitted.assembled,
-            submitted.tally,
-            run.journal.progress(submitted.step),
-            step=submitted.step,
-            law=run.plan.law,
-            seq_len=self._settings.seq_len,
-            seconds=seconds,
-        )
-        metrics |= record.mixture_metrics(submitted.assembled, submitted.groups, self._settings.mixture)
+        progress = run.journal.progress(submitted.step)
+        metrics = record.step_metrics(submitted, progress, law=run.plan.law, seq_len=self._seq_len, seconds=seconds)
+        metrics |= record.mixture_metrics(submitted.assembled, submitted.groups, self._mixture)
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=record.trainer_metrics(done))
@@ -158,6 +139,6 @@ class StepFinisher:
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)
         if self._samples is not None:
             await asyncio.to_thread(self._samples.write, submitted, done.logprobs)
-        await log_extras(self._monitor, self._settings.log_extras, submitted, done)
-        if self._settings.keep_records:
+        await log_extras(self._monitor, self._log_extras, submitted, done)
+        if self._keep_records:
             self.records.append(metrics)

@@ -226,7 +226,7 @@ def test_what_the_end_of_a_run_cut_off_is_open_again_when_it_goes_on(make_group,
     assert {state for _, state, _ in states(path)} == {"dropped"}
 
     store, past = resumed(path, trainer_step=1)  # the trainer finished the step while it drained
-    plan = plan_resume(past, trainer_step=1, logged_step=0, fits=lambda record: True, environments={"echo": 2})
+    plan = plan_resume(past, trainer_step=1, logged_step=0, dp_size=1, seq_len=64, environments={"echo": 2})
     assert (plan.trained, plan.unlogged, plan.again) == ((1,), (1,), ())
     restore(Ledger(store.record), past, plan)
     store.close()

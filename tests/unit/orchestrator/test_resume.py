@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshrl.orchestrator.ledger.resume import goes_on, plan_resume, rows_fit
+from meshrl.orchestrator.ledger.resume import goes_on, plan_resume
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
 from meshrl.orchestrator.work.screening import DropReason, RunTotals
@@ -58,8 +58,10 @@ def past(make_group):
     return make
 
 
-def planned(past: Past, step: int, *, logged: int = 0, fits: bool = True):
-    return plan_resume(past, trainer_step=step, logged_step=logged, fits=lambda record: fits, environments={"echo": 2})
+def planned(past: Past, step: int, *, logged: int = 0, dp_size: int = 2, seq_len: int = 48):
+    return plan_resume(
+        past, trainer_step=step, logged_step=logged, dp_size=dp_size, seq_len=seq_len, environments={"echo": 2}
+    )
 
 
 def test_what_the_trainer_did_is_trained_and_what_it_did_not_is_submitted_again(past) -> None:
@@ -73,9 +75,10 @@ def test_a_batch_after_a_gap_or_too_large_gives_its_rollouts_back(past) -> None:
     gap = planned(past(left, over="g2 g4", kept=(2, 4)), 1)
     assert (gap.again, gap.released) == ((2,), (4,))
     assert gap.ready == (("g4", ("g4/0", "g4/1")),)
-    unfit = planned(past(left, over="g2 g4", kept=(2, 4)), 1, fits=False)
-    assert (unfit.again, unfit.released) == ((), (2, 4))
-    assert {group for group, _ in unfit.ready} == {"g2", "g4"}
+    for other in ({"dp_size": 1}, {"seq_len": 47}):  # of the trainer, since the batch was made
+        unfit = planned(past(left, over="g2 g4", kept=(2, 4)), 1, **other)
+        assert (unfit.again, unfit.released) == ((), (2, 4))
+        assert {group for group, _ in unfit.ready} == {"g2", "g4"}
 
 
 def test_of_a_cut_off_group_what_has_not_come_back_is_sampled_with_other_seeds_and_nothing_is_dropped(past) -> None:
@@ -124,7 +127,7 @@ def test_rollouts_without_payload_or_environment_are_dropped_with_a_reason(past)
         ("g2/0", DropReason.GROUP_LOST),
     }
     elsewhere = plan_resume(
-        past(left, over="g1 g2"), trainer_step=1, logged_step=0, fits=lambda record: True, environments={"math": 2}
+        past(left, over="g1 g2"), trainer_step=1, logged_step=0, dp_size=2, seq_len=48, environments={"math": 2}
     )
     assert {reason for _, reason in elsewhere.dropped} == {DropReason.REMOVED}
 
@@ -142,10 +145,3 @@ def test_rollouts_without_payload_or_environment_are_dropped_with_a_reason(past)
 def test_a_run_goes_on_with_a_trainer_that_knows_it(told: dict, goes: bool) -> None:
     known = {"run_id": "main", "session": "", "trainer_step": 0} | told
     assert goes_on(RUN, **known) is goes
-
-
-def test_a_batch_fits_a_trainer_of_the_same_size() -> None:
-    record = step_record(1)
-    assert rows_fit(record, dp_size=2, seq_len=48)
-    assert not rows_fit(record, dp_size=1, seq_len=48)
-    assert not rows_fit(record, dp_size=2, seq_len=47)

@@ -16,7 +16,7 @@ from loguru import logger
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path
 from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
-from meshrl.orchestrator.ledger.resume import ResumePlan, goes_on, plan_resume, restore, rows_fit
+from meshrl.orchestrator.ledger.resume import ResumePlan, goes_on, plan_resume, restore
 from meshrl.orchestrator.ledger.rows import Past, RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
@@ -99,7 +99,8 @@ def _resume(
         plan_resume,
         trainer_step=step,
         logged_step=logged,
-        fits=lambda record: rows_fit(record, dp_size=trainer.dp_size, seq_len=trainer.seq_len),
+        dp_size=trainer.dp_size,
+        seq_len=trainer.seq_len,
         environments=least_rollouts,
     )
     past, plan, rollouts = _plan_without_damage(store, past, decide)

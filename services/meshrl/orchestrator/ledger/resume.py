@@ -9,11 +9,11 @@ A group that was cut off is completed: what has not come back is sampled again, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
+from meshrl.orchestrator.ledger.rows import Past, RunRow
 from meshrl.orchestrator.ledger.rules import Ledger, LedgerEntry, RolloutState
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket
@@ -57,18 +57,22 @@ def plan_resume(
     *,
     trainer_step: int,
     logged_step: int,
-    fits: Callable[[StepRecord], bool],
+    dp_size: int,
+    seq_len: int,
     environments: Mapping[str, int],
 ) -> ResumePlan:
-    """Decides about everything that is open. `fits` tests whether the trainer can take a batch as it is, `environments`
-    are those that the run trains on, with the rollouts that a group of each needs at least."""
+    """Decides about everything that is open. The trainer takes batches made for `dp_size`, with rows of at most
+    `seq_len` tokens. `environments` are those that the run trains on, with the rollouts that a group of each needs at
+    least."""
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
         if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:
             taken.setdefault(entry.step, []).append(entry)
     again: list[int] = []
     step = trainer_step + 1
-    while step in taken and step in past.kept and step in past.steps and fits(past.steps[step]):
+    while step in taken and step in past.kept and (record := past.steps.get(step)) is not None:
+        if record.dp_size != dp_size or record.longest_row > seq_len:
+            break
         again.append(step)
         step += 1
     released = tuple(sorted(step for step in taken if step > trainer_step and step not in again))
@@ -146,8 +150,3 @@ def restore(ledger: Ledger, past: Past, plan: ResumePlan) -> None:
         ledger.interrupt(group_id, DropReason.RESTARTED.value)
     for rollout_id, reason in plan.dropped:
         ledger.drop(rollout_id, reason.value)
-
-
-def rows_fit(record: StepRecord, *, dp_size: int, seq_len: int) -> bool:
-    """Whether a trainer of this size takes the batch of a step as it is."""
-    return record.dp_size == dp_size and record.longest_row <= seq_len

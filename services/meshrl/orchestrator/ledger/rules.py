@@ -107,7 +107,7 @@ class Ledger:
         self._unassigned: dict[str, list[str]] = {}
         self._key_of: dict[str, str] = {}
         self._batched: dict[int, list[str]] = {}
-        self._trained: dict[int, dict[str, LedgerEntry]] = {}  # of steps that the trainer may still forget
+        self._trained: dict[int, list[LedgerEntry]] = {}  # of steps that the trainer may still forget
         self._dispatched = 0
         self._ended: Counter[tuple[RolloutState, str]] = Counter()  # by state and reason
 
@@ -170,19 +170,15 @@ class Ledger:
 
     def undo(self, step: int) -> int:
         """The trainer forgot a step: what it took is batched for the same step again. Returns how many rollouts."""
-        forgotten = self._trained.pop(step, {})
-        for key, entry in forgotten.items():
-            self._reopen(entry)
+        forgotten = self._reopen(step)
+        for key in forgotten:
             self._move(key, RolloutState.BATCHED)
             self._batched.setdefault(step, []).append(key)
         return len(forgotten)
 
     def release(self, step: int) -> int:
         """A step will not be trained with this batch: what it took is finished, to be taken by another step."""
-        for entry in self._trained.pop(step, {}).values():
-            self._reopen(entry)
-            self._batched.setdefault(step, []).append(entry.key)
-        keys = self._batched.pop(step, [])
+        keys = [*self._batched.pop(step, []), *self._reopen(step)]
         for key in keys:
             self._move(key, RolloutState.FINISHED)
         return len(keys)
@@ -209,7 +205,7 @@ class Ledger:
             step = -1 if entry.step is None else entry.step
             if entry.state is RolloutState.TRAINED:
                 self._ended[entry.state, entry.reason] += 1
-                self._trained.setdefault(step, {})[entry.key] = entry
+                self._trained.setdefault(step, []).append(entry)
                 continue
             self._open[entry.key] = entry
             if entry.state is RolloutState.DISPATCHED:
@@ -293,10 +289,13 @@ class Ledger:
             self._key_of.pop(entry.rollout_id, None)
             self._ended[state, reason] += 1
             if state is RolloutState.TRAINED and entry.step is not None:
-                self._trained.setdefault(entry.step, {})[key] = entry
+                self._trained.setdefault(entry.step, []).append(entry)
         self._record(entry)
 
-    def _reopen(self, entry: LedgerEntry) -> None:
-        self._ended[entry.state, entry.reason] -= 1
-        self._open[entry.key] = entry
-        self._key_of[entry.rollout_id] = entry.key
+    def _reopen(self, step: int) -> list[str]:
+        entries = self._trained.pop(step, [])
+        for entry in entries:
+            self._ended[entry.state, entry.reason] -= 1
+            self._open[entry.key] = entry
+            self._key_of[entry.rollout_id] = entry.key
+        return [entry.key for entry in entries]

@@ -18,7 +18,7 @@ from meshrl.algorithms.recipes.base import sampled_tokens
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
-from meshrl.orchestrator.work.batches import AssembledBatch
+from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
 from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, RunTotals, StepTally, is_empty
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.sampling.groups import RolloutGroup
@@ -40,22 +40,15 @@ OF_NO_STEP = frozenset(
 
 
 def step_metrics(
-    groups: Sequence[ReadyGroup],
-    assembled: AssembledBatch,
-    tally: StepTally,
-    progress: RunTotals,
-    *,
-    step: int,
-    law: StalenessLaw,
-    seq_len: int,
-    seconds: float,
+    submitted: SubmittedStep, progress: RunTotals, *, law: StalenessLaw, seq_len: int, seconds: float
 ) -> Metrics:
     """The orchestrator's data about one step; `seconds` is the wall time since the step before ended."""
+    groups, tally = submitted.groups, submitted.tally
     judged = [ready.group for ready in groups] + tally.discarded
     return (
         rollout_metrics(judged)
-        | staleness_metrics(groups, step=step, law=law)
-        | batch_metrics(assembled, groups, seq_len=seq_len)
+        | staleness_metrics(groups, step=submitted.step, law=law)
+        | batch_metrics(submitted.assembled, groups, seq_len=seq_len)
         | filter_metrics(tally, judged_groups=len(judged))
         | rate_metrics(judged, seconds=seconds)
         | {
