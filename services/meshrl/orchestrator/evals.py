@@ -17,7 +17,7 @@ from meshrl.core.telemetry.monitor import Monitor
 from meshrl.core.telemetry.tracing import EVALUATION_SPAN
 from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
 from meshrl.orchestrator.run import Run
-from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, eval_metrics
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, eval_metrics, rollout_seed
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
 from meshrl.wire.trace import current_traceparent
@@ -165,7 +165,7 @@ class Evaluator:
             for_step=0,
             min_version=version,
             active_version=version,
-            seed=((self._seed % 2**31) << 32) + task.index * size,
+            seed=rollout_seed(self._seed, task.index * size),
         )
         async with slots:
             return await self._sampler.sample_whole(

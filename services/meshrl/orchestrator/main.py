@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from loguru import logger
@@ -13,7 +15,7 @@ from opentelemetry.trace import Tracer
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, dump_toml, load_config
-from meshrl.core.config.shared import TlsConfig
+from meshrl.core.config.shared import PrimeMonitorConfig, TlsConfig, WandbConfig
 from meshrl.core.credentials.identity import as_member
 from meshrl.core.paths import Layout
 from meshrl.core.program import run_program, say_ready
@@ -90,47 +92,41 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
             "orchestrator.train.env must name at least one environment, got none;"
             " add [[train.env]] with id = '<taskset>' to its TOML file ([[orchestrator.train.env]] for rl)"
         )
-    server = GrpcServer(config.server) if config.server is not None else None
     try:
-        services = connect(
-            config.services,
-            unreachable_s=config.deadlines.unreachable_s,
-            exchange=config.exchange,
-            teachers=config.teacher_services,
-        )
-    except RunError as error:
-        logger.error(str(error))
-        return 1
-    exchange = None if config.exchange is None else RolloutExchange(config.exchange, services.rollouts)
-    try:
-        if exchange is not None:
-            await exchange.start()
-        if server is not None:
-            server.add(HEALTH_NAME, lambda servicer, server: None, None)  # it serves health alone
-            logger.info(f"health of the orchestrator on port {await server.start()}")
-            server.set_serving()
-        named = config.services
-        with waits_of(tracer).waiting(
-            "services",
-            "the services to answer",
-            lambda: (
-                *services.rollouts.not_dialled_in([env.resolved_name for env in config.train.env]),
-                *(*named.rollout, named.trainer, named.weights, "rollout", "trainer", "weights"),
-            ),
-        ):
-            mesh = await unless_stopped(stop, wait_for_services(config, services))
-        await _train(config, services, mesh, tracer, stop)
+        async with AsyncExitStack() as ending:
+            if config.server is not None:
+                server = GrpcServer(config.server)
+                server.add(HEALTH_NAME, lambda servicer, server: None, None)  # it serves health alone
+                ending.push_async_callback(server.drain, grace_s=0.0)
+                logger.info(f"health of the orchestrator on port {await server.start()}")
+                server.set_serving()
+            services = connect(
+                config.services,
+                unreachable_s=config.deadlines.unreachable_s,
+                exchange=config.exchange,
+                teachers=config.teacher_services,
+            )
+            ending.push_async_callback(services.close)
+            if config.exchange is not None:
+                exchange = RolloutExchange(config.exchange, services.rollouts)
+                ending.push_async_callback(exchange.close)
+                await exchange.start()
+            named = config.services
+            with waits_of(tracer).waiting(
+                "services",
+                "the services to answer",
+                lambda: (
+                    *services.rollouts.not_dialled_in([env.resolved_name for env in config.train.env]),
+                    *(*named.rollout, named.trainer, named.weights, "rollout", "trainer", "weights"),
+                ),
+            ):
+                mesh = await unless_stopped(stop, wait_for_services(config, services))
+            await _train(config, services, mesh, tracer, stop)
     except StoppedError:
         return 0
     except RunError as error:  # said once, without a traceback: the message tells what to change
         logger.error(str(error))
         return 1
-    finally:
-        if exchange is not None:
-            await exchange.close()
-        await services.close()
-        if server is not None:
-            await server.drain(grace_s=0.0)
     return 0
 
 
@@ -138,31 +134,38 @@ async def _train(
     config: OrchestratorConfig, services: Services, mesh: Mesh, tracer: Tracer, stop: asyncio.Event
 ) -> None:
     layout, recipes = Layout(config.output_dir), Recipes(config.algos, config.advantage, seq_len=config.seq_len)
-    journal = await asyncio.to_thread(
-        open_journal,
-        layout,
-        mesh.trainer,
-        mesh.run,
-        session=config.session,
-        least_rollouts=recipes.least_rollouts,
-        checkpoints=config.checkpoint_interval is not None,
-        saves_last=config.checkpoint_at_end,
-    )
-    shown = RecordMetrics()
-    registry_of(tracer).register(shown)
-    try:
+    async with AsyncExitStack() as ending:  # a disk that takes no ledger may still take what waits for metrics.jsonl
+        journal = await asyncio.to_thread(
+            open_journal,
+            layout,
+            mesh.trainer,
+            mesh.run,
+            session=config.session,
+            least_rollouts=recipes.least_rollouts,
+            checkpoints=config.checkpoint_interval is not None,
+            saves_last=config.checkpoint_at_end,
+        )
+        ending.push_async_callback(asyncio.to_thread, journal.close)
+        ending.callback(lambda: logger.info(f"rollouts: {journal.balance()}"))
+        shown = RecordMetrics()
+        registry_of(tracer).register(shown)
+        described = {
+            "base_model": mesh.trainer.model,
+            "max_steps": config.max_steps or 0,
+            "batch_size": config.batch_size,
+            "rollouts_per_example": config.group_size,
+            "environments": [{"id": env.id} for env in config.train.env],
+            "run_config": config.model_dump(mode="json", exclude_none=True),
+        }
         more = [
             shown,
             *_webhooks(config.alerts.webhook_var, config.output_dir),
-            *await asyncio.to_thread(_registered_sinks, config, mesh.trainer.model),
+            *await asyncio.to_thread(_prime_sinks, config.prime_monitor, config.wandb, described),
         ]
         monitor = await asyncio.to_thread(
             open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more
         )
-    except ConfigError:
-        await asyncio.to_thread(journal.close)
-        raise
-    try:
+        ending.push_async_callback(asyncio.to_thread, monitor.close)
         loop = build_loop(config, services, mesh, recipes=recipes, journal=journal, monitor=monitor, tracer=tracer)
         say_ready(tracer)
         cost = OwnCost()
@@ -178,12 +181,6 @@ async def _train(
         if config.bench:
             report_bench(layout.output_dir / "bench", loop.finisher.records)
             logger.info(cost.summary(int(sum(record["batch/rollouts"] for record in loop.finisher.records))))
-    finally:
-        try:
-            logger.info(f"rollouts: {journal.balance()}")
-            await asyncio.to_thread(journal.close)
-        finally:  # a disk that takes no ledger may still take what waits for metrics.jsonl
-            await asyncio.to_thread(monitor.close)
 
 
 def _webhooks(variable: str | None, output_dir: Path) -> list[Sink]:
@@ -198,19 +195,11 @@ def _webhooks(variable: str | None, output_dir: Path) -> list[Sink]:
     return [WebhookSink(url, output_dir)]
 
 
-def _registered_sinks(config: OrchestratorConfig, base_model: str) -> list[Sink]:
-    if config.prime_monitor is None:
+def _prime_sinks(prime: PrimeMonitorConfig | None, wandb: WandbConfig | None, run: Mapping[str, object]) -> list[Sink]:
+    if prime is None:
         return []
-    named = config.wandb.name if config.wandb is not None and config.prime_monitor.run_name is None else None
-    run = {
-        "base_model": base_model,
-        "max_steps": config.max_steps or 0,
-        "batch_size": config.batch_size,
-        "rollouts_per_example": config.group_size,
-        "environments": [{"id": env.id} for env in config.train.env],
-        "run_config": config.model_dump(mode="json", exclude_none=True),
-    }
-    return [PrimeSink(config.prime_monitor, {**run, **({"name": named} if named else {})})]
+    named = wandb.name if wandb is not None and prime.run_name is None else None
+    return [PrimeSink(prime, {**run, **({"name": named} if named else {})})]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,11 @@ MOVED = 2**30
 """Between the seeds of a group and of what is sampled again of it because its service was lost."""
 
 
+def rollout_seed(seed: int, place: int) -> int:
+    """The seed of a rollout of a run of `seed`, by its place among those of an environment or of the run."""
+    return ((seed % 2**31) << 32) + place
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskRef:
     environment: str

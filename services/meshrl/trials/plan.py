@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshrl.sampling.groups import rollout_seed
+
 TrialKey = tuple[str, str, int, int]
 """Checkpoint, environment, task, number of the rollout among those of its task: what names a trial for good."""
-
-MAX_SEED = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,11 @@ class TaskSpan:
 def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: Collection[TrialKey]) -> list[Trial]:
     """The trials of one checkpoint that are not done, with the environments evenly mixed from first to last. A rollout
     has the seed that it has in an evaluation during a run of this seed."""
-    base = (seed % MAX_SEED) << 32
     placed: list[tuple[float, Trial]] = []
     for span in spans:
         for place in range(span.rollouts):
             task, number = divmod(place, span.group_size)
-            trial = Trial(environment=span.environment, task=task, number=number, seed=base + place)
+            trial = Trial(environment=span.environment, task=task, number=number, seed=rollout_seed(seed, place))
             if trial.key(checkpoint) not in done:
                 placed.append((place / span.rollouts, trial))
     return [trial for _, trial in sorted(placed, key=lambda pair: pair[0])]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason, ReadyGroup, Screened, screen_stale
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule
-from meshrl.sampling.groups import GroupTicket, RolloutGroup
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, rollout_seed
 from meshrl.wire.types import Rollout
 
 Screen = Callable[[str, Sequence[Rollout]], Screened]
@@ -127,9 +127,7 @@ class WorkPlan:
                 for_step=0,
                 min_version=0,
                 active_version=0,
-                seed=None
-                if self._seed is None
-                else ((self._seed % 2**31) << 32) + sequence * self.limits.largest_group,
+                seed=None if self._seed is None else rollout_seed(self._seed, sequence * self.limits.largest_group),
                 sequence=sequence,
             )
         for_step = self.next_step + self._slots // self.limits.batch_size
