@@ -17,6 +17,7 @@ from meshrl.weights import byte_server
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import AgentState, Chunk, Manifest, StagedVersion, Transport, VersionState
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 @dataclass(kw_only=True)
@@ -30,7 +31,7 @@ class Upload:
     staging: asyncio.Task[StagedVersion] | None = None
 
     @classmethod
-    async def of(cls, mesh: Any, version: int, state: Mapping[str, torch.Tensor]) -> Upload:
+    async def of(cls, mesh: Mesh, version: int, state: Mapping[str, torch.Tensor]) -> Upload:
         prepared = await mesh.publisher(Transport.STREAM).prepare(version, state)
         manifest, whole = prepared.manifest, prepared.buffer.tobytes()
         data = [whole[chunk.offset : chunk.offset + chunk.length] for chunk in manifest.chunks]
@@ -69,20 +70,16 @@ async def _taken(outbox: asyncio.Queue[Chunk | None]) -> AsyncIterator[Chunk]:
         yield chunk
 
 
-async def activate(mesh: Any, version: int) -> None:
-    await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
-
-
-async def published(mesh: Any, version: int, state: Mapping[str, torch.Tensor]) -> None:
+async def published(mesh: Mesh, version: int, state: Mapping[str, torch.Tensor]) -> None:
     await mesh.publisher(Transport.STREAM).publish(version, state)
-    await activate(mesh, version)
+    await mesh.activate(version)
 
 
-async def begun(mesh: Any, engine: Any, state: Any) -> tuple[WeightAgent, Upload]:
+async def begun(mesh: Mesh, engine: MemoryEngine) -> tuple[WeightAgent, Upload]:
     """An engine that serves version 0 and fetches version 1, of which three chunks are at the hub."""
     agent: WeightAgent = mesh.start_agent("e0", engine)
-    await published(mesh, 0, state(1))
-    upload = await Upload.of(mesh, 1, state(2))
+    await published(mesh, 0, make_state(1))
+    upload = await Upload.of(mesh, 1, make_state(2))
     upload.send(upload.chunks[:3])
     await mesh.until(lambda: line_of(agent).state is AgentState.FETCHING)
     end = upload.chunks[3].offset
@@ -92,11 +89,11 @@ async def begun(mesh: Any, engine: Any, state: Any) -> tuple[WeightAgent, Upload
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["in order", "last chunk first"])
 async def test_engine_has_a_version_prepared_when_its_upload_ends(
-    mesh: Any, engine: Any, state: Any, backwards: bool
+    mesh: Mesh, engine: MemoryEngine, backwards: bool
 ) -> None:
     agent = mesh.start_agent("e0", engine)
-    await published(mesh, 0, state(1))
-    upload = await Upload.of(mesh, 1, state(2))
+    await published(mesh, 0, make_state(1))
+    upload = await Upload.of(mesh, 1, make_state(2))
     chunks = upload.chunks[::-1] if backwards else upload.chunks
     upload.send(chunks[:5])
     await mesh.until(lambda: line_of(agent).state is AgentState.FETCHING)
@@ -106,17 +103,17 @@ async def test_engine_has_a_version_prepared_when_its_upload_ends(
     assert mesh.hub.coordinator.line("run").find(1).state is VersionState.STAGING
     assert (await upload.end()).missing_offsets == ()
     with pytest.raises(MeshError) as unsealed:
-        await activate(mesh, 1)
+        await mesh.activate(1)
     assert unsealed.value.reason is Reason.VERSION_NOT_SEALED
-    assert engine.holds(state(1))
+    assert engine.holds(make_state(1))
     await upload.seal()
-    await activate(mesh, 1)
-    assert engine.holds(state(2))
+    await mesh.activate(1)
+    assert engine.holds(make_state(2))
     assert engine.history.count("stage 1") == 1
 
 
-async def test_broken_upload_that_goes_on_is_followed_on(mesh: Any, engine: Any, state: Any) -> None:
-    agent, upload = await begun(mesh, engine, state)
+async def test_broken_upload_that_goes_on_is_followed_on(mesh: Mesh, engine: MemoryEngine) -> None:
+    agent, upload = await begun(mesh, engine)
     here, of = upload.chunks[3].offset / 1e6, upload.manifest.payload_bytes / 1e6
     waited_for = f"version 1 from the hub, of which {here:.2f} of {of:.2f} MB are here"
     await mesh.until(lambda: [(wait.what, wait.on) for wait in agent.waits.look(0.0)] == [(waited_for, ("weights",))])
@@ -125,14 +122,14 @@ async def test_broken_upload_that_goes_on_is_followed_on(mesh: Any, engine: Any,
     await mesh.until(lambda: line_of(agent).state is AgentState.PREPARED)
     await upload.end()
     await upload.seal()
-    await activate(mesh, 1)
-    assert engine.holds(state(2))
+    await mesh.activate(1)
+    assert engine.holds(make_state(2))
 
 
 async def test_engine_that_gave_up_on_an_upload_prepares_the_version_once_it_is_sealed(
-    mesh: Any, engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
-    agent, upload = await begun(mesh, engine, state)
+    agent, upload = await begun(mesh, engine)
     await mesh.until(lambda: line_of(agent).state is AgentState.READY, deadline_s=20.0)  # fetch_stall_s
     await mesh.until(lambda: any(one.last_fault is not None for one in mesh.hub.list_engines("")))
     (info,) = mesh.hub.list_engines("")
@@ -140,12 +137,12 @@ async def test_engine_that_gave_up_on_an_upload_prepares_the_version_once_it_is_
     upload.send(upload.chunks[3:])
     await upload.end()
     await upload.seal()
-    await activate(mesh, 1)
-    assert engine.holds(state(2))
+    await mesh.activate(1)
+    assert engine.holds(make_state(2))
 
 
-async def test_version_that_is_aborted_as_it_arrives_is_let_go(mesh: Any, engine: Any, state: Any) -> None:
-    agent, upload = await begun(mesh, engine, state)
+async def test_version_that_is_aborted_as_it_arrives_is_let_go(mesh: Mesh, engine: MemoryEngine) -> None:
+    agent, upload = await begun(mesh, engine)
     follower = asyncio.create_task(_all_of(mesh, upload))
     await mesh.client().abort_version(run_id="run", epoch=1, version=1, message="")
     await mesh.until(lambda: line_of(agent).state is AgentState.READY)
@@ -154,36 +151,36 @@ async def test_version_that_is_aborted_as_it_arrives_is_let_go(mesh: Any, engine
     assert gone.value.reason is Reason.UNKNOWN_VERSION
     with pytest.raises(MeshError):
         await upload.end()
-    await published(mesh, 2, state(3))
-    assert engine.holds(state(3))
+    await published(mesh, 2, make_state(3))
+    assert engine.holds(make_state(3))
 
 
-async def _all_of(mesh: Any, upload: Upload) -> list[Chunk]:
+async def _all_of(mesh: Mesh, upload: Upload) -> list[Chunk]:
     return [chunk async for chunk in mesh.client().fetch(upload.artifact_id)]
 
 
-async def test_sealed_version_is_not_given_up_for_one_that_arrives(mesh: Any, engine: Any, state: Any) -> None:
+async def test_sealed_version_is_not_given_up_for_one_that_arrives(mesh: Mesh, engine: MemoryEngine) -> None:
     agent = mesh.start_agent("e0", engine)
-    await published(mesh, 0, state(1))
-    await mesh.publisher(Transport.STREAM).publish(1, state(2))
+    await published(mesh, 0, make_state(1))
+    await mesh.publisher(Transport.STREAM).publish(1, make_state(2))
     await mesh.until(lambda: line_of(agent).state is AgentState.PREPARED)
-    upload = await Upload.of(mesh, 2, state(3))
+    upload = await Upload.of(mesh, 2, make_state(3))
     upload.send(upload.chunks)
     await upload.end()
     assert line_of(agent).target is not None
     assert line_of(agent).target.version == 1
-    await activate(mesh, 1)
-    assert engine.holds(state(2))
+    await mesh.activate(1)
+    assert engine.holds(make_state(2))
     await mesh.until(lambda: line_of(agent).state is AgentState.PREPARED)  # now there is room for it
     await upload.seal()
-    await activate(mesh, 2)
-    assert engine.holds(state(3))
+    await mesh.activate(2)
+    assert engine.holds(make_state(3))
 
 
 async def test_hub_that_is_killed_in_an_upload_has_engines_follow_the_rest_of_it(
-    mesh: Any, engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
-    _, upload = await begun(mesh, engine, state)
+    _, upload = await begun(mesh, engine)
     await mesh.kill_hub()
     with pytest.raises(MeshError):
         await upload.end()
@@ -193,14 +190,12 @@ async def test_hub_that_is_killed_in_an_upload_has_engines_follow_the_rest_of_it
     upload.send(upload.chunks[3:])
     await upload.end()
     await upload.seal()
-    await activate(mesh, 1)
-    assert engine.holds(state(2))
+    await mesh.activate(1)
+    assert engine.holds(make_state(2))
 
 
-async def test_versions_of_which_nothing_arrives_cannot_be_fetched(
-    mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload = await Upload.of(mesh, 0, state(1))
+async def test_versions_of_which_nothing_arrives_cannot_be_fetched(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = await Upload.of(mesh, 0, make_state(1))
     await upload.client.create_version(upload.manifest)
     for call in (_all_of(mesh, upload), upload.client.get_manifest(artifact_id=upload.artifact_id)):
         with pytest.raises(MeshError) as refused:

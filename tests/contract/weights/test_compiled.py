@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from loguru import logger
@@ -19,6 +18,7 @@ from meshrl.inference.compiled import CompiledFolder, bring, share
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.compiled import MOST_KEPT
 from meshrl.wire.errors import MeshError, Reason
+from weight_mesh import Mesh
 
 KEY = "b" * 64
 
@@ -44,7 +44,7 @@ async def logged(folder: CompiledFolder, way: WeightBroadcastConfig) -> list[str
 
 
 async def test_engine_starts_with_what_another_has_compiled(
-    mesh: Any, hosts: tuple[CompiledFolder, CompiledFolder], tmp_path: Path
+    mesh: Mesh, hosts: tuple[CompiledFolder, CompiledFolder], tmp_path: Path
 ) -> None:
     first, second = hosts
     way = WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}")
@@ -57,7 +57,7 @@ async def test_engine_starts_with_what_another_has_compiled(
 
 
 async def test_damaged_archive_is_one_line_and_a_cold_start(
-    mesh: Any, hosts: tuple[CompiledFolder, CompiledFolder]
+    mesh: Mesh, hosts: tuple[CompiledFolder, CompiledFolder]
 ) -> None:
     client = mesh.client()
     await client.keep_compiled(KEY, lambda: asyncio.sleep(0, b"no archive"))
@@ -67,7 +67,7 @@ async def test_damaged_archive_is_one_line_and_a_cold_start(
 
 
 async def test_hub_without_a_certificate_is_neither_asked_nor_given_anything(
-    mesh: Any, hosts: tuple[CompiledFolder, CompiledFolder], monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, hosts: tuple[CompiledFolder, CompiledFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     way = WeightBroadcastConfig(address=f"127.0.0.1:{mesh.port}")
     monkeypatch.undo()
@@ -81,7 +81,7 @@ async def test_hub_without_a_certificate_is_neither_asked_nor_given_anything(
 
 
 async def test_engines_share_over_tls_with_a_hub_of_their_run_and_with_no_other(
-    mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is replaced here: certificates of the run's authority at both ends, as `share_compiled` wants them."""
     run, other = (Authority.create(tmp_path / name / "credentials", name) for name in ("run", "other"))
@@ -121,7 +121,7 @@ async def test_engines_share_over_tls_with_a_hub_of_their_run_and_with_no_other(
     assert left_alone.is_empty
 
 
-async def test_hub_checks_digests_finds_damage_and_keeps_the_newest_keys(mesh: Any) -> None:
+async def test_hub_checks_digests_finds_damage_and_keeps_the_newest_keys(mesh: Mesh) -> None:
     client, store = mesh.client(), mesh.hub.compiled
     request = pb.KeepCompiledRequest(key=KEY, digest=bytes(32), archive=b"sent")
     with pytest.raises(MeshError) as refused:

@@ -18,16 +18,17 @@ from meshrl.wire import frames
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import Chunk, Transport
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
-async def test_our_hub_keeps_every_rule_of_publishing(mesh: Any) -> None:
+async def test_our_hub_keeps_every_rule_of_publishing(mesh: Mesh) -> None:
     broken, unchecked = await verdict(f"127.0.0.1:{mesh.port}", "weights", full=True)
     assert broken == {}
     assert unchecked == dict.fromkeys(("weights.artifact", "weights.manifest"), "no version is committed yet")
 
 
-async def test_our_hub_keeps_every_rule_and_the_safe_checks_change_nothing(mesh: Any, engine: Any, state: Any) -> None:
-    await commit_version(mesh, engine, state(0))
+async def test_our_hub_keeps_every_rule_and_the_safe_checks_change_nothing(mesh: Mesh, engine: MemoryEngine) -> None:
+    await commit_version(mesh, engine)
     broken, unchecked = await verdict(f"127.0.0.1:{mesh.port}", "weights")
     assert broken == {}
     assert set(unchecked) == {"contract.version"}
@@ -35,12 +36,12 @@ async def test_our_hub_keeps_every_rule_and_the_safe_checks_change_nothing(mesh:
     assert [one.engine_id for one in mesh.hub.list_engines("")] == ["e0"]
 
 
-async def commit_version(mesh: Any, engine: Any, state: Any) -> None:
+async def commit_version(mesh: Mesh, engine: MemoryEngine) -> None:
     """Version 0 is published, and served by an engine."""
     mesh.start_agent("e0", engine)
     await mesh.until_registered()
     publisher = mesh.publisher(Transport.STREAM)
-    await publisher.publish(0, state)
+    await publisher.publish(0, make_state(0))
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=60.0)
     await publisher.close()
 
@@ -98,8 +99,8 @@ class OneMessageIsTooSmall(WeightSyncService):
         return await super().GetManifest(request, context)
 
 
-async def test_a_manifest_that_is_too_large_for_a_message_comes_in_parts(mesh: Any, engine: Any, state: Any) -> None:
-    await commit_version(mesh, engine, state(0))
+async def test_a_manifest_that_is_too_large_for_a_message_comes_in_parts(mesh: Mesh, engine: MemoryEngine) -> None:
+    await commit_version(mesh, engine)
     server = GrpcServer(ServerConfig(port=0))
     server.add(frames.SERVICE, frames.add_weight_sync, OneMessageIsTooSmall(mesh.hub))
     address = f"127.0.0.1:{await server.start()}"
@@ -144,10 +145,10 @@ class NeverMarks(WeightSyncService):
     ],
 )
 async def test_a_hub_that_breaks_a_rule_is_named_by_it(
-    mesh: Any, engine: Any, state: Any, servicer: type[WeightSyncService], rule: str
+    mesh: Mesh, engine: MemoryEngine, servicer: type[WeightSyncService], rule: str
 ) -> None:
     if rule == "weights.artifact":
-        await commit_version(mesh, engine, state(0))
+        await commit_version(mesh, engine)
     server = GrpcServer(ServerConfig(port=0))
     server.add(frames.SERVICE, frames.add_weight_sync, servicer(mesh.hub))
     address = f"127.0.0.1:{await server.start()}"

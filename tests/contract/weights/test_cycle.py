@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from inference_kit import line_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ActivationPolicy, AgentState, Transport, VersionState
-
-
-async def activate(mesh: Any, version: int, **more: Any) -> Any:
-    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=30.0, **more)
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 async def test_engine_serves_each_activated_version_to_the_bit(
-    mesh: Any, engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     mesh.start_agent("e0", engine)
     publisher = mesh.publisher(transport)
     for version in range(4):
-        report = await publisher.publish(version, state(version + 1), "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
-        activation = await activate(mesh, version)
+        report = await publisher.publish(version, make_state(version + 1), "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+        activation = await mesh.activate(version)
         assert activation.version.state is VersionState.COMMITTED
         assert activation.version.traceparent.startswith("00-aaaa")
         (applied,) = activation.engines
@@ -31,40 +27,40 @@ async def test_engine_serves_each_activated_version_to_the_bit(
         assert applied.applied.requests_kept == 3
         assert 0 < applied.applied.pause_s < activation.commit_s < activation.lag_s
         assert engine.version == version
-        assert engine.holds(state(version + 1))
+        assert engine.holds(make_state(version + 1))
         assert await engine.weights_root() == report.root
     (info,) = await mesh.client().list_engines()
     assert (info.engine_id, info.state, info.serving_version, info.routable) == ("e0", AgentState.READY, 3, True)
 
 
-async def test_engine_generates_while_it_prepares_and_pauses_only_to_swap(mesh: Any, engine: Any, state: Any) -> None:
+async def test_engine_generates_while_it_prepares_and_pauses_only_to_swap(mesh: Mesh, engine: MemoryEngine) -> None:
     mesh.start_agent("e0", engine)
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     await mesh.until(lambda: engine.shadow is not None)
     assert engine.history == ["stage 0"]
-    await activate(mesh, 0)
+    await mesh.activate(0)
     assert engine.history == ["stage 0", "pause", "apply 0", "resume"]
 
 
 async def test_engine_that_holds_the_same_root_acknowledges_without_a_transfer(
-    mesh: Any, engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     mesh.start_agent("e0", engine)
-    await mesh.publisher(transport).publish(0, state(0))
-    activation = await activate(mesh, 0)
+    await mesh.publisher(transport).publish(0, make_state(0))
+    activation = await mesh.activate(0)
     assert engine.history == ["adopt 0"]
     assert activation.engines[0].applied.pause_s == 0.0
 
 
 async def test_retention_keeps_the_newest_two_and_deletes_the_bytes_of_older_ones(
-    mesh: Any, engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     mesh.start_agent("e0", engine)
     publisher = mesh.publisher(transport)
     artifacts = []
     for version in range(4):
-        artifacts.append((await publisher.publish(version, state(version + 1))).artifact_id)
-        await activate(mesh, version)
+        artifacts.append((await publisher.publish(version, make_state(version + 1))).artifact_id)
+        await mesh.activate(version)
     await mesh.until(lambda: len(list((mesh.folder / "weight_hub" / "artifacts").iterdir())) == 2)
     kept = {folder.name for folder in (mesh.folder / "weight_hub" / "artifacts").iterdir()}
     assert kept == set(artifacts[2:])
@@ -77,14 +73,14 @@ async def test_retention_keeps_the_newest_two_and_deletes_the_bytes_of_older_one
 
 
 async def test_late_engine_goes_straight_to_the_newest_committed_version(
-    mesh: Any, engine: Any, new_engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     mesh.start_agent("e0", engine)
     publisher = mesh.publisher(transport)
     for version in range(3):
-        await publisher.publish(version, state(version + 1))
-        await activate(mesh, version)
-    late = new_engine(9)
+        await publisher.publish(version, make_state(version + 1))
+        await mesh.activate(version)
+    late = MemoryEngine(make_state(9))
     mesh.start_agent("late", late)
     await mesh.until(lambda: late.version == 2)
     assert late.history == ["stage 2", "pause", "apply 2", "resume"]
@@ -92,9 +88,9 @@ async def test_late_engine_goes_straight_to_the_newest_committed_version(
 
 
 async def test_engine_that_needs_longer_than_the_trainer_serves_what_it_began_and_then_the_newest(
-    mesh: Any, engine: Any, new_engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
-    slow = new_engine(5)
+    slow = MemoryEngine(make_state(5))
     may_stage = asyncio.Event()
 
     async def wait_for_it() -> None:
@@ -106,7 +102,7 @@ async def test_engine_that_needs_longer_than_the_trainer_serves_what_it_began_an
     await mesh.until_registered(2)
     publisher, client = mesh.publisher(Transport.FILESYSTEM), mesh.client()
     for version in range(4):
-        await publisher.publish(version, state(version + 1))
+        await publisher.publish(version, make_state(version + 1))
         await client.activate_version(run_id="run", version=version, min_ready=1, prepare_deadline_s=30.0)
         await mesh.until(lambda: (target := line_of(slow_agent).target) is not None and target.committed)
     may_stage.set()
@@ -114,10 +110,8 @@ async def test_engine_that_needs_longer_than_the_trainer_serves_what_it_began_an
     assert [done for done in slow.history if done.startswith("apply")] == ["apply 0", "apply 3"]
 
 
-async def test_gang_resumes_only_when_every_engine_has_applied(
-    mesh: Any, engine: Any, new_engine: Any, state: Any
-) -> None:
-    slow = new_engine(5)
+async def test_gang_resumes_only_when_every_engine_has_applied(mesh: Mesh, engine: MemoryEngine) -> None:
+    slow = MemoryEngine(make_state(5))
     may_apply = asyncio.Event()
 
     async def wait_for_it() -> None:
@@ -127,8 +121,8 @@ async def test_gang_resumes_only_when_every_engine_has_applied(
     mesh.start_agent("fast", engine)
     mesh.start_agent("slow", slow)
     await mesh.until_registered(2)
-    await mesh.publisher(Transport.FILESYSTEM).publish(0, state(1))
-    activation = asyncio.create_task(activate(mesh, 0, policy=ActivationPolicy.GANG))
+    await mesh.publisher(Transport.FILESYSTEM).publish(0, make_state(1))
+    activation = asyncio.create_task(mesh.activate(0, policy=ActivationPolicy.GANG))
     await mesh.until(lambda: engine.version == 0)
     await asyncio.sleep(0.1)
     assert engine.paused
@@ -139,10 +133,8 @@ async def test_gang_resumes_only_when_every_engine_has_applied(
     assert reports["fast"].pause_s >= 0.1
 
 
-async def test_rolling_commit_lets_each_engine_resume_on_its_own(
-    mesh: Any, engine: Any, new_engine: Any, state: Any
-) -> None:
-    slow = new_engine(5)
+async def test_rolling_commit_lets_each_engine_resume_on_its_own(mesh: Mesh, engine: MemoryEngine) -> None:
+    slow = MemoryEngine(make_state(5))
     may_apply = asyncio.Event()
 
     async def wait_for_it() -> None:
@@ -152,8 +144,8 @@ async def test_rolling_commit_lets_each_engine_resume_on_its_own(
     mesh.start_agent("fast", engine)
     mesh.start_agent("slow", slow)
     await mesh.until_registered(2)
-    await mesh.publisher(Transport.FILESYSTEM).publish(0, state(1))
-    activation = asyncio.create_task(activate(mesh, 0))
+    await mesh.publisher(Transport.FILESYSTEM).publish(0, make_state(1))
+    activation = asyncio.create_task(mesh.activate(0))
     await mesh.until(lambda: engine.version == 0 and not engine.paused)
     assert not activation.done()
     may_apply.set()
@@ -161,7 +153,7 @@ async def test_rolling_commit_lets_each_engine_resume_on_its_own(
 
 
 async def test_a_hub_that_drains_finishes_its_commit_and_takes_nothing_new(
-    mesh: Any, engine: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, engine: MemoryEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, applying, real = asyncio.Event(), asyncio.Event(), engine.apply
 
@@ -172,11 +164,11 @@ async def test_a_hub_that_drains_finishes_its_commit_and_takes_nothing_new(
 
     monkeypatch.setattr(engine, "apply", held)
     mesh.start_agent("e0", engine)
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
-    activating = asyncio.create_task(activate(mesh, 0))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
+    activating = asyncio.create_task(mesh.activate(0))
     await applying.wait()
     draining = asyncio.create_task(mesh.hub.drain(None))
-    for refused in (lambda: activate(mesh, 0), lambda: mesh.publisher(Transport.STREAM).publish(1, state(2))):
+    for refused in (lambda: mesh.activate(0), lambda: mesh.publisher(Transport.STREAM).publish(1, make_state(2))):
         with pytest.raises(MeshError) as error:
             await refused()
         assert error.value.reason is Reason.DRAINING

@@ -10,17 +10,18 @@ import pytest
 from meshrl.inference.engine import CollectiveSupport
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import ActivationPolicy, Transport
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 async def broken(*arguments: Any) -> Any:
     raise RuntimeError("a defect")
 
 
-async def test_agent_ends_when_its_engine_cannot_go_on_after_a_held_swap(mesh: Any, engine: Any, state: Any) -> None:
+async def test_agent_ends_when_its_engine_cannot_go_on_after_a_held_swap(mesh: Mesh, engine: MemoryEngine) -> None:
     mesh.start_agent("e0", engine)
     await mesh.until_registered()
     engine.resume = broken
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     activating = asyncio.create_task(
         mesh.client().activate_version(
             run_id="run", version=0, policy=ActivationPolicy.GANG, min_ready=1, prepare_deadline_s=20.0
@@ -33,7 +34,7 @@ async def test_agent_ends_when_its_engine_cannot_go_on_after_a_held_swap(mesh: A
     await asyncio.wait({activating})
 
 
-async def test_hub_hears_of_a_defect_while_an_engine_joins_a_group(mesh: Any, engine: Any) -> None:
+async def test_hub_hears_of_a_defect_while_an_engine_joins_a_group(mesh: Mesh, engine: MemoryEngine) -> None:
     engine.collective = CollectiveSupport(ranks=1, backend="gloo")
     engine.join_group = broken
     mesh.start_agent("e0", engine)

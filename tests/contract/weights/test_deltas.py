@@ -14,6 +14,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, Chunk, FoundVersion, Transport, VersionKind
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 State = dict[str, torch.Tensor]
 VERSIONS, ANCHOR_EVERY = 40, 15
@@ -22,17 +23,17 @@ FULL_BYTES = 2 * (97 * 33 + 61 * 127 + 33)
 
 
 @pytest.fixture
-def first(state: Callable[..., State]) -> State:
+def first() -> State:
     """The weights of the first version."""
-    return state(0, dtype=torch.bfloat16)
+    return make_state(0, dtype=torch.bfloat16)
 
 
 @pytest.fixture(params=["image", "patched"])
-def make_engine(request: pytest.FixtureRequest, new_engine: Callable[..., Any]) -> Callable[[], Any]:
+def make_engine(request: pytest.FixtureRequest) -> Callable[[], MemoryEngine]:
     """Engines that serve such weights; deltas apply to a copy on their host, or to what they serve."""
 
-    def make() -> Any:
-        engine = new_engine(7, dtype=torch.bfloat16)
+    def make() -> MemoryEngine:
+        engine = MemoryEngine(make_state(7, dtype=torch.bfloat16))
         engine.patches = engine.stages_from_files = request.param == "patched"
         return engine
 
@@ -54,7 +55,7 @@ async def serve(client: WeightSyncClient, version: int, *, min_ready: int = 1) -
     return await client.activate_version(run_id="run", version=version, min_ready=min_ready, prepare_deadline_s=60.0)
 
 
-def flip_base(agent: WeightAgent, engine: Any, at: int) -> None:
+def flip_base(agent: WeightAgent, engine: MemoryEngine, at: int) -> None:
     """Flips a bit in what the next delta leads from."""
     if engine.patches:
         embed = engine.live["model.embed.weight"].view(-1)
@@ -71,7 +72,11 @@ async def way(client: WeightSyncClient, version: int, held_root: bytes = b"") ->
 
 @pytest.mark.parametrize("transport", WAYS)
 async def test_chained_deltas_with_flips_on_the_wire_and_in_memory_are_served_to_the_bit(
-    mesh: Any, first: State, make_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, transport: Transport
+    mesh: Mesh,
+    first: State,
+    make_engine: Callable[[], MemoryEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    transport: Transport,
 ) -> None:
     state = first
     engine, late = make_engine(), make_engine()
@@ -113,7 +118,7 @@ async def test_chained_deltas_with_flips_on_the_wire_and_in_memory_are_served_to
 
 @pytest.mark.parametrize("transport", WAYS)
 async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions_one_delta(
-    mesh: Any, first: State, make_engine: Callable[[], Any], transport: Transport
+    mesh: Mesh, first: State, make_engine: Callable[[], MemoryEngine], transport: Transport
 ) -> None:
     publisher, client = mesh.publisher(transport, anchor_every=64), mesh.client()
     engine = make_engine()
@@ -150,7 +155,12 @@ async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions
 @pytest.mark.parametrize("transport", WAYS)
 @pytest.mark.parametrize("from_files", [False, True])
 async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_comes(
-    mesh: Any, first: State, make_engine: Callable[[], Any], from_files: bool, tmp_path: Path, transport: Transport
+    mesh: Mesh,
+    first: State,
+    make_engine: Callable[[], MemoryEngine],
+    from_files: bool,
+    tmp_path: Path,
+    transport: Transport,
 ) -> None:
     publisher, client = mesh.publisher(transport, anchor_every=64), mesh.client()
     engine = make_engine()
@@ -196,7 +206,7 @@ async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_com
 
 
 async def test_a_publishers_files_stay_as_long_as_a_delta_leads_on_from_them(
-    mesh: Any, first: State, make_engine: Callable[[], Any]
+    mesh: Mesh, first: State, make_engine: Callable[[], MemoryEngine]
 ) -> None:
     publisher, client = mesh.publisher(Transport.FILESYSTEM, anchor_every=5), mesh.client()
     mesh.start_agent("e", make_engine())
@@ -216,7 +226,7 @@ async def test_a_publishers_files_stay_as_long_as_a_delta_leads_on_from_them(
 
 
 async def test_bytes_that_changed_in_the_spool_are_not_served_and_the_next_version_comes_in_full(
-    mesh: Any, first: State, make_engine: Callable[[], Any]
+    mesh: Mesh, first: State, make_engine: Callable[[], MemoryEngine]
 ) -> None:
     publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
     state = first
@@ -241,7 +251,7 @@ async def test_bytes_that_changed_in_the_spool_are_not_served_and_the_next_versi
     assert late.holds(state)
 
 
-async def test_a_delta_that_would_not_pay_or_that_leads_from_nowhere_is_not_sent(mesh: Any, first: State) -> None:
+async def test_a_delta_that_would_not_pay_or_that_leads_from_nowhere_is_not_sent(mesh: Mesh, first: State) -> None:
     publisher = mesh.publisher(Transport.STREAM, anchor_every=64)
     state = first
     await publisher.publish(0, state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
 
 import torch
 
@@ -13,12 +12,13 @@ from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams
 from meshrl.models.state import hf_state
 from meshrl.wire.types import Transport, VersionSpan
+from weight_mesh import Mesh
 
 LONG = {"max_position_embeddings": 8192, "initializer_range": 0.02}
 
 
 async def test_request_in_flight_is_kept_across_a_commit_and_says_which_version_sampled_what(
-    mesh: Any, transport: Transport
+    mesh: Mesh, transport: Transport
 ) -> None:
     torch.set_num_threads(1)
     served, trained = make_model(0, **LONG), make_model(1, **LONG)

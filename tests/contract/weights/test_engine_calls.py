@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from meshrl.inference.http.app import InferenceServer
 from meshrl.weights.engine_calls import EngineCaller
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Transport
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 DEADLINE_S = 60.0
 KEY = "a-key"
@@ -31,7 +32,7 @@ KEY = "a-key"
 class Kept:
     """An engine behind its server, and what follows for it."""
 
-    def __init__(self, engine: Any, *, away_s: float) -> None:
+    def __init__(self, engine: MemoryEngine, *, away_s: float) -> None:
         self.engine = engine
         engine.max_model_len, engine.draining, engine.logprobs_mode = 8, False, "processed_logprobs"
         engine.leave_group, engine.stats = self._leave_group, _stats
@@ -60,9 +61,9 @@ def _stats() -> EngineStats:
 
 
 @pytest.fixture
-async def kept(request: pytest.FixtureRequest, new_engine: Callable[[int], Any]) -> AsyncIterator[Kept]:
+async def kept(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
     """Its parameter is how long it lets a hub be away."""
-    kept = Kept(new_engine(7), away_s=getattr(request, "param", 0.5))
+    kept = Kept(MemoryEngine(make_state(7)), away_s=getattr(request, "param", 0.5))
     await kept.runner.setup()
     site = web.TCPSite(kept.runner, "127.0.0.1", 0)
     await site.start()
@@ -77,15 +78,15 @@ async def kept(request: pytest.FixtureRequest, new_engine: Callable[[int], Any])
 
 
 @pytest.fixture
-async def second_mesh(mesh: Any, tmp_path: Path) -> AsyncIterator[Any]:
-    second = type(mesh)(tmp_path / "second")
+async def second_mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    second = Mesh(tmp_path / "second")
     await second.start_hub()
     yield second
     await second.close()
 
 
 @pytest.fixture
-def lines() -> Any:
+def lines() -> Iterator[list[str]]:
     """What is logged."""
     heard: list[str] = []
     sink = logger.add(heard.append, format="{level} {message}", level="INFO")
@@ -94,7 +95,7 @@ def lines() -> Any:
 
 
 @asynccontextmanager
-async def calling(mesh: Any, *urls: str, key: str = KEY, token: str | None = None) -> AsyncIterator[None]:
+async def calling(mesh: Mesh, *urls: str, key: str = KEY, token: str | None = None) -> AsyncIterator[None]:
     stop = asyncio.Event()
     caller = EngineCaller(
         urls, host="127.0.0.1", port=mesh.port, api_key=key, token=token, every_s=0.05,
@@ -106,7 +107,7 @@ async def calling(mesh: Any, *urls: str, key: str = KEY, token: str | None = Non
     await asyncio.wait_for(task, DEADLINE_S)
 
 
-async def test_what_speaks_no_http_is_called_again(mesh: Any, lines: list[str]) -> None:
+async def test_what_speaks_no_http_is_called_again(mesh: Mesh, lines: list[str]) -> None:
     async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-other\r\n")
         writer.close()
@@ -118,7 +119,7 @@ async def test_what_speaks_no_http_is_called_again(mesh: Any, lines: list[str]) 
 
 
 async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
-    mesh: Any, second_mesh: Any, kept: Kept, state: Any, lines: list[str]
+    mesh: Mesh, second_mesh: Mesh, kept: Kept, lines: list[str]
 ) -> None:
     """Both runs have a version 1: that of the first is not taken for that of the second."""
     for number, hub in enumerate((mesh, second_mesh)):
@@ -127,9 +128,9 @@ async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
             await hub.until_registered()
             assert [engine.url for engine in hub.hub.list_engines("")] == [kept.url]
             assert not any(engine.routable for engine in hub.hub.list_engines(""))  # it holds another run's weights
-            await publisher.publish(1, state(number))
+            await publisher.publish(1, make_state(number))
             await hub.client().activate_version(run_id="run", version=1, prepare_deadline_s=DEADLINE_S)
-            assert kept.engine.holds(state(number))
+            assert kept.engine.holds(make_state(number))
             assert [engine.routable for engine in hub.hub.list_engines("")] == [True]
             answer = await kept.version()
             assert (answer["version"], answer["hub"], answer["hub_is_there"]) == (1, f"127.0.0.1:{hub.port}", True)
@@ -141,7 +142,7 @@ async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
 
 
 async def test_a_hub_does_not_take_an_engine_from_another_that_is_there(
-    mesh: Any, second_mesh: Any, kept: Kept, lines: list[str]
+    mesh: Mesh, second_mesh: Mesh, kept: Kept, lines: list[str]
 ) -> None:
     async with calling(mesh, kept.url):
         await mesh.until_registered()
@@ -155,20 +156,20 @@ async def test_a_hub_does_not_take_an_engine_from_another_that_is_there(
     assert kept.follower.hub == f"127.0.0.1:{second_mesh.port}"
 
 
-async def test_a_hub_that_was_started_again_is_followed_on(mesh: Any, kept: Kept, state: Any) -> None:
+async def test_a_hub_that_was_started_again_is_followed_on(mesh: Mesh, kept: Kept) -> None:
     async with calling(mesh, kept.url):
         await mesh.until_registered()
         await mesh.kill_hub()
         await mesh.start_hub()
         await mesh.until_registered()
-        await mesh.publisher(Transport.STREAM).publish(1, state(1))
+        await mesh.publisher(Transport.STREAM).publish(1, make_state(1))
         await mesh.client().activate_version(run_id="run", version=1, prepare_deadline_s=DEADLINE_S)
-    assert kept.engine.holds(state(1))
+    assert kept.engine.holds(make_state(1))
 
 
 @pytest.mark.parametrize("kept", [600.0], indirect=True)
 async def test_a_hub_at_the_same_address_that_wants_another_token_is_followed_at_once(
-    mesh: Any, kept: Kept, tmp_path: Path
+    mesh: Mesh, kept: Kept, tmp_path: Path
 ) -> None:
     """It was started again, or is that of the next run: the token of the one before counts no more."""
     trust = TrustFile(tmp_path / "credentials" / "trust.sqlite")
@@ -182,7 +183,7 @@ async def test_a_hub_at_the_same_address_that_wants_another_token_is_followed_at
             await mesh.until_registered()
 
 
-async def test_who_cannot_follow_is_named_once(mesh: Any, kept: Kept, lines: list[str]) -> None:
+async def test_who_cannot_follow_is_named_once(mesh: Mesh, kept: Kept, lines: list[str]) -> None:
     async def version(_request: web.Request) -> web.Response:
         return web.json_response({"version": "0.11"})
 

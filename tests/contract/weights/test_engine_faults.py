@@ -24,6 +24,7 @@ from meshrl.versions.layout import dtype_name
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Transport, VersionState
+from weight_mesh import Mesh
 
 LIMIT_S = 60.0
 AHEAD = (AgentState.PREPARED, AgentState.APPLYING)
@@ -104,7 +105,7 @@ async def engine_under_test() -> AsyncIterator[Callable[[], Awaitable[Engine]]]:
 class Trainer:
     """Publishes whole versions over one transport, as a trainer of one epoch does."""
 
-    mesh: Any
+    mesh: Mesh
     transport: Transport
     epoch: int = 1
     senders: GroupSenders | None = None
@@ -174,14 +175,14 @@ async def _send(senders: GroupSenders, parcel: Parcel, chosen: tuple[int, ...]) 
 
 
 @pytest.fixture(params=list(Transport), ids=lambda transport: transport.value)
-def trainer(mesh: Any, request: pytest.FixtureRequest) -> Iterator[Trainer]:
+def trainer(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[Trainer]:
     made = Trainer(mesh=mesh, transport=request.param)
     yield made
     made.die()
 
 
 @pytest.fixture
-async def start(mesh: Any, engine_under_test: Any) -> AsyncIterator[Start]:
+async def start(mesh: Mesh, engine_under_test: Any) -> AsyncIterator[Start]:
     """Starts engines with agents under the mesh; the test has a deadline."""
 
     async def begin(engine_id: str) -> GatedEngine:
@@ -195,7 +196,7 @@ async def start(mesh: Any, engine_under_test: Any) -> AsyncIterator[Start]:
         yield begin
 
 
-async def kill(mesh: Any, engine_id: str, engine: GatedEngine) -> None:
+async def kill(mesh: Mesh, engine_id: str, engine: GatedEngine) -> None:
     """The engine and its agent are gone, in the middle of whatever they do."""
     dying = asyncio.create_task(mesh.kill_agent(engine_id))
     for task in list(engine.agent._tasks):  # a process that dies finishes nothing
@@ -213,7 +214,7 @@ async def whole(engine: GatedEngine, *versions: int) -> bool:
 
 @pytest.mark.parametrize("moment", ["fetching", "prepared", "applying"])
 async def test_engine_killed_at_any_moment_leaves_nothing_torn_and_the_next_one_catches_up(
-    mesh: Any, start: Start, trainer: Trainer, moment: str
+    mesh: Mesh, start: Start, trainer: Trainer, moment: str
 ) -> None:
     engine = await start("e0")
     await trainer.publish(0)
@@ -249,7 +250,7 @@ async def test_engine_killed_at_any_moment_leaves_nothing_torn_and_the_next_one_
     assert [info.routable for info in await mesh.client().list_engines()] == [True]
 
 
-async def test_sender_that_dies_in_the_middle_costs_one_version(mesh: Any, start: Start) -> None:
+async def test_sender_that_dies_in_the_middle_costs_one_version(mesh: Mesh, start: Start) -> None:
     engine, trainer = await start("e0"), Trainer(mesh=mesh, transport=Transport.NCCL)
     await trainer.publish(0)
     await trainer.activate(0)
@@ -276,7 +277,7 @@ async def test_sender_that_dies_in_the_middle_costs_one_version(mesh: Any, start
     restarted.die()
 
 
-async def test_damage_in_a_group_is_refused_and_the_version_sent_again(mesh: Any, start: Start) -> None:
+async def test_damage_in_a_group_is_refused_and_the_version_sent_again(mesh: Mesh, start: Start) -> None:
     engine, trainer = await start("e0"), Trainer(mesh=mesh, transport=Transport.NCCL)
     await trainer.publish(0)
     await trainer.activate(0)
@@ -292,7 +293,7 @@ async def test_damage_in_a_group_is_refused_and_the_version_sent_again(mesh: Any
 
 @pytest.mark.parametrize("damage", ["lost", "doubled", "corrupted", "cut off"])
 async def test_chunks_damaged_on_the_way_are_fetched_again(
-    mesh: Any, start: Start, monkeypatch: pytest.MonkeyPatch, damage: str
+    mesh: Mesh, start: Start, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     engine, trainer = await start("e0"), Trainer(mesh=mesh, transport=Transport.STREAM)
     fetch, calls = WeightSyncClient.fetch, []
@@ -328,7 +329,7 @@ async def test_chunks_damaged_on_the_way_are_fetched_again(
 
 
 async def test_slow_engine_of_a_gang_is_waited_for_and_all_resume_together(
-    mesh: Any, start: Start, trainer: Trainer
+    mesh: Mesh, start: Start, trainer: Trainer
 ) -> None:
     fast, slow = await start("fast"), await start("slow")
     await trainer.publish(0)
@@ -350,7 +351,7 @@ async def test_slow_engine_of_a_gang_is_waited_for_and_all_resume_together(
 
 
 async def test_engine_of_a_gang_that_is_killed_does_not_hold_up_the_other(
-    mesh: Any, start: Start, trainer: Trainer
+    mesh: Mesh, start: Start, trainer: Trainer
 ) -> None:
     steady, killed = await start("steady"), await start("killed")
     await trainer.publish(0)
@@ -366,7 +367,7 @@ async def test_engine_of_a_gang_that_is_killed_does_not_hold_up_the_other(
     assert await whole(killed, 0)
 
 
-async def test_weights_loaded_by_hand_are_noticed_and_the_hubs_version_comes_back(mesh: Any, start: Start) -> None:
+async def test_weights_loaded_by_hand_are_noticed_and_the_hubs_version_comes_back(mesh: Mesh, start: Start) -> None:
     engine, trainer = await start("e0"), Trainer(mesh=mesh, transport=Transport.STREAM)
     await trainer.publish(0)
     await trainer.activate(0)

@@ -18,14 +18,10 @@ from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Transport, VersionState
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
-async def activate(mesh: Any, version: int, **more: Any) -> Any:
-    wait_s = more.pop("prepare_deadline_s", 5.0)
-    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=wait_s, **more)
-
-
-def flip_a_byte(mesh: Any, transport: Transport, version: int, artifact: str) -> None:
+def flip_a_byte(mesh: Mesh, transport: Transport, version: int, artifact: str) -> None:
     """Changes one payload byte at rest, where the transport keeps it."""
     if transport is Transport.STREAM:
         path = mesh.folder / "weight_hub" / "artifacts" / artifact / "payload"
@@ -39,59 +35,59 @@ def flip_a_byte(mesh: Any, transport: Transport, version: int, artifact: str) ->
 
 
 async def test_corrupt_version_is_refused_old_one_served_and_next_one_goes_through(
-    mesh: Any, engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport)
     agent = mesh.start_agent("e0", engine)
-    await publisher.publish(0, state(1))
-    await activate(mesh, 0)
+    await publisher.publish(0, make_state(1))
+    await mesh.activate(0)
     await mesh.kill_agent("e0")  # so that it prepares version 1 only after the damage
 
-    report = await publisher.publish(1, state(2))
+    report = await publisher.publish(1, make_state(2))
     flip_a_byte(mesh, transport, 1, report.artifact_id)
     agent = mesh.start_agent("e0", engine)
     await mesh.until(lambda: any(one.last_fault is not None for one in mesh.hub.list_engines("")))
     fault = mesh.hub.list_engines("")[0].last_fault
     assert fault.reason == Reason.DIGEST_MISMATCH.name
     with pytest.raises(MeshError, match="e0 refused it") as caught:
-        await activate(mesh, 1)
+        await mesh.activate(1)
     assert caught.value.reason is Reason.ENGINES_NOT_READY
     assert caught.value.metadata == {"e0": "DIGEST_MISMATCH"}
     assert engine.version == 0
-    assert engine.holds(state(1))
+    assert engine.holds(make_state(1))
     assert not engine.paused
     (info,) = await mesh.client().list_engines()
     assert (info.state, info.serving_version, info.routable) == (AgentState.READY, 0, True)
     assert mesh.hub.coordinator.line("run").find(1).state is VersionState.SEALED
 
-    await publisher.publish(2, state(3))
-    await activate(mesh, 2)
+    await publisher.publish(2, make_state(3))
+    await mesh.activate(2)
     assert engine.version == 2
-    assert engine.holds(state(3))
+    assert engine.holds(make_state(3))
     assert line_of(agent).version == 2
     assert mesh.hub.coordinator.line("run").find(1).state is VersionState.ABORTED
 
 
 async def test_damaged_version_can_be_published_again_under_a_new_artifact(
-    mesh: Any, engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport)
-    first = await publisher.publish(0, state(1))
+    first = await publisher.publish(0, make_state(1))
     flip_a_byte(mesh, transport, 0, first.artifact_id)
     mesh.start_agent("e0", engine)
     await mesh.until_registered()
     with pytest.raises(MeshError, match="DIGEST_MISMATCH"):
-        await activate(mesh, 0)
+        await mesh.activate(0)
     client = mesh.client()
     dropped = await client.abort_version(run_id="run", epoch=1, version=0, message="damaged")
     assert dropped.state is VersionState.ABORTED
-    again = await publisher.publish(0, state(2))
+    again = await publisher.publish(0, make_state(2))
     assert again.artifact_id != first.artifact_id
-    await activate(mesh, 0)
-    assert engine.holds(state(2))
+    await mesh.activate(0)
+    assert engine.holds(make_state(2))
 
 
-async def test_seal_refuses_files_that_changed_after_they_were_hashed(mesh: Any, state: Any) -> None:
+async def test_seal_refuses_files_that_changed_after_they_were_hashed(mesh: Mesh) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM)
     client, stage = mesh.client(), publisher.client.create_version
 
@@ -102,7 +98,7 @@ async def test_seal_refuses_files_that_changed_after_they_were_hashed(mesh: Any,
 
     publisher.client.create_version = damage_then_stage
     with pytest.raises(MeshError, match="changed at rest") as caught:
-        await publisher.publish(0, state(1))
+        await publisher.publish(0, make_state(1))
     assert caught.value.reason is Reason.DIGEST_MISMATCH
     with pytest.raises(MeshError) as unsealed:
         await client.activate_version(run_id="run", version=0, prepare_deadline_s=1.0)
@@ -110,53 +106,53 @@ async def test_seal_refuses_files_that_changed_after_they_were_hashed(mesh: Any,
 
 
 async def test_engine_damaged_after_the_decision_leaves_the_pool_until_a_newer_version(
-    mesh: Any, engine: Any, new_engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
     publisher = mesh.publisher(Transport.STREAM)
     mesh.start_agent("sound", engine)
     await mesh.until_registered()
-    report = await publisher.publish(0, state(1))
-    await activate(mesh, 0)
+    report = await publisher.publish(0, make_state(1))
+    await mesh.activate(0)
     flip_a_byte(mesh, Transport.STREAM, 0, report.artifact_id)
-    late = new_engine(7)
+    late = MemoryEngine(make_state(7))
     mesh.start_agent("late", late)
     await mesh.until(
         lambda: len(mesh.hub.list_engines("")) == 2 and mesh.hub.list_engines("")[1].last_fault is not None
     )
     routable = {info.engine_id: info.routable for info in await mesh.client().list_engines()}
     assert routable == {"sound": True, "late": False}
-    await publisher.publish(1, state(2))
-    await activate(mesh, 1)
+    await publisher.publish(1, make_state(2))
+    await mesh.activate(1)
     await mesh.until(lambda: late.version == 1 and all(info.routable for info in mesh.hub.list_engines("")))
-    assert late.holds(state(2))
+    assert late.holds(make_state(2))
 
 
 async def test_version_that_was_decided_and_then_lost_does_not_stop_the_next_one(
-    mesh: Any, engine: Any, new_engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport)
     mesh.start_agent("e0", engine)
-    report = await publisher.publish(0, state(1))
-    await activate(mesh, 0)
+    report = await publisher.publish(0, make_state(1))
+    await mesh.activate(0)
     await mesh.kill_agent("e0")
     flip_a_byte(mesh, transport, 0, report.artifact_id)
-    restarted = new_engine(7)  # the only engine, and what it should serve is damaged
+    restarted = MemoryEngine(make_state(7))  # the only engine, and what it should serve is damaged
     mesh.start_agent("e0", restarted)
     await mesh.until(lambda: any(one.last_fault is not None for one in mesh.hub.list_engines("")))
-    await publisher.publish(1, state(2))
-    await activate(mesh, 1)
-    assert restarted.holds(state(2))
+    await publisher.publish(1, make_state(2))
+    await mesh.activate(1)
+    assert restarted.holds(make_state(2))
     assert mesh.hub.list_engines("")[0].routable
 
 
-async def test_torn_engine_serves_nothing_until_it_is_seeded_again(mesh: Any, engine: Any, state: Any) -> None:
+async def test_torn_engine_serves_nothing_until_it_is_seeded_again(mesh: Mesh, engine: MemoryEngine) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM)
     mesh.start_agent("e0", engine)
-    await publisher.publish(0, state(1))
-    await activate(mesh, 0)
+    await publisher.publish(0, make_state(1))
+    await mesh.activate(0)
     engine.fail_apply = True
-    await publisher.publish(1, state(2))
-    commit = asyncio.create_task(activate(mesh, 1))
+    await publisher.publish(1, make_state(2))
+    commit = asyncio.create_task(mesh.activate(1))
     await mesh.until(lambda: mesh.hub.list_engines("")[0].state is AgentState.POISONED)
     (info,) = mesh.hub.list_engines("")
     assert not info.routable
@@ -165,73 +161,71 @@ async def test_torn_engine_serves_nothing_until_it_is_seeded_again(mesh: Any, en
     assert engine.paused
     activation = await commit  # the decision goes forward: the same version is seeded again
     assert activation.version.state is VersionState.COMMITTED
-    assert engine.holds(state(2))
+    assert engine.holds(make_state(2))
     assert not engine.paused
     assert mesh.hub.list_engines("")[0].routable
 
 
 async def test_agent_killed_between_prepare_and_commit_comes_back_and_catches_up(
-    mesh: Any, engine: Any, new_engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport)
     mesh.start_agent("steady", engine)
-    killed = new_engine(5)
+    killed = MemoryEngine(make_state(5))
     mesh.start_agent("killed", killed)
     await mesh.until_registered(2)
-    await publisher.publish(0, state(1))
+    await publisher.publish(0, make_state(1))
     await mesh.until(lambda: killed.shadow is not None)
     await mesh.kill_agent("killed")
     await mesh.until(lambda: len(mesh.hub.list_engines("")) == 1)  # its lease expired
-    await activate(mesh, 0)
+    await mesh.activate(0)
     assert killed.version is None
-    restarted = new_engine(5)
+    restarted = MemoryEngine(make_state(5))
     mesh.start_agent("killed", restarted)
     await mesh.until(lambda: restarted.version == 0)
-    assert restarted.holds(state(1))
+    assert restarted.holds(make_state(1))
     await mesh.until(lambda: all(info.routable for info in mesh.hub.list_engines("")))
 
 
 async def test_lease_that_expires_drops_the_engine_and_activation_goes_on_without_it(
-    mesh: Any, engine: Any, new_engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
     mesh.start_agent("steady", engine)
-    mesh.start_agent("silent", new_engine(5))
+    mesh.start_agent("silent", MemoryEngine(make_state(5)))
     await mesh.until_registered(2)
     await mesh.kill_agent("silent")
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
-    activation = await activate(mesh, 0)
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
+    activation = await mesh.activate(0)
     assert [report.engine_id for report in activation.engines] == ["steady"]
     assert [info.engine_id for info in await mesh.client().list_engines()] == ["steady"]
 
 
 async def test_restarted_hub_replays_its_log_and_goes_forward(
-    mesh: Any, engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport)
     mesh.start_agent("e0", engine)
-    await publisher.publish(0, state(1))
-    first = await activate(mesh, 0)
-    await publisher.publish(1, state(2))
+    await publisher.publish(0, make_state(1))
+    first = await mesh.activate(0)
+    await publisher.publish(1, make_state(2))
     await mesh.kill_hub()
     await mesh.start_hub()
     states = {r.version: r.state for r in mesh.hub.coordinator.line("run").records.values()}
     assert states == {0: VersionState.COMMITTED, 1: VersionState.SEALED}
-    assert await activate(mesh, 0) == first
+    assert await mesh.activate(0) == first
     with pytest.raises(MeshError) as stale:
-        await mesh.publisher(transport, epoch=0 + 1).publish(0, state(9))
+        await mesh.publisher(transport, epoch=0 + 1).publish(0, make_state(9))
     assert stale.value.reason is Reason.VERSION_CONFLICT
-    activation = await activate(mesh, 1)
+    activation = await mesh.activate(1)
     assert engine.version == 1
-    assert engine.holds(state(2))
+    assert engine.holds(make_state(2))
     assert activation.engines[0].applied.version == 1
-    await publisher.publish(2, state(3))
-    await activate(mesh, 2)
-    assert engine.holds(state(3))
+    await publisher.publish(2, make_state(3))
+    await mesh.activate(2)
+    assert engine.holds(make_state(3))
 
 
-async def test_hub_killed_right_after_a_decision_finishes_it_when_it_is_back(
-    mesh: Any, engine: Any, state: Any
-) -> None:
+async def test_hub_killed_right_after_a_decision_finishes_it_when_it_is_back(mesh: Mesh, engine: MemoryEngine) -> None:
     hang = asyncio.Event()
 
     async def wait_for_it() -> None:
@@ -239,73 +233,73 @@ async def test_hub_killed_right_after_a_decision_finishes_it_when_it_is_back(
 
     engine.before_apply = wait_for_it
     mesh.start_agent("e0", engine)
-    await mesh.publisher(Transport.FILESYSTEM).publish(0, state(1))
-    commit = asyncio.create_task(activate(mesh, 0))
+    await mesh.publisher(Transport.FILESYSTEM).publish(0, make_state(1))
+    commit = asyncio.create_task(mesh.activate(0))
     await mesh.until(lambda: "pause" in engine.history)
     await mesh.kill_hub()
     await mesh.start_hub()
     assert mesh.hub.coordinator.line("run").find(0).state is VersionState.COMMITTING
     hang.set()
-    activation = await activate(mesh, 0)
+    activation = await mesh.activate(0)
     assert activation.version.state is VersionState.COMMITTED
     assert activation.engines[0].applied.pause_s > 0
-    assert engine.holds(state(1))
+    assert engine.holds(make_state(1))
     await asyncio.wait({commit})  # the first caller lost its hub, or was answered by the new one
     assert engine.history.count("apply 0") == 1
 
 
-async def test_same_commit_twice_returns_the_first_answer(mesh: Any, engine: Any, state: Any) -> None:
+async def test_same_commit_twice_returns_the_first_answer(mesh: Mesh, engine: MemoryEngine) -> None:
     mesh.start_agent("e0", engine)
     publisher = mesh.publisher(Transport.FILESYSTEM)
-    await publisher.publish(0, state(1))
-    first, joined = await asyncio.gather(activate(mesh, 0), activate(mesh, 0))
+    await publisher.publish(0, make_state(1))
+    first, joined = await asyncio.gather(mesh.activate(0), mesh.activate(0))
     assert first == joined
-    await publisher.publish(1, state(2))
-    await activate(mesh, 1)
-    assert await activate(mesh, 0) == first
+    await publisher.publish(1, make_state(2))
+    await mesh.activate(1)
+    assert await mesh.activate(0) == first
     assert engine.version == 1
     assert engine.history.count("apply 0") == 1
 
 
-async def test_stale_epoch_is_refused_everywhere(mesh: Any, engine: Any, state: Any, transport: Transport) -> None:
+async def test_stale_epoch_is_refused_everywhere(mesh: Mesh, engine: MemoryEngine, transport: Transport) -> None:
     mesh.start_agent("e0", engine)
     old = mesh.publisher(transport, epoch=1)
-    report = await old.publish(3, state(1))
-    await activate(mesh, 3)
-    await mesh.publisher(transport, epoch=2).publish(2, state(2))
+    report = await old.publish(3, make_state(1))
+    await mesh.activate(3)
+    await mesh.publisher(transport, epoch=2).publish(2, make_state(2))
     client = mesh.client()
     for call in (
-        old.publish(4, state(3)),
+        old.publish(4, make_state(3)),
         client.seal_version(run_id="run", epoch=1, version=3, artifact_id=report.artifact_id),
         client.abort_version(run_id="run", epoch=1, version=3, message=""),
     ):
         with pytest.raises(MeshError) as caught:
             await call
         assert caught.value.reason is Reason.STALE_EPOCH
-    await activate(mesh, 2)  # a lower number, but of the later epoch
+    await mesh.activate(2)  # a lower number, but of the later epoch
     assert engine.version == 2
-    assert engine.holds(state(2))
+    assert engine.holds(make_state(2))
 
 
-async def test_activation_without_engines_waits_for_one_and_then_gives_up(mesh: Any, engine: Any, state: Any) -> None:
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+async def test_activation_without_engines_waits_for_one_and_then_gives_up(mesh: Mesh, engine: MemoryEngine) -> None:
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     with pytest.raises(MeshError, match="no engine is registered") as caught:
-        await activate(mesh, 0, prepare_deadline_s=0.3)
+        await mesh.activate(0, prepare_deadline_s=0.3)
     assert caught.value.reason is Reason.ENGINES_NOT_READY
-    waiting = asyncio.create_task(activate(mesh, 0))
+    waiting = asyncio.create_task(mesh.activate(0))
     await asyncio.sleep(0.1)
     mesh.start_agent("e0", engine)
     assert (await waiting).version.state is VersionState.COMMITTED
 
 
-async def test_engine_of_another_model_is_refused_with_what_differs(mesh: Any, new_engine: Any, state: Any) -> None:
-    other = new_engine(1)
+async def test_engine_of_another_model_is_refused_with_what_differs(mesh: Mesh) -> None:
+    other = MemoryEngine(make_state(1))
     other.live["model.norm.weight"] = other.live["model.norm.weight"][:-1]
     mesh.start_agent("other", other)
     await mesh.until_registered()
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     with pytest.raises(MeshError, match=r"model\.norm\.weight is float32 \(32,\), got float32 \(33,\)") as caught:
-        await activate(mesh, 0)
+        await mesh.activate(0)
     assert caught.value.metadata == {"other": "LAYOUT_MISMATCH"}
 
 
@@ -316,7 +310,7 @@ async def no_memory() -> None:
     raise MeshError(Reason.OUT_OF_MEMORY, SENTENCE)
 
 
-def relay(mesh: Any) -> VersionRelay:
+def relay(mesh: Mesh) -> VersionRelay:
     """The orchestrator's, with five minutes of patience."""
     return VersionRelay(
         mesh.client(), run_id="run", policy=ActivationPolicy.ROLLING, deadlines=DeadlinesConfig(), clock=Clock()
@@ -324,38 +318,38 @@ def relay(mesh: Any) -> VersionRelay:
 
 
 async def test_run_whose_only_engine_has_no_memory_for_its_first_version_ends_at_once_and_with_that_sentence(
-    mesh: Any, engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
     engine.before_stage = no_memory
     mesh.start_agent("e0", engine)
     await mesh.until_registered()
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     async with asyncio.timeout(60.0):  # of 300
         with pytest.raises(RunError, match=f"e0 refused it \\(OUT_OF_MEMORY: {SENTENCE}\\)"):
             await relay(mesh).activate_first(0)
 
 
-async def test_run_waits_on_where_one_engine_of_two_has_no_memory(mesh: Any, new_engine: Any, state: Any) -> None:
-    refusing, fitting = new_engine(1), new_engine(2)
+async def test_run_waits_on_where_one_engine_of_two_has_no_memory(mesh: Mesh) -> None:
+    refusing, fitting = MemoryEngine(make_state(1)), MemoryEngine(make_state(2))
     refusing.before_stage = no_memory
     mesh.start_agent("e0", refusing)
     mesh.start_agent("e1", fitting)
     await mesh.until_registered(2)
-    await mesh.publisher(Transport.STREAM).publish(0, state(3))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(3))
     activation = asyncio.create_task(relay(mesh).activate_first(0))
     await mesh.until(lambda: any(engine.last_fault is not None for engine in mesh.hub.list_engines("")))
     await mesh.kill_agent("e0")  # somebody takes it away
     async with asyncio.timeout(60.0):
         assert (await activation).version.state is VersionState.COMMITTED
-    assert fitting.holds(state(3))
+    assert fitting.holds(make_state(3))
 
 
 async def test_a_number_of_another_epoch_is_refused_by_its_content_and_what_the_trainer_made_anew_is_activated(
-    mesh: Any, engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
     mesh.start_agent("e0", engine)
-    before = await mesh.publisher(Transport.STREAM, epoch=1).publish(0, state(1))
-    anew = await mesh.publisher(Transport.STREAM, epoch=2).publish(0, state(2))
+    before = await mesh.publisher(Transport.STREAM, epoch=1).publish(0, make_state(1))
+    anew = await mesh.publisher(Transport.STREAM, epoch=2).publish(0, make_state(2))
     with pytest.raises(MeshError) as refused:
         await mesh.client().activate_version(
             run_id="run", version=0, prepare_deadline_s=30.0, artifact_id=before.artifact_id
@@ -365,7 +359,7 @@ async def test_a_number_of_another_epoch_is_refused_by_its_content_and_what_the_
     activation = await relay(mesh).activate(0, trainer, before.artifact_id)
     assert activation is not None
     assert (activation.version.epoch, activation.version.artifact_id) == (2, anew.artifact_id)
-    assert engine.holds(state(2))
+    assert engine.holds(make_state(2))
 
 
 async def pieces(chunks: list[Chunk]) -> Any:
@@ -373,9 +367,9 @@ async def pieces(chunks: list[Chunk]) -> Any:
         yield chunk
 
 
-async def test_upload_resumes_with_the_chunks_that_are_missing(mesh: Any, engine: Any, state: Any) -> None:
+async def test_upload_resumes_with_the_chunks_that_are_missing(mesh: Mesh, engine: MemoryEngine) -> None:
     publisher = mesh.publisher(Transport.STREAM)
-    prepared = await publisher.prepare(0, state(1))
+    prepared = await publisher.prepare(0, make_state(1))
     manifest, whole = prepared.manifest, prepared.buffer.tobytes()
     chunks = [
         Chunk(offset=c.offset, data=(d := whole[c.offset : c.offset + c.length]), crc32c=google_crc32c.value(d))
@@ -392,24 +386,24 @@ async def test_upload_resumes_with_the_chunks_that_are_missing(mesh: Any, engine
     assert (await client.create_version(manifest, pieces(rest))).missing_offsets == ()
     await client.seal_version(run_id="run", epoch=1, version=0, artifact_id=artifact_id(manifest))
     mesh.start_agent("e0", engine)
-    await activate(mesh, 0)
-    assert engine.holds(state(1))
+    await mesh.activate(0)
+    assert engine.holds(make_state(1))
 
 
-async def test_publisher_outlives_a_hub_that_is_away(mesh: Any, engine: Any, state: Any, transport: Transport) -> None:
+async def test_publisher_outlives_a_hub_that_is_away(mesh: Mesh, engine: MemoryEngine, transport: Transport) -> None:
     publisher = mesh.publisher(transport, retry_for_s=10.0)
     await mesh.kill_hub()
-    publishing = asyncio.create_task(publisher.publish(0, state(1)))
+    publishing = asyncio.create_task(publisher.publish(0, make_state(1)))
     await asyncio.sleep(0.3)
     await mesh.start_hub()
     report = await publishing
     mesh.start_agent("e0", engine)
-    await activate(mesh, 0)
+    await mesh.activate(0)
     assert engine.root == report.root
 
 
-async def test_fetch_of_a_range_returns_exactly_its_bytes(mesh: Any, state: Any, transport: Transport) -> None:
-    report = await mesh.publisher(transport).publish(0, state(1))
+async def test_fetch_of_a_range_returns_exactly_its_bytes(mesh: Mesh, transport: Transport) -> None:
+    report = await mesh.publisher(transport).publish(0, make_state(1))
     client = mesh.client()
     whole = b"".join([bytes(chunk.data) async for chunk in client.fetch(report.artifact_id)])
     assert len(whole) == report.num_bytes
@@ -421,15 +415,15 @@ async def test_fetch_of_a_range_returns_exactly_its_bytes(mesh: Any, state: Any,
     assert outside.value.reason is Reason.INVALID_REQUEST
 
 
-async def test_superseded_fetch_is_abandoned_for_the_newest_version(mesh: Any, engine: Any, state: Any) -> None:
+async def test_superseded_fetch_is_abandoned_for_the_newest_version(mesh: Mesh, engine: MemoryEngine) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM)
     mesh.start_agent("e0", engine)
     await mesh.until_registered()
     for version in range(3):
-        await publisher.publish(version, state(version + 1))
-    await activate(mesh, 2)
-    assert engine.holds(state(3))
+        await publisher.publish(version, make_state(version + 1))
+    await mesh.activate(2)
+    assert engine.holds(make_state(3))
     assert [h for h in engine.history if h.startswith("apply")] == ["apply 2"]
     with pytest.raises(MeshError) as superseded:
-        await activate(mesh, 1)
+        await mesh.activate(1)
     assert superseded.value.reason is Reason.VERSION_SUPERSEDED

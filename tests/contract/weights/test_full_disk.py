@@ -18,6 +18,7 @@ from meshrl.weights.main import serve
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Transport
 from small_disk import fill, mounted
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 @pytest.fixture
@@ -41,12 +42,12 @@ def spool(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_version_waits_for_room_at_the_hub(
-    spool: Path, mesh: Any, engine: Any, state: Any, tracebacks: list[str]
+    spool: Path, mesh: Mesh, engine: MemoryEngine, tracebacks: list[str]
 ) -> None:
     publisher = mesh.publisher(Transport.STREAM, retry_for_s=30.0)
     filler = fill(spool)
     asyncio.get_running_loop().call_later(1.0, filler.unlink)
-    report = await publisher.publish(0, state(1))
+    report = await publisher.publish(0, make_state(1))
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
     assert engine.root == report.root
@@ -54,24 +55,24 @@ async def test_a_version_waits_for_room_at_the_hub(
 
 
 async def test_a_version_that_finds_no_room_at_the_hub_ends_with_a_sentence_and_the_next_one_goes_through(
-    spool: Path, mesh: Any, engine: Any, state: Any, tracebacks: list[str]
+    spool: Path, mesh: Mesh, engine: MemoryEngine, tracebacks: list[str]
 ) -> None:
     filler = fill(spool)
     with pytest.raises(MeshError) as caught:
-        await mesh.publisher(Transport.STREAM, retry_for_s=0.5).publish(0, state(1))
+        await mesh.publisher(Transport.STREAM, retry_for_s=0.5).publish(0, make_state(1))
     assert caught.value.reason is Reason.OVERLOADED
     assert f"the hub has no room for version 0 in {spool}" in caught.value.message
     assert "free some space there" in caught.value.message
     assert tracebacks == []
     filler.unlink()
-    report = await mesh.publisher(Transport.STREAM).publish(1, state(2))
+    report = await mesh.publisher(Transport.STREAM).publish(1, make_state(2))
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=1, prepare_deadline_s=20.0)
     assert engine.root == report.root
 
 
 async def test_a_hub_whose_log_finds_no_room_ends_with_a_sentence_and_goes_on_when_it_is_started_again(
-    tmp_path: Path, mesh: Any, engine: Any, state: Any, tracebacks: list[str]
+    tmp_path: Path, mesh: Mesh, engine: MemoryEngine, tracebacks: list[str]
 ) -> None:
     said: list[str] = []
     handler = logger.add(said.append, level="ERROR", format="{message}", filter="meshrl.weights.hub")
@@ -79,7 +80,7 @@ async def test_a_hub_whose_log_finds_no_room_ends_with_a_sentence_and_goes_on_wh
     with mounted(tmp_path / "weight_hub") as disk:
         await mesh.start_hub()
         publisher = mesh.publisher(Transport.FILESYSTEM)
-        await publisher.publish(0, state(1))
+        await publisher.publish(0, make_state(1))
         filler = fill(disk)
         for version in range(1, 100):  # until the log's last page is full as well
             manifest = (await publisher.prepare(version, {"w": torch.full((8,), float(version))})).manifest
@@ -99,7 +100,7 @@ async def test_a_hub_whose_log_finds_no_room_ends_with_a_sentence_and_goes_on_wh
         await mesh.kill_hub()
         filler.unlink()
         await mesh.start_hub()
-        report = await publisher.publish(100, state(2))
+        report = await publisher.publish(100, make_state(2))
         mesh.start_agent("e0", engine)
         await mesh.client().activate_version(run_id="run", version=100, prepare_deadline_s=20.0)
         assert engine.root == report.root
@@ -122,14 +123,14 @@ async def test_a_hub_that_finds_no_room_at_its_start_says_what_to_do(tmp_path: P
 
 
 async def test_an_engine_without_room_for_a_version_refuses_it_in_a_sentence_and_takes_it_when_asked_again(
-    mesh: Any, engine: Any, state: Any, tmp_path: Path, tracebacks: list[str]
+    mesh: Mesh, engine: MemoryEngine, tmp_path: Path, tracebacks: list[str]
 ) -> None:
     engine.stages_from_files = True
     with mounted(tmp_path / "engine", mebibytes=1) as folder:
         filler = fill(folder)
         mesh.start_agent("e0", engine, spool_dir=folder)
         await mesh.until_registered()
-        report = await mesh.publisher(Transport.STREAM).publish(0, state(1))
+        report = await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
         with pytest.raises(MeshError, match=r"e0 refused it") as caught:
             await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
         assert caught.value.metadata == {"e0": Reason.OVERLOADED.name}

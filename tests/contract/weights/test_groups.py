@@ -30,6 +30,7 @@ from meshrl.wire.types import (
     Transport,
     VersionState,
 )
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 def collective_manifest(version: int) -> Manifest:
@@ -48,7 +49,7 @@ def collective_manifest(version: int) -> Manifest:
 class Line:
     """An agent's session, spoken by hand: what the hub commands, and what the test reports."""
 
-    def __init__(self, mesh: Any, engine_id: str, ranks: int) -> None:
+    def __init__(self, mesh: Mesh, engine_id: str, ranks: int) -> None:
         self._mesh = mesh
         self.engine_id = engine_id
         self.ranks = ranks
@@ -129,7 +130,7 @@ class Line:
 
 
 @pytest.fixture
-async def line(mesh: Any) -> AsyncIterator[Callable[..., Line]]:
+async def line(mesh: Mesh) -> AsyncIterator[Callable[..., Line]]:
     lines: list[Line] = []
 
     def make(engine_id: str, ranks: int = 1) -> Line:
@@ -141,12 +142,12 @@ async def line(mesh: Any) -> AsyncIterator[Callable[..., Line]]:
         await made.hang_up()
 
 
-async def open_group(mesh: Any, **more: Any) -> Any:
+async def open_group(mesh: Mesh, **more: Any) -> Any:
     fields = {"run_id": "run", "epoch": 1, "store_address": "h:1", "backend": "gloo", "num_senders": 2}
     return await mesh.client().open_group(**{**fields, "deadline_s": 30.0, **more})
 
 
-async def seal(mesh: Any, manifest: Manifest) -> str:
+async def seal(mesh: Mesh, manifest: Manifest) -> str:
     client = mesh.client()
     staged = await client.create_version(manifest)
     assert staged.missing_offsets == ()
@@ -154,18 +155,14 @@ async def seal(mesh: Any, manifest: Manifest) -> str:
     return str(staged.artifact_id)
 
 
-async def activate(mesh: Any, version: int) -> Any:
-    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
-
-
-async def restart(mesh: Any, *lines: Line) -> None:
+async def restart(mesh: Mesh, *lines: Line) -> None:
     await mesh.kill_hub()
     await mesh.start_hub()
     for line in lines:
         await line.dial()
 
 
-async def test_a_group_is_opened_over_the_wire_and_its_engines_are_told(mesh: Any, line: Any) -> None:
+async def test_a_group_is_opened_over_the_wire_and_its_engines_are_told(mesh: Mesh, line: Callable[..., Line]) -> None:
     a, b = line("a", 2), line("b", 3)
     with pytest.raises(MeshError, match="no engine is registered") as nobody:
         await open_group(mesh)
@@ -189,7 +186,7 @@ async def test_a_group_is_opened_over_the_wire_and_its_engines_are_told(mesh: An
     assert info.transports == tuple(Transport)
 
 
-async def test_a_version_that_travels_in_a_group_has_no_bytes_at_the_hub(mesh: Any) -> None:
+async def test_a_version_that_travels_in_a_group_has_no_bytes_at_the_hub(mesh: Mesh) -> None:
     manifest = collective_manifest(0)
     artifact = await seal(mesh, manifest)
     assert await mesh.client().get_manifest(artifact_id=artifact) == (manifest, artifact)
@@ -202,7 +199,7 @@ async def test_a_version_that_travels_in_a_group_has_no_bytes_at_the_hub(mesh: A
 
 
 async def test_an_adapter_is_staged_sealed_and_prepared_like_a_full_version(
-    mesh: Any, line: Any, transport: Transport
+    mesh: Mesh, line: Callable[..., Line], transport: Transport
 ) -> None:
     data = bytes(range(16))
     path = mesh.folder / "adapter.bin"
@@ -236,7 +233,9 @@ async def test_an_adapter_is_staged_sealed_and_prepared_like_a_full_version(
     assert b"".join([bytes(chunk.data) async for chunk in client.fetch(staged.artifact_id)]) == data
 
 
-async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_it(mesh: Any, line: Any) -> None:
+async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_it(
+    mesh: Mesh, line: Callable[..., Line]
+) -> None:
     a, b = line("a"), line("b")
     await a.dial()
     await b.dial()
@@ -257,7 +256,7 @@ async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_i
     for engine in (a, b):
         assert await engine.told() == Prepare(version=0, artifact_id=artifact, run_id="run", epoch=1)
         engine.prepared(manifest)
-    committing = asyncio.create_task(activate(mesh, 0))
+    committing = asyncio.create_task(mesh.activate(0))
     for engine in (a, b):
         assert await engine.told() == Commit(version=0, artifact_id=artifact, run_id="run", epoch=1)
 
@@ -266,7 +265,7 @@ async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_i
     for engine in (a, b):
         assert await engine.told() == Commit(version=0, artifact_id=artifact, run_id="run", epoch=1)
         engine.serves(manifest)
-    activation = await activate(mesh, 0)
+    activation = await mesh.activate(0)
     assert activation.version.state is VersionState.COMMITTED
     await asyncio.wait({committing})
 
@@ -275,7 +274,9 @@ async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_i
     assert (await open_group(mesh)).generation == 2
 
 
-async def test_an_engine_outside_gets_the_version_in_the_group_that_is_opened_for_it(mesh: Any, line: Any) -> None:
+async def test_an_engine_outside_gets_the_version_in_the_group_that_is_opened_for_it(
+    mesh: Mesh, line: Callable[..., Line]
+) -> None:
     a, late = line("a"), line("late")
     await a.dial()
     await open_group(mesh)
@@ -286,7 +287,7 @@ async def test_an_engine_outside_gets_the_version_in_the_group_that_is_opened_fo
     await a.told()
     await late.dial()
     a.prepared(manifest)
-    committing = asyncio.create_task(activate(mesh, 0))
+    committing = asyncio.create_task(mesh.activate(0))
     await a.told()
     a.serves(manifest)
     assert [report.engine_id for report in (await committing).engines] == ["a"]
@@ -301,7 +302,7 @@ async def test_an_engine_outside_gets_the_version_in_the_group_that_is_opened_fo
 
 
 async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
-    mesh: Any, engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
     publisher = mesh.publisher(Transport.STREAM)
     client, staged = mesh.client(), asyncio.Event()
@@ -316,7 +317,7 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
 
     publisher.client.create_version = kill_when_staged
     mesh.start_agent("e0", engine)
-    report = await publisher.publish(0, state(1))
+    report = await publisher.publish(0, make_state(1))
     assert staged.is_set()
     await mesh.until(lambda: engine.shadow is not None)
 
@@ -329,7 +330,7 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
 
     engine.before_apply = wait_for_it
     await mesh.until_registered()
-    committing = asyncio.create_task(activate(mesh, 0))
+    committing = asyncio.create_task(mesh.activate(0))
     await mesh.until(lambda: "pause" in engine.history)
 
     await restart(mesh)  # decided, and being applied
@@ -338,6 +339,6 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
     activation = await client.activate_version(run_id="run", version=0, prepare_deadline_s=30.0)
     await asyncio.wait({committing})
     assert activation.version.state is VersionState.COMMITTED
-    assert engine.holds(state(1))
+    assert engine.holds(make_state(1))
     assert engine.root == report.root
     assert engine.history.count("apply 0") == 1

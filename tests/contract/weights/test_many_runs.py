@@ -24,6 +24,7 @@ from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig, Transport
 from state_publisher import StatePublisher
 from trained import apply_lora
+from weight_mesh import Mesh
 
 CONFIG = AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj",))
 PROMPT = [1, 2, 3]
@@ -55,7 +56,7 @@ async def new_embedded() -> AsyncIterator[Callable[[], EmbeddedEngine]]:
         await engine.close()
 
 
-def publisher_of(mesh: Any, run_id: str, engine: EmbeddedEngine, transport: Transport, **more: Any) -> StatePublisher:
+def publisher_of(mesh: Mesh, run_id: str, engine: EmbeddedEngine, transport: Transport, **more: Any) -> StatePublisher:
     folder: Path = mesh.folder / run_id
     adapter = Adapter(config=CONFIG, base_layout=layout_signature(engine.layout()))
     return StatePublisher(mesh.client(), transport, folder, run_id=run_id, adapter=adapter, **more)
@@ -72,13 +73,13 @@ async def serves(engine: EmbeddedEngine, policy: str, model: PreTrainedModel, ve
     torch.testing.assert_close(torch.from_numpy(made.logprobs), torch.from_numpy(forward), atol=1e-4, rtol=0)
 
 
-def held_by(mesh: Any, engine: int) -> set[tuple[str, int]]:
+def held_by(mesh: Mesh, engine: int) -> set[tuple[str, int]]:
     """The versions that the hub lists for an engine."""
     return {(held.run_id, held.version) for held in mesh.hub.list_engines("")[engine].served}
 
 
 async def test_each_run_goes_its_own_way_and_a_late_engine_gets_all_of_them(
-    mesh: Any, transport: Transport, new_embedded: Callable[[], EmbeddedEngine]
+    mesh: Mesh, transport: Transport, new_embedded: Callable[[], EmbeddedEngine]
 ) -> None:
     engine, client = new_embedded(), mesh.client()
     mesh.start_agent("e0", engine)
@@ -124,7 +125,7 @@ async def test_each_run_goes_its_own_way_and_a_late_engine_gets_all_of_them(
 
 
 async def test_a_closed_run_leaves_the_engines_with_its_last_request_and_may_begin_again(
-    mesh: Any, new_embedded: Callable[[], EmbeddedEngine]
+    mesh: Mesh, new_embedded: Callable[[], EmbeddedEngine]
 ) -> None:
     engine, client = new_embedded(), mesh.client()
     mesh.start_agent("e0", engine)
@@ -155,7 +156,7 @@ async def test_a_closed_run_leaves_the_engines_with_its_last_request_and_may_beg
 
 
 async def test_a_run_that_trains_the_base_model_has_the_hub_for_itself(
-    mesh: Any, new_embedded: Callable[[], EmbeddedEngine]
+    mesh: Mesh, new_embedded: Callable[[], EmbeddedEngine]
 ) -> None:
     engine = new_embedded()
     await publish(publisher_of(mesh, "a", engine, Transport.STREAM), 0, adapted(1))
@@ -167,7 +168,7 @@ async def test_a_run_that_trains_the_base_model_has_the_hub_for_itself(
 
 
 async def test_a_stuck_version_of_one_run_holds_up_no_other(
-    mesh: Any, new_embedded: Callable[[], EmbeddedEngine]
+    mesh: Mesh, new_embedded: Callable[[], EmbeddedEngine]
 ) -> None:
     engine, client = new_embedded(), mesh.client()
     mesh.start_agent("e0", engine)

@@ -12,10 +12,11 @@ from loguru import logger
 
 import older_release
 from meshrl.wire.types import Transport, VersionKind
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 @pytest.fixture
-async def older_mesh(mesh, tmp_path: Path) -> AsyncIterator[object]:  # type: ignore[no-untyped-def]  # the fixture's class is in conftest
+async def older_mesh(mesh: Mesh, tmp_path: Path) -> AsyncIterator[Mesh]:
     """The mesh with a hub program of the older release in the place of its own."""
     await mesh.kill_hub()
     code, output = tmp_path / "code", tmp_path / "older"
@@ -36,15 +37,15 @@ async def older_mesh(mesh, tmp_path: Path) -> AsyncIterator[object]:  # type: ig
 
 
 @pytest.mark.timeout(180)
-async def test_versions_go_through_a_hub_of_1_0(older_mesh, engine, state, transport) -> None:
-    changed = {name: tensor.clone() for name, tensor in state(1).items()}
+async def test_versions_go_through_a_hub_of_1_0(older_mesh: Mesh, engine: MemoryEngine, transport: Transport) -> None:
+    changed = {name: tensor.clone() for name, tensor in make_state(1).items()}
     changed["model.norm.weight"][:3] += 1.0
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING")
     publisher = older_mesh.publisher(transport, anchor_every=4)
     older_mesh.start_agent("e0", engine)
     kinds = []
-    for version, weights in enumerate((state(1), changed)):
+    for version, weights in enumerate((make_state(1), changed)):
         report = await publisher.publish(version, weights)
         found = await publisher.client.find_version("run", version, artifact_id=report.artifact_id)
         kinds.append(found.manifest.kind)
@@ -56,11 +57,11 @@ async def test_versions_go_through_a_hub_of_1_0(older_mesh, engine, state, trans
     assert sum("lacks the capability deltas.files" in line for line in lines) == (0 if streamed else 1)
 
 
-async def test_the_hub_of_today_takes_deltas_between_files(mesh, state) -> None:
+async def test_the_hub_of_today_takes_deltas_between_files(mesh: Mesh) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM, anchor_every=4)
-    changed = {name: tensor.clone() for name, tensor in state(1).items()}
+    changed = {name: tensor.clone() for name, tensor in make_state(1).items()}
     changed["model.norm.weight"][:3] += 1.0
-    for version, weights in enumerate((state(1), changed)):
+    for version, weights in enumerate((make_state(1), changed)):
         await publisher.publish(version, weights)
     found = await publisher.client.find_version("run", 1, artifact_id="")
     assert found.manifest.kind is VersionKind.DELTA

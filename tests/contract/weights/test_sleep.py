@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
+import torch
 
 from meshrl.client import WeightSyncClient
 from meshrl.inference.engine import GenerateRequest, SamplingParams
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AgentState, EngineInfo, Transport
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 REQUEST = GenerateRequest(request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=1))
 
 
 @pytest.fixture
-async def serving(mesh: Any, engine: Any, state: Callable[[int], Any]) -> WeightSyncClient:
+async def serving(mesh: Mesh, engine: MemoryEngine) -> WeightSyncClient:
     """A client of a hub whose one engine, "e0", serves version 0 and has nothing to do."""
     engine.can_sleep, engine.in_flight = True, 0
     mesh.start_agent("e0", engine)
     await mesh.until_registered()
     client: WeightSyncClient = mesh.client()
-    await publish(mesh, client, 0, state(0))
+    await publish(mesh, client, 0, make_state(0))
     engine.history.clear()
     return client
 
 
-async def publish(mesh: Any, client: WeightSyncClient, version: int, weights: Any) -> None:
+async def publish(mesh: Mesh, client: WeightSyncClient, version: int, weights: Mapping[str, torch.Tensor]) -> None:
     await mesh.publisher(Transport.STREAM).publish(version, weights)
     await client.activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
 
@@ -44,7 +45,9 @@ async def listed(client: WeightSyncClient) -> EngineInfo:
     return engine
 
 
-async def test_idle_engine_sleeps_and_stays_routable(mesh: Any, engine: Any, serving: WeightSyncClient) -> None:
+async def test_idle_engine_sleeps_and_stays_routable(
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
+) -> None:
     before = await listed(serving)
     assert (before.can_sleep, before.sleeping, before.routable) == (True, False, True)
     assert await counts(serving) == (1, 0)
@@ -52,24 +55,24 @@ async def test_idle_engine_sleeps_and_stays_routable(mesh: Any, engine: Any, ser
     assert (after.sleeping, after.routable, after.state, after.serving_version) == (True, True, AgentState.READY, 0)
 
 
-async def test_sleeping_twice_is_sleeping_once(engine: Any, serving: WeightSyncClient) -> None:
+async def test_sleeping_twice_is_sleeping_once(engine: MemoryEngine, serving: WeightSyncClient) -> None:
     assert await counts(serving) == await counts(serving) == (1, 0)
     assert await asyncio.gather(counts(serving), counts(serving)) == [(1, 0), (1, 0)]
     assert engine.history == ["sleep"]
 
 
 async def test_next_version_wakes_the_engine_and_is_served(
-    mesh: Any, engine: Any, serving: WeightSyncClient, state: Callable[[int], Any]
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
     assert await counts(serving) == (1, 0)
-    await publish(mesh, serving, 1, state(1))
+    await publish(mesh, serving, 1, make_state(1))
     assert engine.history == ["sleep", "wake", "stage 1", "pause", "apply 1", "resume"]
-    assert engine.holds(state(1))
+    assert engine.holds(make_state(1))
     assert not (await listed(serving)).sleeping
 
 
 async def test_request_wakes_the_engine_and_the_hub_hears_of_it(
-    mesh: Any, engine: Any, serving: WeightSyncClient
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
     assert await counts(serving) == (1, 0)
     (chunk,) = [chunk async for chunk in engine.generate(REQUEST)]
@@ -80,7 +83,9 @@ async def test_request_wakes_the_engine_and_the_hub_hears_of_it(
     assert engine.history == ["sleep", "wake", "sleep"]
 
 
-async def test_engine_that_was_woken_unnoticed_is_not_taken_to_sleep(engine: Any, serving: WeightSyncClient) -> None:
+async def test_engine_that_was_woken_unnoticed_is_not_taken_to_sleep(
+    engine: MemoryEngine, serving: WeightSyncClient
+) -> None:
     assert await counts(serving) == (1, 0)
     engine.in_flight = 1
     await engine.wake()
@@ -88,7 +93,7 @@ async def test_engine_that_was_woken_unnoticed_is_not_taken_to_sleep(engine: Any
     assert not (await listed(serving)).sleeping
 
 
-async def test_engine_with_requests_in_flight_stays_awake(engine: Any, serving: WeightSyncClient) -> None:
+async def test_engine_with_requests_in_flight_stays_awake(engine: MemoryEngine, serving: WeightSyncClient) -> None:
     engine.in_flight = 2
     assert await counts(serving) == (0, 1)
     assert engine.history == []
@@ -97,9 +102,9 @@ async def test_engine_with_requests_in_flight_stays_awake(engine: Any, serving: 
 
 
 async def test_engine_that_cannot_sleep_is_counted_and_not_asked(
-    mesh: Any, engine: Any, serving: WeightSyncClient, new_engine: Callable[[int], Any]
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
-    mesh.start_agent("e1", new_engine(0))
+    mesh.start_agent("e1", MemoryEngine(make_state(0)))
     await mesh.until_registered(2)
     assert await counts(serving) == (1, 1)
     assert await counts(serving, pool="elsewhere") == (0, 0)
@@ -107,9 +112,9 @@ async def test_engine_that_cannot_sleep_is_counted_and_not_asked(
 
 
 async def test_engine_with_a_version_under_way_stays_awake(
-    mesh: Any, engine: Any, serving: WeightSyncClient, state: Callable[[int], Any]
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
-    await mesh.publisher(Transport.STREAM).publish(1, state(1))
+    await mesh.publisher(Transport.STREAM).publish(1, make_state(1))
     await mesh.until(lambda: mesh.hub.coordinator.pool.engines["e0"].on("run").prepared is not None)
     assert await counts(serving) == (0, 1)
     await serving.activate_version(run_id="run", version=1, prepare_deadline_s=30.0)
@@ -117,7 +122,7 @@ async def test_engine_with_a_version_under_way_stays_awake(
 
 
 async def test_hub_that_restarts_is_told_anew_and_numbers_from_before_count_for_nothing(
-    mesh: Any, engine: Any, serving: WeightSyncClient
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
     assert await counts(serving) == (1, 0)
     await mesh.kill_hub()
@@ -130,14 +135,14 @@ async def test_hub_that_restarts_is_told_anew_and_numbers_from_before_count_for_
 
 
 async def test_engine_that_hangs_costs_the_deadline_and_then_itself(
-    mesh: Any, engine: Any, serving: WeightSyncClient, state: Callable[[int], Any]
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
     async def hang() -> None:
         await asyncio.sleep(3600.0)
 
     engine.before_sleep = hang
     assert await counts(serving, deadline_s=0.3) == (0, 1)
-    await mesh.publisher(Transport.STREAM).publish(1, state(1))
+    await mesh.publisher(Transport.STREAM).publish(1, make_state(1))
     with pytest.raises(MeshError, match="falling asleep took longer than 3 s") as refused:
         await serving.activate_version(run_id="run", version=1, prepare_deadline_s=30.0)
     assert refused.value.reason is Reason.ENGINES_NOT_READY
@@ -148,7 +153,9 @@ async def test_engine_that_hangs_costs_the_deadline_and_then_itself(
     assert fault.reason == "ENGINE_FAILED"
 
 
-async def test_sleep_that_fails_is_answered_at_once_with_its_reason(engine: Any, serving: WeightSyncClient) -> None:
+async def test_sleep_that_fails_is_answered_at_once_with_its_reason(
+    engine: MemoryEngine, serving: WeightSyncClient
+) -> None:
     async def fail() -> None:
         raise RuntimeError("out of host memory")
 
@@ -160,7 +167,7 @@ async def test_sleep_that_fails_is_answered_at_once_with_its_reason(engine: Any,
 
 
 async def test_engine_that_is_killed_while_it_falls_asleep_is_waited_for_no_longer_than_its_lease(
-    mesh: Any, engine: Any, serving: WeightSyncClient
+    mesh: Mesh, engine: MemoryEngine, serving: WeightSyncClient
 ) -> None:
     reached = asyncio.Event()
 

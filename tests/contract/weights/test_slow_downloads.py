@@ -23,12 +23,13 @@ from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Transport
+from weight_mesh import Mesh, make_state
 
 MBPS = 0.1  # 45 kB at this rate take 3.6 s; a claim that stands still is taken over after 2 s
 
 
-async def test_claims_that_wait_for_the_rate_limit_and_are_taken_over_break_no_download(mesh: Any, state: Any) -> None:
-    published = state(1)
+async def test_claims_that_wait_for_the_rate_limit_and_are_taken_over_break_no_download(mesh: Mesh) -> None:
+    published = make_state(1)
     await mesh.publisher(Transport.STREAM).publish(0, published)
     client = mesh.client()
     downloader = Downloader(client, LinkLimits(connections=4, mbps=MBPS))
@@ -54,8 +55,8 @@ class HashedOnceTheLoopHasTurned(VersionBytes):
         super()._check(*chunk_and_data)
 
 
-async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Any, state: Any) -> None:
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Mesh) -> None:
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     client = mesh.client()
     manifest, artifact_id = await client.get_manifest(version=0)
     held = HashedOnceTheLoopHasTurned(manifest, memory=np.zeros(manifest.payload_bytes, dtype=np.uint8))
@@ -69,9 +70,9 @@ async def test_the_event_loop_goes_on_while_chunks_are_hashed(mesh: Any, state: 
 
 
 async def test_a_version_that_was_streamed_is_a_file_that_the_engine_s_processes_read(
-    mesh: Any, state: Any, tmp_path: Path
+    mesh: Mesh, tmp_path: Path
 ) -> None:
-    published = state(1)
+    published = make_state(1)
     await mesh.publisher(Transport.STREAM).publish(0, published)
     client = mesh.client()
     manifest, artifact_id = await client.get_manifest(version=0)
@@ -90,10 +91,8 @@ async def test_a_version_that_was_streamed_is_a_file_that_the_engine_s_processes
         load_file(held.files[0])
 
 
-async def test_from_near_whole_chunks_are_asked_for_at_any_rate(
-    mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+async def test_from_near_whole_chunks_are_asked_for_at_any_rate(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     client, fetch, asked = mesh.client(), WeightSyncClient.fetch, []
 
     def noted(client: WeightSyncClient, artifact_id: str, ranges: Any, chunk_bytes: int, **more: Any) -> Any:
@@ -117,11 +116,11 @@ async def test_from_near_whole_chunks_are_asked_for_at_any_rate(
 
 
 async def test_connections_that_much_came_over_from_far_away_are_new_before_the_next_version(
-    mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "FAR_S", 0.0)
     monkeypatch.setattr(downloads, "RENEWED_FROM", 1)
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     client = mesh.client()
     manifest, artifact_id = await client.get_manifest(version=0)
     downloader = Downloader(client, LinkLimits(connections=3))
@@ -143,9 +142,9 @@ async def test_connections_that_much_came_over_from_far_away_are_new_before_the_
 
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_a_delta_is_used_while_the_rest_of_it_comes_and_let_go_where_it_does_not(
-    mesh: Any, state: Any, breaks: bool, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     client, used = mesh.client(), threading.Event()
     manifest, _ = await client.get_manifest(version=0)
     check = VersionBytes._check

@@ -17,10 +17,11 @@ from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.frames import parse_upload
 from meshrl.wire.types import Chunk, Transport, VersionState
+from weight_mesh import MemoryEngine, Mesh, make_state
 
 
 async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hub_may_be_away(
-    mesh: Any, engine: Any, state: Any
+    mesh: Mesh, engine: MemoryEngine
 ) -> None:
     publisher = mesh.publisher(Transport.STREAM, retry_for_s=3.0)
     create, broken = publisher.client.create_version, []
@@ -40,7 +41,7 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
         return await create(manifest, None if chunks is None else few(), **more)
 
     publisher.client.create_version = slow_and_broken_once
-    report = await publisher.publish(0, state(1))
+    report = await publisher.publish(0, make_state(1))
     assert broken
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
@@ -48,11 +49,11 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
 
 
 async def test_a_hub_far_away_is_sent_chunks_over_several_connections(
-    mesh: Any, engine: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, engine: MemoryEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "FAR_S", -1.0)
     publisher = mesh.publisher(Transport.STREAM)
-    prepared = await publisher.prepare(0, state(1))
+    prepared = await publisher.prepare(0, make_state(1))
     uploader = uploads.Uploader(mesh.client(), publisher.progress, limits=LinkLimits(connections=3))
     create, all_send = WeightSyncClient.create_version, asyncio.Barrier(3)
     sent: dict[WeightSyncClient, list[int]] = {}
@@ -86,7 +87,7 @@ async def test_a_hub_far_away_is_sent_chunks_over_several_connections(
     assert engine.root == prepared.manifest.result_root
 
 
-async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh: Any, state: Any) -> None:
+async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh: Mesh) -> None:
     publisher = mesh.publisher(Transport.STREAM)
     create = publisher.client.create_version
 
@@ -100,15 +101,15 @@ async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh:
 
     publisher.client.create_version = slow
     loop, commands = asyncio.get_running_loop(), CommandSender(RankGroup(), heartbeat_s=0.1)
-    publication = asyncio.run_coroutine_threadsafe(publisher.publish(0, state(1)), loop)
+    publication = asyncio.run_coroutine_threadsafe(publisher.publish(0, make_state(1)), loop)
     report = await asyncio.to_thread(commands.wait, publication, progress=publisher.progress, stall_s=3.0)
     assert report.parts_s["stage"] > 3.0
     assert mesh.hub.coordinator.line("run").find(0).state is VersionState.SEALED
 
 
-async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:
+async def test_upload_that_stands_still_ends(mesh: Mesh) -> None:
     publisher = mesh.publisher(Transport.STREAM)
-    manifest = (await publisher.prepare(0, state(1))).manifest
+    manifest = (await publisher.prepare(0, make_state(1))).manifest
 
     async def nothing() -> Any:
         await asyncio.Event().wait()
@@ -120,7 +121,7 @@ async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:
 
 
 async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(
-    mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM)
     verify, go_on, hashed = VersionBytes.verify, threading.Event(), []
@@ -131,7 +132,7 @@ async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(
         verify(*arguments)
 
     monkeypatch.setattr(VersionBytes, "verify", slow)
-    manifest = (await publisher.prepare(0, state(1))).manifest
+    manifest = (await publisher.prepare(0, make_state(1))).manifest
     client = mesh.client()
     artifact = (await client.create_version(manifest)).artifact_id
     named = {"run_id": "run", "epoch": 1, "version": 0, "artifact_id": artifact}
@@ -147,7 +148,7 @@ async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(
 
 
 async def test_publisher_seals_though_the_hub_restarts_and_lost_what_it_had(
-    mesh: Any, engine: Any, state: Any, transport: Transport
+    mesh: Mesh, engine: MemoryEngine, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport, retry_for_s=20.0)
     seal, restarted = publisher.client.seal_version, []
@@ -162,7 +163,7 @@ async def test_publisher_seals_though_the_hub_restarts_and_lost_what_it_had(
         return await seal(**named)
 
     publisher.client.seal_version = after_a_restart
-    report = await publisher.publish(0, state(1))
+    report = await publisher.publish(0, make_state(1))
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
     assert engine.root == report.root
