@@ -1,4 +1,7 @@
-"""Several runs in one mesh: started with it, joined to it and found by their folders; each has a ledger of its own."""
+"""Several runs in one mesh: started with it, joined to it and found by their folders; each has a ledger of its own.
+
+Two of the meshes end loudly, since a program of theirs is killed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ledger_audit import audit
-from mesh_run import MESH_TOML, Run, of_orchestrator
+from mesh_run import MESH_TOML, Run, check_kill, of_orchestrator
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
@@ -106,6 +109,7 @@ def test_runs_that_join_a_mesh_train_adapters_of_their_own_beside_its_run(
     mesh.wait_for(lambda: mesh.steps()[-1] > before + 1)  # its own run goes on
     mesh.wait_for(lambda: mesh.log("weights").count("is closed") == 2)
     mesh.wait_for(lambda: mesh.log("inference").count("is over: its requests end") == 2)
+    check_kill(mesh, "inference")
 
 
 def found_run(mesh: Path, name: str, seed: int) -> Path:
@@ -142,6 +146,7 @@ def test_of_three_folders_two_are_taken_up_and_the_third_once_one_is_deleted(
     check_ledger(files[2].parents[1], steps=2, rollouts=8)
     assert "run 'run_a' is deleted" in mesh.log("trainer")
     assert (mesh.output_dir / "run_a" / "ledger.sqlite").exists()  # what it wrote stays
+    check_kill(mesh, "weights")
 
 
 def test_killed_programs_of_a_mesh_of_four_runs_lose_no_rollout_and_train_none_twice(
