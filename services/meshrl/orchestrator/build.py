@@ -27,7 +27,7 @@ from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
+from meshrl.sampling.sampler import GroupSampler
 from meshrl.wire.types import ActivationPolicy
 
 
@@ -92,12 +92,10 @@ def build_loop(
     )
     scorer = build_scorer(recipes.by_environment, config.teachers, services.weights, engine_pool=config.engine_pool)
     deadlines, envs = config.deadlines, config.train.env
-    limits = SamplerDeadlines(
-        group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
-    )
     sampler = GroupSampler(
         services.rollouts,
-        deadlines=limits,
+        group_s=deadlines.group_s,
+        retry_s=deadlines.retry_s,
         engine_pool=config.engine_pool,
         run_id=mesh.run.run_id,
         routed_experts=mesh.trainer.router_replay is not None,
@@ -105,7 +103,7 @@ def build_loop(
     )
     teacher = None
     if services.teachers is not None:
-        teacher = GroupSampler(services.teachers, deadlines=limits, clock=clock)
+        teacher = GroupSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock)
     dispatcher = GroupDispatcher(
         run,
         sampler,

@@ -44,14 +44,10 @@ class GroupTicket:
     replaces: str = ""
     """The group of an earlier process that this one completes."""
 
-    def for_missing(self, missing: int, *, reseeds: int) -> GroupTicket:
-        """The same task for the rollouts that have not come back; `reseeds` 0 samples with the same seeds again."""
-        seed = None if self.seed is None else (self.seed + reseeds * RESEED) % 2**63
-        return replace(self, size=missing, seed=seed)
-
-    def moved(self, missing: int, *, moves: int) -> GroupTicket:
-        """The same for the rollouts that were lost with the services that played them, `moves` of them so far."""
-        seed = None if self.seed is None else (self.seed + moves * MOVED) % 2**63
+    def for_missing(self, missing: int, *, reseeds: int = 0, moves: int = 0) -> GroupTicket:
+        """The same task for the rollouts that have not come back, or were lost with the services that played them,
+        `moves` of them so far; with neither it samples with the same seeds again."""
+        seed = None if self.seed is None else (self.seed + reseeds * RESEED + moves * MOVED) % 2**63
         return replace(self, size=missing, seed=seed)
 
 

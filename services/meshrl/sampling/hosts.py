@@ -10,6 +10,9 @@ import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshrl.client.backoff import Backoff
+from meshrl.sampling.retry import Patience
+from meshrl.wire.errors import Reason
 from meshrl.wire.types import EnvironmentInfo
 
 HALF_LIFE_S = 60.0
@@ -19,6 +22,10 @@ QUARANTINED_AFTER = 3
 FIRST_QUARANTINE_S = 30.0
 LONGEST_QUARANTINE_S = 960.0
 """For so long a service is left out for an environment of which it failed QUARANTINED_AFTER groups in a row."""
+
+_MAY_PASS = frozenset({Reason.CANCELLED, Reason.DUPLICATE_REQUEST})
+"""gRPC's server cancels a call that its application has not taken up in time: the service is busy, not away. And a
+service that has not noticed yet that its stream broke says that the group is running."""
 
 
 class HostState(enum.Enum):
@@ -92,12 +99,16 @@ class Achievement:
 
 @dataclass(eq=False)
 class GroupPlace:
-    """Where a group is: at a host, or at none while it waits for one. `left` of its rollouts are not back."""
+    """A group that is sampled: `left` of its rollouts are not back, and it is at a host, or at none while it waits for
+    one."""
 
     environment: str
     left: int
     since_s: float
+    group_id: str = ""
     min_version: int = 0
+    retry_s: float = 0.0
+    """For so long it is asked for again where hosts refuse it."""
     host: RolloutHost | None = None
     has_begun: bool = False
     """Whether something of the group came back in the call that is being made or was made last."""
@@ -108,6 +119,21 @@ class GroupPlace:
     finished_here: int = 0
     failed_here: int = 0
     """Rollouts that came back in that call."""
+    interrupted: int = 0
+    """Calls that brought a part of the group and broke off."""
+    avoids_until_s: dict[str, float] = field(default_factory=dict)
+    """When each host that has refused it is asked again, by address."""
+
+    def __post_init__(self) -> None:
+        self.size = self.left
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forgets how long hosts have refused it, or been away."""
+        self.patience = Patience(unreachable_s=0.0, retry_s=self.retry_s, also=_MAY_PASS)
+        self.while_away = Backoff(0.05, 2.0)
+        self.away_s = 0.0
+        """How long to wait for a host that serves before one is tried all the same."""
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """The rollout services that a run's groups are played at: one client each, their health, and where each group is.
 
-Asked by the sampler for a service for each group, and by callers that cancel groups. While it is `watching`, it asks
+Asked by the sampler for a service for each group, and for the next one when that refuses it or is lost, and by callers
+that cancel groups. While it is `watching`, it asks
 each service for its health and status, so that the loss of one moves its groups and its return is used.
 """
 
@@ -16,7 +17,8 @@ from loguru import logger
 
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.clock import Clock
-from meshrl.core.waiting import Pulse
+from meshrl.core.waiting import Pulse, first_of
+from meshrl.sampling.groups import GroupTicket
 from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, describe_hosts, differing
 from meshrl.sampling.retry import RunError, failed
 from meshrl.wire.errors import MeshError, Reason
@@ -34,9 +36,14 @@ LOOK_DEADLINE_S = 5.0
 START_GRACE_S = 10.0
 """At the start, how long those that are still missing are waited for once the others host every environment."""
 
+NAMED_AFTER_S = 10.0
+"""A version takes a moment to reach the engines; a service that refuses a group for longer has a reason to name."""
 
+GROUP_ERRORS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
+"""A group that ends with one of these has failed; it is not played elsewhere."""
+
+_GONE = frozenset({Reason.UNREACHABLE, Reason.DRAINING})
 _NUMBER = re.compile(r"\d+")
-_BAD_ENDS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
 
 
 class RolloutServiceClient(Protocol):
@@ -307,20 +314,85 @@ class RolloutPool:
     # --- groups -------------------------------------------------------------------------------------
 
     @contextmanager
-    def sampling(self, group_id: str, environment: str, size: int, min_version: int = 0) -> Iterator[GroupPlace]:
-        """A group is sampled for as long as the block runs."""
-        place = self.places[group_id] = GroupPlace(
-            environment=environment, left=size, since_s=self._clock.now(), min_version=min_version
+    def sampling(self, ticket: GroupTicket, retry_s: float) -> Iterator[GroupPlace]:
+        """A group is sampled for as long as the block runs; services that refuse it are asked again for `retry_s`."""
+        place = self.places[ticket.group_id] = GroupPlace(
+            environment=ticket.task.environment,
+            left=ticket.size,
+            since_s=self._clock.now(),
+            group_id=ticket.group_id,
+            min_version=ticket.min_version,
+            retry_s=retry_s,
         )
         try:
             yield place
         finally:
-            del self.places[group_id]
+            del self.places[ticket.group_id]
+
+    async def next_host(self, place: GroupPlace) -> RolloutHost:
+        """Returns once there is a service to ask: the best that takes groups, or one that may be back by now."""
+        while True:
+            now_s = self._clock.now()
+            avoid = {address for address, until_s in place.avoids_until_s.items() if until_s > now_s}
+            host = self.table.choose(place.environment, place.left, now_s, avoid=avoid, min_version=place.min_version)
+            if host is not None:
+                return host
+            serving = [one for one in self.table.hosting(place.environment) if one.state is HostState.SERVING]
+            if serving:
+                until_s = min(max(one.refuses_until_s, place.avoids_until_s.get(one.address, 0.0)) for one in serving)
+                await self._changes_within(max(0.01, until_s - now_s))
+            elif not await self._changes_within(place.away_s):
+                return self.table.next_in_turn(place.environment)
+
+    async def _changes_within(self, wait_s: float) -> bool:
+        """Waits until a service comes or goes; False when none does for `wait_s`."""
+        change = self.changed.upcoming
+
+        async def pause() -> None:
+            await self._clock.sleep(wait_s)
+
+        await first_of(change.wait(), pause())
+        return change.is_set()
+
+    def failed_at(self, place: GroupPlace, host: RolloutHost, error: MeshError) -> None:
+        """A call for a group was refused, or broke off. A service that refuses it is passed over for a while. Raises
+        RunError when nobody will take the group."""
+        now_s = self._clock.now()
+        if place.has_begun:
+            place.interrupted += 1
+            place.begin_anew()
+            logger.warning(
+                f"group {place.group_id} lost the rollout service at {host.address} with {place.left} of"
+                f" {place.size} rollouts to come, which are sampled again: {error}"
+            )
+        place.waits_for = f"{host.address} refuses it with {error}"
+        doing = f"running group {place.group_id} of {place.environment!r}"
+        if error.reason in _GONE:
+            if error.reason is Reason.DRAINING or host.state is not HostState.AWAY:  # else it is known why
+                state = HostState.DRAINING if error.reason is Reason.DRAINING else HostState.AWAY
+                self._turn(host, state, str(error))
+            place.away_s = place.while_away.next_s()
+            if self.table.all_away(place.environment, now_s, self._unreachable_s):
+                hosts = self.table.hosting(place.environment)
+                name = "rollout service" if len(hosts) == 1 else "rollout services"
+                raise failed(name, describe_hosts(hosts), doing, error) from error
+            return
+        wait_s = place.patience.wait_s(error, now_s)
+        if wait_s is None:
+            raise failed("rollout service", host.address, doing, error) from error
+        place.avoids_until_s[host.address] = now_s + wait_s
+        refused_s = now_s - (place.patience.first_s or now_s)
+        if error.reason is Reason.OVERLOADED:  # which holds for other groups as well
+            host.refuses_until_s = now_s + wait_s
+        elif refused_s >= NAMED_AFTER_S and host.refusal != (kind := _NUMBER.sub("", str(error))):
+            host.refusal = kind  # named once, whatever versions and ports the message has
+            logger.warning(f"the rollout service at {host.address} takes no groups: {error}")
+        logger.debug(f"group {place.group_id} refused at {host.address}, not again for {wait_s:.2f} s: {error}")
 
     @contextmanager
-    def at(self, host: RolloutHost, group_id: str, limit: asyncio.Timeout) -> Iterator[None]:
+    def at(self, place: GroupPlace, host: RolloutHost, limit: asyncio.Timeout) -> Iterator[None]:
         """A group is played at `host`, in a call that ends with `limit`, for as long as the block runs."""
-        place = host.groups[group_id] = self.places[group_id]
+        host.groups[place.group_id] = place
         place.host, place.limit, place.waits_for, place.has_begun = host, limit, "", False
         place.finished_here = place.failed_here = 0
         host.achievement(place.environment).count(self._clock.now(), begun=place.left)
@@ -328,13 +400,13 @@ class RolloutPool:
             yield
             self._judge(host, place, place.failed_here > 0)
         except MeshError as error:
-            self._judge(host, place, error.reason in _BAD_ENDS and host.state is not HostState.AWAY)
+            self._judge(host, place, error.reason in GROUP_ERRORS and host.state is not HostState.AWAY)
             raise
         except asyncio.CancelledError:
             self._judge(host, place, limit.expired() and host.state is not HostState.AWAY)
             raise
         finally:
-            del host.groups[group_id]
+            del host.groups[place.group_id]
             place.host = place.limit = None
             host.achievement(place.environment).count(self._clock.now(), begun=-place.left)
 
@@ -361,9 +433,8 @@ class RolloutPool:
     def _newest_needed(self) -> int | None:
         return max((place.min_version for place in self.places.values()), default=None)
 
-    def came_back(self, group_id: str, *, left: int, failed: bool, tokens: int = 0) -> None:
+    def came_back(self, place: GroupPlace, *, left: int, failed: bool, tokens: int = 0) -> None:
         """A rollout of a group is back from the service that plays it; `left` of them are not."""
-        place = self.places[group_id]
         ended = max(0, place.left - max(0, left))
         place.left, place.has_begun = place.left - ended, True
         place.finished_here += not failed
@@ -373,25 +444,6 @@ class RolloutPool:
             place.host.achievement(place.environment).count(
                 now_s, finished=0 if failed else ended, failed=ended if failed else 0, tokens=tokens
             )
-
-    def refused(self, host: RolloutHost, error: MeshError, wait_s: float) -> None:
-        """A service has refused a group, or broken its stream, for a reason that holds for others as well."""
-        if error.reason is Reason.OVERLOADED:
-            host.refuses_until_s = self._clock.now() + wait_s
-        elif error.reason is Reason.DRAINING:
-            self._turn(host, HostState.DRAINING, str(error))
-        elif error.reason is Reason.UNREACHABLE and host.state is not HostState.AWAY:  # else it is known why
-            self._turn(host, HostState.AWAY, str(error))
-
-    def log_refusal(self, host: RolloutHost, error: MeshError) -> None:
-        """Names why a service has refused groups for a while; once, whatever versions and ports the message has."""
-        if host.refusal != (kind := _NUMBER.sub("", str(error))):
-            host.refusal = kind
-            logger.warning(f"the rollout service at {host.address} takes no groups: {error}")
-
-    def given_up(self, environment: str) -> bool:
-        """Whether every service that hosts an environment has been away for as long as it may."""
-        return self.table.all_away(environment, self._clock.now(), self._unreachable_s)
 
     async def cancel(self, group_ids: Collection[str]) -> int:
         """Stops groups where they are played; returns how many rollouts. Raises MeshError where one call fails."""

@@ -43,22 +43,23 @@ class Patience:
         self._jitter = jitter
         self._also = also
         self._away = AWAY - also
-        self._first_s: float | None = None
+        self.first_s: float | None = None
+        """When it was asked first."""
         self._away_since_s: float | None = None
 
     def wait_s(self, error: MeshError, now_s: float) -> float | None:
         """Seconds to wait before the next attempt; None to give up."""
         if not error.retryable and error.reason not in self._also | AWAY:
             return None
-        if self._first_s is None:
-            self._first_s = now_s
+        if self.first_s is None:
+            self.first_s = now_s
         if error.reason not in self._away:
             self._away_since_s = None
         elif self._away_since_s is None:
             self._away_since_s = now_s
         if self._away_since_s is not None and now_s - self._away_since_s >= self._unreachable_s:
             return None
-        if self._away_since_s is None and now_s - self._first_s >= self._retry_s:
+        if self._away_since_s is None and now_s - self.first_s >= self._retry_s:
             return None
         wait_s = self._backoff.next_s()
         return wait_s if error.retry_after_s is None else error.retry_after_s * (1.5 - 0.5 * self._jitter())

@@ -28,12 +28,12 @@ from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Program, Supervisor
 from meshrl.rollout.main import serve
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
+from meshrl.sampling.sampler import GroupSampler
 from meshrl.trials.config import TrialsConfig
 from meshrl.trials.engines import PolicyEndpoints
 from meshrl.trials.play import UNKNOWN_LIMIT, TrialRun
 from meshrl.trials.results import TrialResults
-from meshrl.trials.service import UNREACHABLE_S, rollout_service, task_spans
+from meshrl.trials.service import rollout_service, task_spans
 
 TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
 
@@ -127,13 +127,7 @@ async def _prepare_and_work(
                 startup_s=deadlines.environments_s,
             )
         )
-        sampler = GroupSampler(
-            pool,
-            deadlines=SamplerDeadlines(
-                group_s=deadlines.rollout_s, retry_s=deadlines.rollout_s, unreachable_s=UNREACHABLE_S
-            ),
-            clock=Clock(),
-        )
+        sampler = GroupSampler(pool, group_s=deadlines.rollout_s, retry_s=deadlines.rollout_s, clock=Clock())
         given = config.max_concurrent
         wanted = {
             env.resolved_name: (config.num_examples_of(env), config.group_size_of(env)) for env in config.environments

@@ -35,7 +35,7 @@ from meshrl.rollout.groups import GroupTable
 from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
-from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
+from meshrl.sampling.sampler import GroupSampler
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutEvent, RolloutRequest, RolloutSummary, Sampling
 from scripted_services import finished_rollout
@@ -107,8 +107,7 @@ class Orchestrator:
 
     @property
     def sampler(self) -> GroupSampler:
-        deadlines = SamplerDeadlines(group_s=DEADLINE_S, retry_s=DEADLINE_S, unreachable_s=1.0)
-        return GroupSampler(self.pool, deadlines=deadlines, clock=Clock())
+        return GroupSampler(self.pool, group_s=DEADLINE_S, retry_s=DEADLINE_S, clock=Clock())
 
 
 def ticket(group_id: str, size: int) -> GroupTicket:

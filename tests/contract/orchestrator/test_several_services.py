@@ -17,7 +17,7 @@ from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
+from meshrl.sampling.sampler import GroupSampler
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
@@ -177,14 +177,16 @@ async def test_a_group_goes_on_as_soon_as_its_service_is_seen_to_be_back(script)
     script.engine_version = 0
     waits = asyncio.Event()
 
-    async def sleep(seconds: float) -> None:  # the group's own waits never end
-        waits.set()
-        await asyncio.Event().wait()
+    async def sleep(seconds: float) -> None:  # the group's own waits never end, those between two looks do
+        if seconds not in (pool_module.WATCH_S, pool_module.AWAY_WATCH_S):
+            waits.set()
+            await asyncio.Event().wait()
+        await asyncio.sleep(seconds)
 
     only = Host(script, {"echo": 50})
-    async with hosts(only) as addresses, pooled(addresses) as pool:
+    async with hosts(only) as addresses, pooled(addresses, clock=Clock(sleep=sleep)) as pool:
         await only.kill()
-        sampler = sampler_of(pool, Clock(sleep=sleep))
+        sampler = sampler_of(pool)
         sampling = asyncio.create_task(sampler.sample(ticket("echo", size=2), sampling=Sampling()))
         await asyncio.wait_for(waits.wait(), 60.0)
         await only.start()
@@ -344,8 +346,7 @@ async def pooled(
 
 
 def sampler_of(pool: RolloutPool, clock: Clock | None = None) -> GroupSampler:
-    deadlines = SamplerDeadlines(group_s=60.0, retry_s=60.0, unreachable_s=60.0)
-    return GroupSampler(pool, deadlines=deadlines, clock=clock or Clock())
+    return GroupSampler(pool, group_s=60.0, retry_s=60.0, clock=clock or Clock())
 
 
 def ticket(environment: str, *, size: int, seed: int | None = None, group_id: str = "g") -> GroupTicket:

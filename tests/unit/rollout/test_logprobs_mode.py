@@ -41,7 +41,7 @@ def pool(**modes: str | None) -> EngineTable:
 
 def test_reshaped_sampling_goes_to_engines_with_processed_logprobs_only() -> None:
     engines = pool(raw="raw_logprobs", unknown=None, right="processed_logprobs")
-    engines.listed[2].in_flight = 9
+    engines.listed[2].rate.running = 9
     assert engines.select(SHAPED, prefer="raw").url == "right"
     assert engines.select(Requirement(), prefer="raw").url == "raw"
     assert engines.biased(SHAPED) == ()
