@@ -15,7 +15,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from loguru import logger
@@ -49,7 +49,6 @@ class WorkerFleet:
         memory = machine_memory()
         half_mib = UNKNOWN_MEMORY_MIB if memory is None else memory.total >> 21
         self._max_memory_mib = config.max_memory_mib or half_mib
-        self._blocked_s = config.blocked_s
         self._config = config
         own = {name: max(entry.workers or 0, 1) for name, entry in self._entries.items() if _asks_for_own(entry)}
         self._shared_names = {name for name in self._entries if name not in own}
@@ -129,21 +128,15 @@ class WorkerFleet:
     def _place(self, environment: str | None) -> WorkerPlace:
         if environment is None and len(self._shared_names) == 1:
             (environment,) = self._shared_names
-        if environment is None:
-            limits = PlaceLimits(self._blocked_s, self._max_memory_mib)
-            hosts: tuple[Callable[[], Collection[str]], PlaceLimits] = (
-                lambda: [name for name in self._entries if name in self._shared_names],
-                limits,
-            )
-        else:
-            hosts = self._alone(environment)
         settings = WorkerSettings(number=next(self._numbers), config=self._config)
-        return WorkerPlace(settings, *hosts, self._on_lost, self._changed.beat)
+        return WorkerPlace(settings, environment, self._hosting, self._on_lost, self._changed.beat)
 
-    def _alone(self, environment: str) -> tuple[Callable[[], Collection[str]], PlaceLimits]:
-        entry, names = self._entries[environment], (environment,)
-        limits = PlaceLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
-        return lambda: names, limits
+    def _hosting(self, environment: str | None) -> tuple[Collection[str], PlaceLimits]:
+        if environment is None:
+            limits = PlaceLimits(self._config.blocked_s, self._max_memory_mib)
+            return [name for name in self._entries if name in self._shared_names], limits
+        entry = self._entries[environment]
+        return (environment,), PlaceLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
 
     def _start_standby(self) -> None:
         """Has a worker ready where environments share: one that they lose would hold the others up."""
@@ -176,7 +169,7 @@ class WorkerFleet:
         self._shared_names.discard(name)
         if self._standby is not None and not known:  # what played most goes on at once
             place, self._standby = self._standby, None
-            place.host(*self._alone(name))
+            place.environment = name
         else:
             place = self._place(name)
             place.keep_starting()
@@ -203,7 +196,7 @@ class WorkerFleet:
             self._shared[self._shared.index(place)], self._standby = standby, None
             self._shared_names.discard(name)
             self._own[name] = [place]
-            place.host(*self._alone(name))
+            place.environment = name
             logger.bind(env=name).warning(
                 "environment {} keeps worker {}, which it blocks in {}, to itself, so that others keep their pace;"
                 " isolated = true gives it one from the start", name, place.number, hold.where,

@@ -44,23 +44,25 @@ class PlaceLimits:
 
 
 class WorkerPlace:
-    """Keeps one worker running, as `settings` has it, for the environments that `names()` returns when it starts."""
+    """Keeps one worker running, as `settings` has it. `hosting` gives what a worker of `environment` hosts when it
+    starts, and its limits."""
 
     def __init__(
         self,
         settings: WorkerSettings,
-        names: Callable[[], Collection[str]],
-        limits: PlaceLimits,
+        environment: str | None,
+        hosting: Callable[[str | None], tuple[Collection[str], PlaceLimits]],
         on_lost: Callable[[WorkerProcess, Loss], None],
         on_change: Callable[[], None],
     ) -> None:
         self.number = settings.number
-        self.limits = limits
+        self.environment = environment
+        """The one that it is for; None for all that share. A change holds for the next workers, its limits at once."""
         self.worker: WorkerProcess | None = None
         self.again_at_s = 0.0
         """When the next worker starts (time.monotonic), while there is none."""
         self._settings = settings
-        self._names = names
+        self._hosting = hosting
         self._on_lost = on_lost
         self._on_change = on_change
         self._killed: Loss | None = None
@@ -91,10 +93,6 @@ class WorkerPlace:
         await worker.wait_gone()
         worker.close()
 
-    def host(self, names: Callable[[], Collection[str]], limits: PlaceLimits) -> None:
-        """Changes what the next workers are started for, and the limits of this one."""
-        self._names, self.limits = names, limits
-
     def retire(self) -> None:
         self._retired = True
 
@@ -103,15 +101,15 @@ class WorkerPlace:
         worker = self.worker
         if worker is None or not worker.usable:
             return
-        hold, limit_s = worker.hold(), self.limits.blocked_s
+        _, limits = self._hosting(self.environment)
+        hold, limit_s = worker.hold(), limits.blocked_s
         silent_s = time.monotonic() - worker.heard_s
         if hold is not None and hold.culprit.environment and hold.seconds > limit_s and worker.calls:
             words = f"was replaced: its event loop was blocked for {hold.seconds:.1f} s in {hold.where}"
             self._kill(worker, Loss(words, hold.culprit))
         elif silent_s > max(SILENT_FACTOR * limit_s, SHORTEST_SILENCE_S):
             self._kill(worker, Loss(f"was replaced: nothing was heard of it for {silent_s:.0f} s"))
-        elif (grown_mib := worker.grown_mib()) > self.limits.max_memory_mib:
-            most = self.limits.max_memory_mib
+        elif (grown_mib := worker.grown_mib()) > (most := limits.max_memory_mib):
             self._kill(worker, Loss(f"was replaced: it took {grown_mib} MiB of memory, and max_memory_mib is {most}"))
 
     def forgive(self, stood_still_s: float) -> None:
@@ -124,8 +122,8 @@ class WorkerPlace:
         worker.kill(loss.words)
 
     async def _start(self) -> WorkerProcess:
-        names, most_mib = tuple(self._names()), self.limits.max_memory_mib
-        settings = replace(self._settings, names=names, max_memory_mib=most_mib)
+        names, limits = self._hosting(self.environment)
+        settings = replace(self._settings, names=tuple(names), max_memory_mib=limits.max_memory_mib)
         worker = self.worker = WorkerProcess(settings)
         self._killed = None
         await worker.start()

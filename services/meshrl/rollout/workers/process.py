@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from dataclasses import fields as fields_of
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -62,17 +61,6 @@ class WorkerSettings:
     @property
     def entries(self) -> list[EnvConfig]:
         return [entry for entry in self.config.env if entry.resolved_name in self.names]
-
-    def encode(self) -> str:
-        """As JSON. Keys that are not set stay so: they have their defaults in the worker too."""
-        fields = {field.name: getattr(self, field.name) for field in fields_of(self)}
-        return json.dumps(fields | {"config": self.config.model_dump(exclude_unset=True)}, default=str)  # paths
-
-    @classmethod
-    def decode(cls, text: str) -> WorkerSettings:
-        # Not by pydantic's own JSON parser: it refuses a default that is a Path, and has no infinity.
-        fields = json.loads(text)
-        return cls(**fields | {"config": RolloutConfig.model_validate(fields["config"])})
 
 
 class WorkerLostError(Exception):
@@ -117,7 +105,7 @@ def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSetti
         known = known_class(config.tokenizer or config.model.name) is not None
         multiprocessing.set_forkserver_preload([PRELOADED] if known else [PRELOADED, ANY_TOKENIZER])
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # typeshed has it on each kind of context
-        target=run_worker, args=(*pair, settings.encode()), name=f"rollout-worker-{settings.number}"
+        target=run_worker, args=(*pair, settings), name=f"rollout-worker-{settings.number}"
     )
     with _ONE_AT_A_TIME:
         process.start()
@@ -131,11 +119,11 @@ def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
         return process.exitcode
 
 
-def run_worker(link: socket.socket, reports: socket.socket, order: str) -> None:
+def run_worker(link: socket.socket, reports: socket.socket, settings: WorkerSettings) -> None:
     """What a worker's process does; the front does not import it."""
     from meshrl.rollout.workers import worker
 
-    worker.main(link, reports, order)
+    worker.main(link, reports, settings)
 
 
 class WorkerProcess:

@@ -53,8 +53,7 @@ UNLIMITED = 2**31
 """Rollouts at once: the front sends those alone that may run."""
 
 
-def main(link: socket.socket, reports: socket.socket, settings_text: str) -> None:
-    settings = WorkerSettings.decode(settings_text)
+def main(link: socket.socket, reports: socket.socket, settings: WorkerSettings) -> None:
     os.setsid()  # programs that environments start are ended together with it,
     os.environ[WORKER_MARK] = settings.mark  # and those in sessions of their own are found by this
     _end_with_fork_server()
