@@ -104,10 +104,6 @@ def hosted_by(host: HarnessHost) -> Iterator[None]:
         _HOST.reset(token)
 
 
-class ContextExhaustedError(Exception):
-    """The conversation no longer fits in the model's context window."""
-
-
 class InProcessHarnessConfig(HarnessConfig):  # type: ignore[misc]  # verifiers is untyped for the checker
     """Options of the in-process harness: those of every harness."""
 
@@ -177,16 +173,10 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         if self._http is None:
             await self._open()
         self._add(*map(message_to_wire, messages or ()))
-        while True:
-            try:
-                calls = await self._complete()
-            except ContextExhaustedError:  # a length limit, not a fault: the rollout is scored as it stands
-                self.trace.stop("max_total_tokens")
-                return OK
-            if not calls:
-                return OK
+        while calls := await self._complete():
             for call in calls:
                 self._add(await self._use_tool(call))
+        return OK
 
     async def close(self) -> None:
         await super().close()
@@ -237,8 +227,9 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         overflow = reply.status in (400, 413) and any(
             marker in reply.detail.casefold() for marker in CONTEXT_OVERFLOW_MARKERS
         )
-        if overflow and self.trace.num_turns:
-            raise ContextExhaustedError(reply.detail)
+        if overflow and self.trace.num_turns:  # a length limit, not a fault: the rollout is scored as it stands
+            self.trace.stop("max_total_tokens")
+            return []
         raise HarnessError(f"model call answered {reply.status}: {reply.detail[-2000:]}")
 
     async def _ask_server(self) -> AssistantMessage | RefusedCall:

@@ -14,12 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from meshrl.core.telemetry.waits import CountedWait
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
-from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
+from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
 from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
 from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
@@ -27,6 +28,10 @@ from meshrl.rollout.stages import BEGINNING, RolloutStage
 from meshrl.rollout.trouble_log import LOOK_EVERY_S, FailureLog, WaitingReport, log_waiting
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
+
+if TYPE_CHECKING:
+    from meshrl.rollout.engines.chat_servers import ChatServers
+    from meshrl.rollout.engines.router import EngineRouter
 
 Emit = Callable[[RolloutEvent | bytes], None]
 """Gets the events of a group as they come. Bytes are a RunRolloutsResponse."""
@@ -59,7 +64,7 @@ class GroupRunner:
         self,
         environments: Mapping[str, Player],
         table: GroupTable,
-        router: PolicyServers,
+        servers: EngineRouter | ChatServers,
         limit: RolloutLimit,
         clock: Callable[[], float] = time.monotonic,
         in_flight: Callable[[], Mapping[str, int]] | None = None,
@@ -68,7 +73,7 @@ class GroupRunner:
         self.environments = environments
         self._limit = limit
         self._table = table
-        self._router = router
+        self._servers = servers
         self._clock = clock
         self._in_flight = in_flight
         self._running: dict[str, _RunningGroup] = {}  # by request id
@@ -78,7 +83,7 @@ class GroupRunner:
         self._idle = asyncio.Event()
         self._idle.set()
         self._follow_engines()
-        router.on_look = self._follow_engines
+        servers.on_look = self._follow_engines
 
     async def run(self, request: RolloutRequest, emit: Emit) -> None:
         """Plays a group: `emit` gets each rollout or failure as it ends, then the summary. The deadline counts from
@@ -139,7 +144,7 @@ class GroupRunner:
                     yield (running.group.request.request_id, index), running.group.request.environment, stage
 
     def status(self) -> RolloutStatus:
-        endpoints, calls = self._router.engines.endpoints(), self._in_flight() if self._in_flight is not None else {}
+        endpoints, calls = self._servers.engines.endpoints(), self._in_flight() if self._in_flight is not None else {}
         return RolloutStatus(
             running=self._table.running,
             queued=self._table.queued,
@@ -185,7 +190,7 @@ class GroupRunner:
                 opened = await player.open(request)
                 sampling = request.sampling.over(player.info.default_sampling)
                 shaped = () if request.scores_only else reshaping(sampling)
-                await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
+                await self._servers.require(replace(Requirement.of(request), reshaped_by=shaped))
             group = self._table.admit(request, self._clock())
         except BaseException as error:  # refused, late, or the caller has gone
             if opened is not None:
@@ -199,7 +204,7 @@ class GroupRunner:
         return running
 
     def _follow_engines(self) -> None:
-        engines = [engine for engine in self._router.engines.listed if engine.healthy]
+        engines = [engine for engine in self._servers.engines.listed if engine.healthy]
         if self._limit.follow(engines):
             up = {engine.url for engine in engines}
             log = logger.debug if up == self._counted else logger.info

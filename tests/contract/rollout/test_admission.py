@@ -31,7 +31,7 @@ async def test_as_many_rollouts_run_as_the_engines_say_they_hold(start_mesh, mak
         assert [(engine.slots, engine.kv_tokens) for engine in status.engines] == [(4, 4096)]
         assert status.limit_reason.startswith(f"auto: engines hold 4 ({one.url} 4, its slots)")
         await other.start()
-        mesh.runner._router.engines.discover([(other.url, "")])
+        mesh.runner._servers.engines.discover([(other.url, "")])
         status = await status_when(mesh, lambda now: now.max_concurrent > 5)
         assert (status.running, status.queued, status.max_concurrent) == (14, 10, 14)
         await other.stop()

@@ -44,7 +44,7 @@ async def test_a_call_moves_to_another_engine_when_the_first_dies_without_an_ans
 
 async def engine_takes_a_call_first(mesh, engine, second):
     """Makes the other engine look busy, so that the next call goes to `engine`."""
-    for known in mesh.runner._router.engines.listed:
+    for known in mesh.runner._servers.engines.listed:
         known.rate.running = 5 if known.url == second.url else 0
 
 

@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity, KvRoom
 from meshrl.rollout.engines.engine_rate import CallTiming, EngineRate, mean_rate
@@ -108,17 +107,6 @@ class KnownEngine:
     def version_for(self, need: Requirement) -> int | None:
         """The version that a call of a run gets; None where it is not known, or the run is not there."""
         return self.runs.get(need.run_id) if need.run_id and self.runs else self.version
-
-
-class PolicyServers(Protocol):
-    """What the policy is sampled from, as far as admission and status ask."""
-
-    engines: EngineTable
-    on_look: Callable[[], None]
-    """Called after every look at the servers."""
-
-    async def require(self, need: Requirement) -> None:
-        """Raises MeshError when no server can serve `need` now."""
 
 
 class EngineTable:

@@ -13,7 +13,7 @@ import json
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from loguru import logger
 from pydantic import ValidationError
@@ -23,16 +23,14 @@ from verifiers.v1.dialects.chat import parse_message
 from verifiers.v1.errors import ProviderError, RolloutError, TaskError
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import Error, ModelCall, TimeSpan
-from verifiers.v1.types import AssistantMessage, Message, Response, SamplingConfig, Tool, ToolMessage
+from verifiers.v1.types import AssistantMessage, Message, Response, Tool, ToolMessage
 
 from meshrl.environments.harness import ChatMessage, RefusedCall
 
+if TYPE_CHECKING:
+    from meshrl.rollout.engines.model_client import EngineClient
+
 _CHAT = ChatDialect()
-
-
-class TurnSampler(Protocol):
-    async def respond(self, model: str, sampling: SamplingConfig, session_id: str, turn: graph.PendingTurn) -> Response:
-        """One completion of a turn. Raises ProviderError."""
 
 
 def plays_in_process(session: RolloutSession) -> bool:
@@ -45,7 +43,7 @@ def plays_in_process(session: RolloutSession) -> bool:
 class DirectTurns:
     """The turns of one agent's run. Not for calls at the same time: a conversation makes one after another."""
 
-    def __init__(self, session: RolloutSession, client: TurnSampler) -> None:
+    def __init__(self, session: RolloutSession, client: EngineClient) -> None:
         self._session = session
         self._client = client
         self._tool_names: dict[str, str] = {}

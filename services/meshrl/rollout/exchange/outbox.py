@@ -21,21 +21,21 @@ class SpooledEvent:
 
 
 @dataclass
-class _Call:
-    """`events` are those that are kept, by number; `playing` while this process makes more."""
+class HeldCall:
+    """A call that this process plays, or an earlier one did. `events` are those that are kept, by number, `stored` up
+    to one of them."""
 
-    playing: bool
+    call_id: str
+    is_ours: bool
     last_seq: int = 0
     ended: bool = False
     events: dict[int, SpooledEvent] = field(default_factory=dict)
-    stored: set[int] = field(default_factory=set)
+    stored: int = 0
 
-
-@dataclass(frozen=True)
-class ReportedCall:
-    call_id: str
-    last_seq: int
-    playing: bool
+    @property
+    def playing(self) -> bool:
+        """Whether more events come."""
+        return self.is_ours and not self.ended
 
 
 class Outbox:
@@ -44,13 +44,12 @@ class Outbox:
     def __init__(self, left: Iterable[SpooledEvent] = ()) -> None:
         self.held_bytes = 0
         """Of all events that are kept."""
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, HeldCall] = {}
         self._ready: deque[tuple[str, int]] = deque()
         for event in left:
-            call = self._calls.setdefault(event.call_id, _Call(playing=False))
+            call = self._calls.setdefault(event.call_id, HeldCall(event.call_id, is_ours=False))
             call.events[event.seq] = event
-            call.stored.add(event.seq)
-            call.last_seq = max(call.last_seq, event.seq)
+            call.last_seq = call.stored = max(call.last_seq, event.seq)
             call.ended = call.ended or event.is_end
             self.held_bytes += len(event.message)
 
@@ -58,11 +57,8 @@ class Outbox:
         return call_id in self._calls
 
     @property
-    def calls(self) -> tuple[ReportedCall, ...]:
-        return tuple(
-            ReportedCall(call_id, call.last_seq, call.playing and not call.ended)
-            for call_id, call in self._calls.items()
-        )
+    def calls(self) -> tuple[HeldCall, ...]:
+        return tuple(self._calls.values())
 
     @property
     def is_empty(self) -> bool:
@@ -72,7 +68,7 @@ class Outbox:
         """A call is played from now on. Raises ValueError for one that is known."""
         if call_id in self._calls:
             raise ValueError(f"call {call_id} is known")
-        self._calls[call_id] = _Call(playing=True)
+        self._calls[call_id] = HeldCall(call_id, is_ours=True)
 
     def next_seq(self, call_id: str) -> int:
         return self._calls[call_id].last_seq + 1
@@ -90,7 +86,7 @@ class Outbox:
         """The event is in the spool; what was dropped meanwhile stays dropped."""
         call = self._calls.get(event.call_id)
         if call is not None and event.seq in call.events:
-            call.stored.add(event.seq)
+            call.stored = max(call.stored, event.seq)
             self._ready.append((event.call_id, event.seq))
 
     def next_event(self) -> SpooledEvent | None:
@@ -108,7 +104,6 @@ class Outbox:
             return
         for number in [number for number in call.events if number <= seq]:
             self.held_bytes -= len(call.events.pop(number).message)
-            call.stored.discard(number)
         if call.ended and not call.events:
             del self._calls[call_id]
 
@@ -129,7 +124,7 @@ class Outbox:
                 call.last_seq = max(call.last_seq, next_seq - 1)
                 self.acknowledge(call_id, next_seq - 1)
         self._ready = deque(
-            (call_id, seq) for call_id, call in self._calls.items() for seq in sorted(call.stored & call.events.keys())
+            (call.call_id, seq) for call in self.calls for seq in sorted(call.events) if seq <= call.stored
         )
-        cut_off = tuple(call_id for call_id, call in self._calls.items() if not call.playing and not call.ended)
+        cut_off = tuple(call.call_id for call in self.calls if not call.is_ours and not call.ended)
         return unneeded, cut_off
