@@ -46,9 +46,9 @@ class WeightSync(SimulatedMesh):
 
     @invariant()
     def decisions_only_go_forward(self) -> None:
-        decided = [tuple(row["key"]) for row in self.rows_in(VersionState.COMMITTING)]
+        decided = [save.decision for save in self.history if save.decision is not None]
         for run_id in self.RUNS:
-            mine = [key for key in decided if key[0] == run_id]
+            mine = [key for key in decided if key.run_id == run_id]
             assert mine == sorted(set(mine))
 
     @invariant()
@@ -82,18 +82,19 @@ class WeightSync(SimulatedMesh):
 
     def gone_with_its_trainer(self, record: hub.VersionRecord) -> bool:
         """Its bytes were only ever in the memory of a trainer that is no more."""
-        return record.transport is Transport.NCCL and record.key.epoch != self.epoch[record.key.run_id]
+        bytes_here = record.transport is not Transport.NCCL or record.copied
+        return not bytes_here and record.key.epoch != self.epoch[record.key.run_id]
 
     def publisher_goes_on(self, which: int, turn: int) -> None:
-        """A publisher without trouble: it sends the newest version, again where engines lack it, and goes forward."""
+        """A publisher without trouble: it sends the newest version, copies it to the hub, and goes forward."""
         run_id = self.run(which)
         line = self.line(run_id)
         decided = None if line is None else line.newest_decided()
         if turn == 0 and decided is not None and self.gone_with_its_trainer(decided):
             self.next_version[run_id] = max(self.next_version[run_id], decided.version)
             self.publish_and_activate(which, 0, False, 0, Transport.NCCL)
-        if turn % 4 == 1:
-            self.open_group(True)
+        if turn % 4 == 1 and not self.adapters:
+            self.copy(True)
         newest = self.newest(run_id)
         if turn % 4 == 2 and newest is not None and newest.state is VersionState.SEALED:
             self.activate(
@@ -196,8 +197,9 @@ def walk(kind: type[WeightSync], seed: int, steps: int) -> WeightSync:
     ]
     if Transport.NCCL in transports:
         usual += [
-            (0.2, lambda _: mesh.open_group(flip())),
-            (1.0, lambda _: mesh.group_goes_on(flip(), draw.randrange(1, 9))),
+            (0.2, lambda _: mesh.open_group()),
+            (0.3, lambda _: mesh.copy(flip())),
+            (1.0, lambda _: mesh.group_goes_on(draw.randrange(1, 10))),
             (3.0, lambda name: mesh.join_ends(name, draw.random() > trouble)),
             (1.0, lambda _: mesh.send()),
         ]

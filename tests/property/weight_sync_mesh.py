@@ -13,7 +13,6 @@ from hypothesis.stateful import rule
 
 from hub_rules import LAYOUT
 from meshrl.inference.agent import states as agent
-from meshrl.weights.coordinator import states as hub
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
@@ -34,27 +33,12 @@ class SimulatedMesh(SimulatedHub):
 
     # --- groups -------------------------------------------------------------------------------------
 
-    def newest(self, run_id: str) -> hub.VersionRecord | None:
-        """The newest version that the publisher of a run has sealed."""
-        states, line = hub.DECIDED | {VersionState.SEALED}, self.line(run_id)
-        records = [] if line is None else line.records.values()
-        mine = [r for r in records if r.key.epoch == self.epoch[run_id] and r.state in states]
-        return max(mine, key=lambda record: record.key, default=None)
-
-    @rule(again=st.booleans())
-    def open_group(self, again: bool) -> None:
-        """The publisher opens a group: to send the newest version again to who lacks it, or for what comes next."""
+    @rule()
+    def open_group(self) -> None:
+        """The publisher opens a group for what comes next."""
         if self.adapters:
             return
         run_id = self.RUNS[0]
-        newest, known = self.newest(run_id), self.coordinator.pool.engines
-        lacking = tuple(
-            name
-            for name, engine in ((name, record.on(run_id)) for name, record in known.items())
-            if newest is not None and not engine.serves(newest) and engine.prepared != newest.artifact_id
-        )
-        if again and not lacking:
-            return
         self.groups += 1
         request = GroupRequest(
             request_id=f"group-{self.groups}",
@@ -63,7 +47,6 @@ class SimulatedMesh(SimulatedHub):
             store_address="h:1",
             backend="gloo",
             num_senders=1,
-            engine_ids=lacking if again else (),
             deadline_s=30.0,
         )
         try:
@@ -116,15 +99,16 @@ class SimulatedMesh(SimulatedHub):
                 fault = AgentFault(reason="DIGEST_MISMATCH", message="")
                 self.perform(engine, machine.fetch_failed(artifact, fault))
 
-    @rule(again=st.booleans(), stop_after=st.integers(1, 8))
-    def group_goes_on(self, again: bool, stop_after: int) -> None:
-        """A group that meets and sends without trouble; stops anywhere between."""
+    @rule(stop_after=st.integers(1, 9))
+    def group_goes_on(self, stop_after: int) -> None:
+        """A group that meets and gets the next version without trouble; stops anywhere between."""
         steps: tuple[Callable[[str], None], ...] = (
             self.connect,
-            lambda name: self.open_group(again) if name == ENGINES[0] else None,
+            lambda name: self.open_group() if name == ENGINES[0] else None,
             lambda name: self.command_arrives(name, 9),
             lambda name: self.join_ends(name, True),
             lambda name: self.report_arrives(name, 9),
+            lambda name: self.publish(0, 1, True, 0, Transport.NCCL, False) if name == ENGINES[-1] else None,
             lambda _: self.hub_works_off_everything(),
             lambda name: self.command_arrives(name, 9),
             lambda name: self.send() if name == ENGINES[-1] else None,
@@ -134,8 +118,9 @@ class SimulatedMesh(SimulatedHub):
                 step(name)
 
     def waits_for_nccl(self, engine: Engine) -> bool:
-        fetching = engine.lines[self.RUNS[0]].fetching
-        return fetching is not None and self.manifests[fetching].transport is Transport.NCCL
+        line = engine.lines[self.RUNS[0]]
+        through_group = line.fetching is not None and self.manifests[line.fetching].transport is Transport.NCCL
+        return through_group and not line.pulls
 
     def break_group(self, generation: int) -> None:
         self.group = (self.group[0], self.group[1], frozenset())
@@ -164,6 +149,7 @@ class SimulatedMesh(SimulatedHub):
                 case agent.StartFetch():
                     line = engine.lines[action.run_id]
                     line.fetching, line.shadow = action.artifact_id, None
+                    line.pulls = self.is_copied(action.artifact_id)
                 case agent.CancelFetch():
                     line = engine.lines[action.run_id]
                     line.fetching, line.shadow = None, None

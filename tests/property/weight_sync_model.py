@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from hub_rules import LAYOUT, saved_over
+from hub_rules import LAYOUT, copy_of, saved_over
 from meshrl.inference.agent import states as agent
 from meshrl.weights.coordinator import states as hub
 from meshrl.weights.coordinator.coordinator import Coordinator
@@ -80,6 +80,7 @@ class Line:
     live: str = "base"
     paused: bool = False
     fetching: str | None = None
+    pulls: bool = False  # from the hub, rather than through the group
     shadow: str | None = None
     applying: agent.StartApply | None = None
     resuming: bool = False
@@ -156,17 +157,16 @@ class SimulatedHub(RuleBasedStateMachine):
         self.pending.extend(actions)
 
     def check_told(self, engine_id: str, command: Prepare | Commit) -> None:
-        """Nobody waits for a version that is not sent in the group that it is in."""
+        """Nobody waits for a version that is neither sent in the group that it is in nor here as a copy."""
         manifest = self.manifests[command.artifact_id]
         engine = self.coordinator.pool.engines[engine_id]
-        if manifest.transport is not Transport.NCCL:
+        if manifest.transport is not Transport.NCCL or self.is_copied(command.artifact_id):
             return
         if isinstance(command, Commit) and engine.on(command.run_id).prepared == command.artifact_id:
             return
         group = self.coordinator.groups.current
         assert group is not None
         assert engine.group_generation == group.generation
-        assert engine.broken_generation < group.generation
         assert group.request.epoch == manifest.epoch
 
     def perform_one(self) -> None:
@@ -243,6 +243,32 @@ class SimulatedHub(RuleBasedStateMachine):
         if seal and record.state is VersionState.STAGING:
             self.take(self.coordinator.seal(record.key, "", self.now_s, self.now_s))
             self.next_version[run_id] = manifest.version + 1
+
+    def is_copied(self, artifact: str) -> bool:
+        return any(record.copied for record in self.coordinator.live if record.artifact_id == artifact)
+
+    @rule(seal=st.booleans())
+    def copy(self, seal: bool) -> None:
+        """The publisher brings the hub a copy of the newest version that it has broadcast."""
+        if self.adapters:
+            return
+        run_id = self.RUNS[0]
+        newest = self.newest(run_id)
+        if newest is None or newest.transport is not Transport.NCCL or newest.state not in hub.LIVE:
+            return
+        manifest = copy_of(self.manifests[newest.artifact_id])
+        record, actions = self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
+        assert record is newest
+        self.take(actions)
+        if seal and record.takes(artifact_id(manifest)):
+            self.take(self.coordinator.copied(record, self.now_s))
+
+    def newest(self, run_id: str) -> hub.VersionRecord | None:
+        """The newest version that the publisher of a run has sealed."""
+        states, line = hub.DECIDED | {VersionState.SEALED}, self.line(run_id)
+        records = [] if line is None else line.records.values()
+        mine = [r for r in records if r.key.epoch == self.epoch[run_id] and r.state in states]
+        return max(mine, key=lambda record: record.key, default=None)
 
     @rule(which=WHICH, back=st.integers(0, 2), really=RARELY)
     def trainer_restarts(self, which: int, back: int, really: bool) -> None:

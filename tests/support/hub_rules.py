@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from meshrl.weights.coordinator.coordinator import Coordinator
@@ -42,6 +43,12 @@ def manifest(version: int, *, epoch: int = 1, transport: Transport = Transport.N
         chunks=() if collective else (ChunkEntry(offset=0, length=4, digest=b"c"),),
         collective=CollectivePlan(num_senders=1, bucket_bytes=64) if collective else None,
     )
+
+
+def copy_of(made: Manifest) -> Manifest:
+    """What a publisher brings the hub of a version that it has broadcast."""
+    chunks = (ChunkEntry(offset=0, length=4, digest=b"c"),)
+    return replace(made, transport=Transport.STREAM, collective=None, chunks=chunks)
 
 
 def saved_over(disk: Save | None, rows: Save) -> Save:
@@ -124,6 +131,12 @@ class Hub:
         self.take(actions)
         self.take(self.rules.seal(record.key, "", self.now_s, self.now_s))
         return record.artifact_id
+
+    def copy(self, made: Manifest) -> None:
+        copy = copy_of(made)
+        record, actions = self.rules.stage(copy, artifact_id(copy), self.now_s)
+        self.take(actions)
+        self.take(self.rules.copied(record, self.now_s))
 
     def activate(self, version: int, *, min_ready: int = 0) -> None:
         asked = ActivationRequest(run_id="run", version=version, min_ready=min_ready, prepare_deadline_s=20.0)

@@ -121,7 +121,7 @@ class Hub:
         """Reads the log and starts to serve. Raises LogError or OSError when the log cannot be used."""
         saved = await self._log.open()
         self.coordinator.recover(saved, self._now(), self._wall())
-        live = {record.artifact_id for record in self.coordinator.live}
+        live = {artifact for record in self.coordinator.live for artifact in record.artifacts}
         await asyncio.to_thread(self._store.prepare, live)
         for line in self.coordinator.lines.values():
             newest = line.newest_decided()
@@ -229,7 +229,7 @@ class Hub:
         await asyncio.to_thread(self._store.check_base, artifact, manifest)
         record, actions = self.coordinator.stage(manifest, artifact, self._now())
         await self._actions.put(actions)
-        if record.state is not VersionState.STAGING:
+        if not record.takes(artifact):
             return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)
         await asyncio.to_thread(self._store.open, artifact, manifest)
         await self._bytes.store_upload(
@@ -245,19 +245,24 @@ class Hub:
         record = self.coordinator.line(run_id).sealing(epoch=epoch, version=version, artifact=artifact_id)
         # A repeated call joins the first: bytes are hashed once, and all are answered once the seal is durable.
         sealing = self._sealing.get(artifact_id)
-        if sealing is None and record.state is VersionState.STAGING:
-            sealing = self._sealing[artifact_id] = asyncio.create_task(self._seal(record, traceparent))
+        if sealing is None and record.takes(artifact_id):
+            sealing = self._sealing[artifact_id] = asyncio.create_task(self._seal(record, artifact_id, traceparent))
         if sealing is not None:
             await asyncio.shield(sealing)  # it goes on when its caller hangs up
         return record.info()
 
-    async def _seal(self, record: VersionRecord, traceparent: str) -> None:
+    async def _seal(self, record: VersionRecord, artifact: str, traceparent: str) -> None:
         try:
-            await asyncio.to_thread(self._store.held(record.artifact_id).verify, self._verify_files)
-            await self._actions.put(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
+            await asyncio.to_thread(self._store.held(artifact).verify, self._verify_files)
+            if artifact == record.copy:
+                actions = self.coordinator.copied(record, self._now())
+            else:
+                actions = self.coordinator.seal(record.key, traceparent, self._now(), self._wall())
+            await self._actions.put(actions)
         finally:
-            del self._sealing[record.artifact_id]
-        logger.info("version {} is sealed: {} bytes, artifact {}", record.version, record.num_bytes, record.artifact_id)
+            del self._sealing[artifact]
+        which = "copied" if artifact == record.copy else "sealed"
+        logger.info("version {} is {}: {} bytes, artifact {}", record.version, which, record.num_bytes, artifact)
 
     async def abort_version(
         self, *, run_id: str, epoch: int, version: int, message: str, artifact_id: str = ""
@@ -393,8 +398,9 @@ class Hub:
     async def find_version(
         self, run_id: str, version: int | None, artifact_id: str = "", held_root: bytes = b""
     ) -> FoundVersion:
-        """Returns a sealed version and, of a delta, the steps that reach it from weights with the root `held_root`.
+        """Returns a sealed version and the steps that reach it from weights with the root `held_root`.
 
+        A delta has steps, and a version that is broadcast once its copy is here, which is its only step.
         `artifact_id` chooses between versions of several epochs, and finds a version also while its bytes arrive.
         Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
@@ -406,11 +412,14 @@ class Hub:
         record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.line(run_id).find(version)
         if record.state is VersionState.STAGING and not (artifact_id and record.arriving):
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
-        manifest, steps = self._store.held(record.artifact_id).manifest, tuple[Manifest, ...]()
+        artifact_id = artifact_id or record.artifact_id
+        manifest, steps = self._store.held(artifact_id).manifest, tuple[Manifest, ...]()
         if manifest.kind is VersionKind.DELTA:
             whole = record.state is not VersionState.STAGING
-            steps = await asyncio.to_thread(self._store.steps, record.artifact_id, held_root, whole=whole)
-        return FoundVersion(manifest=manifest, artifact_id=record.artifact_id, steps=steps)
+            steps = await asyncio.to_thread(self._store.steps, artifact_id, held_root, whole=whole)
+        elif record.copied and artifact_id != record.copy:
+            steps = (self._store.held(record.copy).manifest,)
+        return FoundVersion(manifest=manifest, artifact_id=artifact_id, steps=steps)
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[bytes]:
         """Byte ranges (offset, length) of a version, in framed chunks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -82,6 +83,11 @@ async def trainer(model: str, hub: str, epoch: int = 1) -> AsyncIterator[Trainer
         await made.publisher.close()
 
 
+async def groups(hub: str) -> dict[str, int | None]:
+    async with WeightSyncClient(hub) as client:
+        return {engine.engine_id: engine.group_generation for engine in await client.list_engines()}
+
+
 class Frozen(EmbeddedEngine):
     """Joins groups but never takes a byte."""
 
@@ -107,6 +113,7 @@ async def test_engine_that_comes_late_gets_the_newest_version_and_is_in_the_next
                 while late.engine.version != 0:  # noqa: ASYNC110 - the engine has no event for it
                     await asyncio.sleep(0.05)
             assert training.is_served_by(late)
+            assert await groups(hub) == {"e0": 1, "late": None}  # it has pulled the version
             await training.publish(1)
             activation, _ = await activate(hub, 1)
             assert {report.engine_id for report in activation.engines} == {"e0", "late"}
@@ -150,9 +157,7 @@ async def test_engine_of_another_layout_is_refused_before_anything_is_sent(
                 await activate(hub, 1)  # of all, and one will never have it
             await activate(hub, 1, min_ready=1)
             assert training.is_served_by(served)
-            async with WeightSyncClient(hub) as client:
-                groups = {engine.engine_id: engine.group_generation for engine in await client.list_engines()}
-            assert groups == {"misfit": None, "e0": 1}  # the first group was the only one
+            assert await groups(hub) == {"misfit": None, "e0": 1}  # the first group was the only one
 
 
 async def test_engine_that_takes_nothing_holds_nobody_up_for_longer_than_the_deadline(model: str, hub: str) -> None:
@@ -169,6 +174,37 @@ async def test_engine_that_takes_nothing_holds_nobody_up_for_longer_than_the_dea
         await training.publish(1)
         await activate(hub, 1)
         assert training.is_served_by(good)
+
+
+async def test_engine_that_is_started_again_gets_the_version_that_it_had(model: str, hub: str) -> None:
+    async with trainer(model, hub) as training:
+        async with serving_engine(model, hub, "e0"):
+            await training.publish(0)
+            await activate(hub, 0)
+        for number in range(2):
+            async with serving_engine(model, hub, "e0") as served, asyncio.timeout(60.0):
+                while served.engine.version != 0:  # noqa: ASYNC110 - the engine has no event for it
+                    await asyncio.sleep(0.05)
+                assert training.is_served_by(served), number
+
+
+async def test_versions_go_on_while_an_engine_stays_stuck(model: str, hub: str) -> None:
+    """It breaks the broadcast of one version, whose copy the other engine pulls, and is asked into no further group."""
+    async with (
+        serving_engine(model, hub, "good") as good,
+        serving_engine(model, hub, "stuck", Frozen),
+        trainer(model, hub) as training,
+    ):
+        await training.publish(0)
+        await activate(hub, 0, min_ready=1)
+        assert training.is_served_by(good)
+        began_s = time.monotonic()
+        for version in (1, 2):
+            report = await training.publish(version)
+            assert report.parts_s["wire"] < DEADLINE_S, version
+            await activate(hub, version, min_ready=1)
+            assert training.is_served_by(good)
+        assert time.monotonic() - began_s < 60.0
 
 
 async def test_engine_that_does_not_come_to_the_group_is_left_out(model: str, hub: str) -> None:
@@ -237,17 +273,17 @@ async def test_snapshot_outlives_the_next_steps(model: str, hub: str) -> None:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in hf_state(served.model).items())
 
 
-async def test_defect_in_the_watch_for_late_engines_is_heard_at_the_next_version(
+async def test_defect_in_looking_for_late_engines_is_heard_at_the_next_version(
     model: str, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with trainer(model, hub) as training:
-        await training.publish(0)
 
-        async def broken(suspects: set[str]) -> set[str]:
+        async def broken(version: int) -> list[str]:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr(training.transport, "_send_to_late", broken)
+        monkeypatch.setattr(training.transport, "_lacking", broken)
+        await training.publish(0)
         async with asyncio.timeout(60):
-            await asyncio.wait({training.transport._watching})
+            await asyncio.wait({training.transport._late})
         with pytest.raises(RuntimeError, match="a defect"):
             await training.publish(1)

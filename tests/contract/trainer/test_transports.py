@@ -194,6 +194,19 @@ async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_rem
         assert not await asyncio.to_thread(file.parent.parent.exists)
 
 
+async def test_engine_that_missed_the_broadcast_pulls_the_rows_of_all_ranks(
+    tmp_path: Path, model: str, hub: str
+) -> None:
+    config = configure(tmp_path / "out", model, hub, ranks=2, transport="nccl")
+    async with two_ranks(config) as program:
+        folder = await train(program.client, 2, ranks=2)
+        async with serving_engine(model, hub) as served:
+            activation, manifest = await activate(hub, 2)
+            assert (manifest.transport.value, manifest.collective.num_senders) == ("nccl", 2)
+            assert served.differs_from(Path(folder)) == []
+            assert activation.engines[0].applied.root == manifest.result_root
+
+
 @pytest.mark.parametrize(("transport", "travels"), [("filesystem", "filesystem"), ("nccl", "stream")])
 async def test_an_engine_answers_with_an_adapter_as_with_the_merged_weights(
     tmp_path: Path, model: str, hub: str, transport: Transport, travels: str

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +22,10 @@ from meshrl.inference.embedded.live_weights import tensor_bytes
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import dtype_name
+from meshrl.versions.progress import Progress
+from meshrl.versions.uploads import Uploader
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import digest, root_of
+from meshrl.wire.manifest import chunks_of, digest, root_of
 from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Transport, VersionState
 from weight_mesh import Mesh
 
@@ -130,13 +133,13 @@ class Trainer:
         await self._client.seal_version(run_id="run", epoch=self.epoch, version=version, artifact_id=staged.artifact_id)
         return parcel
 
-    async def gather(self, *engine_ids: str) -> None:
-        """Opens a group, of all engines or of these, and meets them."""
+    async def gather(self) -> None:
+        """Opens a group of all engines and meets them."""
         self.die()
         self.senders = GroupSenders(num_senders=2)
         opened = await self._client.open_group(
             run_id="run", epoch=self.epoch, store_address=self.senders.address, backend="gloo", num_senders=2,
-            engine_ids=engine_ids, deadline_s=5.0,
+            deadline_s=5.0,
         )  # fmt: skip
         await self.senders.meet(opened.generation, num_receivers=len(opened.members))
 
@@ -146,12 +149,20 @@ class Trainer:
 
         await self.mesh.until(all_in)
 
-    async def send_again(self, version: int, *engine_ids: str) -> None:
-        """Brings a version that was sealed before to engines that lack it."""
-        if self.transport is Transport.NCCL:
-            await self.gather(*engine_ids)
-            assert self.senders is not None
-            self.send(self.senders.parcel(version, weights(version), epoch=self.epoch))
+    async def copy(self, version: int) -> None:
+        """Brings the hub the bytes of a version whose broadcast engines have missed."""
+        if self.transport is not Transport.NCCL:
+            return
+        assert self.senders is not None
+        state = weights(version)
+        manifest = self.senders.parcel(version, state, epoch=self.epoch).manifest
+        payload = np.zeros(manifest.payload_bytes, dtype=np.uint8)
+        for tensor in manifest.tensors:
+            payload[tensor.offset :][: tensor.num_bytes] = tensor_bytes(state[tensor.name])
+        copy = replace(manifest, transport=Transport.STREAM, collective=None, chunks=chunks_of(payload.data, 4096))
+        uploader = Uploader(self._client, Progress())
+        staged = await uploader.stage(copy, payload)
+        await uploader.seal(copy, staged.artifact_id, "", payload)
 
     def send(self, parcel: Parcel, senders: tuple[int, ...] = (0, 1)) -> None:
         assert self.senders is not None
@@ -237,7 +248,7 @@ async def test_engine_killed_at_any_moment_leaves_nothing_torn_and_the_next_one_
     assert await whole(engine, 0)
 
     again = await start("e0")
-    await trainer.send_again(1, "e0")
+    await trainer.copy(1)
     await mesh.until(lambda: line_of(again.agent).state in AHEAD or again.version == 1)
     if commit is not None:  # decided: it goes forward with the engine that is there now
         assert (await commit).version.state is VersionState.COMMITTED
@@ -277,7 +288,7 @@ async def test_sender_that_dies_in_the_middle_costs_one_version(mesh: Mesh, star
     restarted.die()
 
 
-async def test_damage_in_a_group_is_refused_and_the_version_sent_again(mesh: Mesh, start: Start) -> None:
+async def test_damage_in_a_group_is_refused_and_the_copy_is_served(mesh: Mesh, start: Start) -> None:
     engine, trainer = await start("e0"), Trainer(mesh=mesh, transport=Transport.NCCL)
     await trainer.publish(0)
     await trainer.activate(0)
@@ -285,7 +296,7 @@ async def test_damage_in_a_group_is_refused_and_the_version_sent_again(mesh: Mes
     await mesh.until(lambda: any(one.last_fault is not None for one in mesh.hub.list_engines("")))
     assert mesh.hub.list_engines("")[0].last_fault.reason == Reason.DIGEST_MISMATCH.name
     assert await whole(engine, 0)
-    await trainer.send_again(1, "e0")
+    await trainer.copy(1)
     await trainer.activate(1)
     assert await whole(engine, 1)
     trainer.die()

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import google_crc32c
 import pytest
 
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, entries_of, layout_signature, plan_tensors
+from meshrl.wire.manifest import (
+    Adapter,
+    artifact_id,
+    build_manifest,
+    digest,
+    entries_of,
+    layout_signature,
+    plan_tensors,
+)
 from meshrl.wire.types import (
     AdapterConfig,
     AgentCommand,
@@ -19,6 +28,7 @@ from meshrl.wire.types import (
     AgentState,
     ApplyReport,
     Chunk,
+    ChunkEntry,
     CollectivePlan,
     Commit,
     FileEntry,
@@ -274,9 +284,7 @@ async def test_a_hub_killed_in_each_state_of_a_collective_version_goes_on_with_i
     assert (await open_group(mesh)).generation == 2
 
 
-async def test_an_engine_outside_gets_the_version_in_the_group_that_is_opened_for_it(
-    mesh: Mesh, line: Callable[..., Line]
-) -> None:
+async def test_an_engine_outside_gets_the_copy_that_the_publisher_brings(mesh: Mesh, line: Callable[..., Line]) -> None:
     a, late = line("a"), line("late")
     await a.dial()
     await open_group(mesh)
@@ -292,13 +300,29 @@ async def test_an_engine_outside_gets_the_version_in_the_group_that_is_opened_fo
     a.serves(manifest)
     assert [report.engine_id for report in (await committing).engines] == ["a"]
     assert late.commands.empty()
-    await open_group(mesh, engine_ids=["late"])
-    assert isinstance(await late.told(), JoinGroup)
+
+    client, data = mesh.client(), b"copy"
+    chunks = (ChunkEntry(offset=0, length=4, digest=digest(data)),)
+    copy = replace(manifest, transport=Transport.STREAM, collective=None, chunks=chunks)
+
+    async def pieces() -> AsyncIterator[Chunk]:
+        yield Chunk(offset=0, data=data, crc32c=google_crc32c.value(data))
+
+    assert (await client.create_version(copy)).missing_offsets == (0,)
+    await restart(mesh, late)  # which loses nothing of it
+    client = mesh.client()
+    staged = await client.create_version(copy, pieces())
+    assert (await client.find_version("run", 0)).steps == ()
     assert late.commands.empty()
-    late.say(group_generation=2)
+    await client.seal_version(run_id="run", epoch=1, version=0, artifact_id=staged.artifact_id)
     assert await late.told() == Commit(version=0, artifact_id=artifact, run_id="run", epoch=1)
+    await restart(mesh, late)
+    assert await late.told() == Commit(version=0, artifact_id=artifact, run_id="run", epoch=1)
+    found = await mesh.client().find_version("run", 0, artifact_id=artifact)
+    assert (found.manifest, found.artifact_id, found.steps) == (manifest, artifact, (copy,))
+    assert b"".join([bytes(chunk.data) async for chunk in mesh.client().fetch(staged.artifact_id)]) == data
     late.serves(manifest)
-    await mesh.until(lambda: [info.routable for info in mesh.hub.list_engines("")] == [True, True])
+    await mesh.until(lambda: [info.routable for info in mesh.hub.list_engines("")] == [True])
 
 
 async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(

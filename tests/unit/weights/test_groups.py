@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hub_rules import BOTH, Hub, manifest
+from hub_rules import BOTH, Hub, copy_of, manifest
+from meshrl.weights.coordinator.states import DeleteBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import (
@@ -175,21 +177,49 @@ class TestPreparing:
         hub.say("streams", AgentState.PREPARED, target_version=0)
         assert hub.told == {"streams": [commit(made)]}  # decided without the one that cannot have it
 
-    def test_a_fault_is_forgotten_in_a_newer_generation(self, hub: Hub) -> None:
+    def test_a_version_that_was_missed_is_prepared_once_its_copy_is_here(self, hub: Hub) -> None:
         hub.engine("a")
         hub.open()
         made = manifest(0)
         hub.seal(made)
         hub.say("a", group_generation=1)
         hub.told.clear()
-        hub.say("a", target_version=0, fault=BROKEN, group_generation=1)
-        hub.say("a", group_generation=1)
+        hub.say("a", target_version=0, fault=BROKEN)
         hub.wait(5.0)
-        assert hub.told == {}
-        hub.open(engine_ids=("a",))
-        hub.told.clear()
+        hub.open()
         hub.say("a", group_generation=2)
+        assert [command for command in hub.heard("a") if not isinstance(command, JoinGroup)] == []
+        hub.copy(made)
         assert hub.heard("a") == [prepare(made)]
+
+    def test_only_the_same_tensors_are_a_copy_and_only_of_a_version_that_is_broadcast(self, hub: Hub) -> None:
+        made, streamed = manifest(0), manifest(1, transport=Transport.STREAM)
+        for known, copy in ((made, copy_of(replace(made, result_root=b"other"))), (streamed, copy_of(streamed))):
+            hub.seal(known)
+            with pytest.raises(MeshError) as caught:
+                hub.rules.stage(copy, artifact_id(replace(copy, codec="other")), hub.now_s)
+            assert caught.value.reason is Reason.VERSION_CONFLICT
+        staged = manifest(2)
+        hub.rules.stage(staged, artifact_id(staged), hub.now_s)
+        with pytest.raises(MeshError) as caught:
+            hub.rules.stage(copy_of(staged), artifact_id(copy_of(staged)), hub.now_s)
+        assert caught.value.reason is Reason.VERSION_CONFLICT
+
+    def test_a_copy_outlives_the_hub_and_goes_with_its_version(self, hub: Hub) -> None:
+        hub.engine("a", group_generation=None)
+        made = manifest(0)
+        hub.seal(made)
+        hub.copy(made)
+        assert hub.heard("a") == [prepare(made)]
+        hub.restart()
+        hub.engine("a")
+        assert hub.heard("a") == [prepare(made)]
+        record = hub.rules.by_artifact(artifact_id(copy_of(made)))
+        assert record.artifact_id == artifact_id(made)
+        deleted: list[str] = []
+        _, actions = hub.rules.line("run").abort(epoch=1, version=0, artifact_id="", message="", now_s=hub.now_s)
+        deleted += [action.artifact_id for action in actions if isinstance(action, DeleteBytes)]
+        assert deleted == [artifact_id(made), artifact_id(copy_of(made))]
 
     def test_a_group_that_was_not_joined_says_nothing_about_what_is_prepared_or_fetched(self, hub: Hub) -> None:
         hub.engine("a")
@@ -201,7 +231,7 @@ class TestPreparing:
         hub.activate(0)
         assert hub.heard("a") == [commit(stream)]
 
-    def test_a_group_of_all_does_not_bring_what_is_decided_and_one_of_named_engines_does(self, hub: Hub) -> None:
+    def test_a_group_does_not_bring_what_is_sealed_already(self, hub: Hub) -> None:
         """In a group that was opened for the next version, whoever waits for an older one takes the next for it."""
         hub.engine("a")
         hub.open()
@@ -212,13 +242,11 @@ class TestPreparing:
         hub.activate(0)
         hub.serves("a", made, 1)
         hub.engine("late")
-        hub.open()
+        hub.open(engine_ids=("late",))
         hub.told.clear()
         hub.say("late", group_generation=2)
         assert hub.told == {}
-        hub.open(engine_ids=("late",))
-        hub.told.clear()
-        hub.say("late", group_generation=3)
+        hub.copy(made)
         assert hub.told == {"late": [commit(made)]}
 
     def test_a_later_epoch_brings_only_its_own_versions(self, hub: Hub) -> None:
@@ -269,18 +297,16 @@ class TestDeciding:
         assert [report.engine_id for report in answer.engines] == ["a"]
         assert hub.heard("b") == []
 
-    def test_a_broken_transfer_ends_no_wait_and_the_next_group_brings_it(self, hub: Hub) -> None:
+    def test_a_broken_transfer_ends_no_wait_and_the_copy_brings_it(self, hub: Hub) -> None:
         made = self.two_in_a_group(hub)
         for engine_id in ("a", "b"):
-            hub.say(engine_id, target_version=0, fault=BROKEN, group_generation=1)
+            hub.say(engine_id, target_version=0, fault=BROKEN)
         assert hub.answers == []
         assert hub.told == {}
-        hub.open(engine_ids=("a", "b"))
+        hub.copy(made)
         for engine_id in ("a", "b"):
-            hub.say(engine_id, group_generation=2)
-            assert hub.heard(engine_id)[-1] == prepare(made)
-        for engine_id in ("a", "b"):
-            hub.prepared(engine_id, made, 2)
+            assert hub.heard(engine_id) == [prepare(made)]
+            hub.say(engine_id, AgentState.PREPARED, target_version=0, target_artifact_id=artifact_id(made))
         assert hub.told == {"a": [commit(made)], "b": [commit(made)]}
 
     def test_a_version_that_does_not_fit_is_refused_at_once(self, hub: Hub) -> None:
@@ -316,13 +342,13 @@ class TestDeciding:
         hub.activate(0, min_ready=2)
         hub.prepared("a", made, 1)
         assert hub.rules.line("run").records["run", 1, 0].state is VersionState.SEALED
-        hub.open(engine_ids=("b",))
-        hub.say("b", group_generation=2)
-        hub.prepared("b", made, 2)
-        assert hub.heard("a")[-1] == commit(made)  # prepared, though no longer in the current group
+        hub.copy(made)
+        assert hub.heard("b") == [prepare(made)]
+        hub.say("b", AgentState.PREPARED, target_version=0, target_artifact_id=artifact_id(made))
+        assert hub.heard("a")[-1] == commit(made)
 
-    def test_a_version_that_nobody_sends_again_is_given_up_for_the_newer_one_that_is_sent(self, hub: Hub) -> None:
-        """The only engine restarts while two versions are on their way; the trainer sends the newest again."""
+    def test_a_version_that_nobody_has_is_given_up_for_the_newer_one_that_is_copied(self, hub: Hub) -> None:
+        """The only engine restarts while two versions are on their way; the trainer copies the newest."""
         hub.engine("a")
         hub.open()
         hub.say("a", group_generation=1)
@@ -332,13 +358,12 @@ class TestDeciding:
         hub.engine("a")
         hub.seal(newer)
         assert hub.answers == []
-        hub.open(engine_ids=("a",))
-        hub.say("a", group_generation=2)
+        hub.copy(newer)
         (answer,) = hub.answers
         assert isinstance(answer, MeshError)
         assert answer.reason is Reason.ENGINES_NOT_READY
-        assert "group 2 is for versions from 1 of epoch 1 on" in answer.message
-        hub.prepared("a", newer, 2)
+        assert "it is not in group 1" in answer.message
+        hub.say("a", AgentState.PREPARED, target_version=1, target_artifact_id=artifact_id(newer))
         hub.told.clear()
         hub.activate(1)
         assert hub.heard("a") == [commit(newer)]

@@ -244,7 +244,10 @@ class WeightSyncClient(ServiceClient):
     async def find_version(
         self, run_id: str = "", version: int | None = None, *, artifact_id: str = "", held_root: bytes = b""
     ) -> FoundVersion:
-        """As `get_manifest`; for a delta also the steps that reach it from weights with the root `held_root`."""
+        """As `get_manifest`, with the steps that reach the version from weights with the root `held_root`.
+
+        A delta has steps, and a version that is broadcast once its copy is at the hub: the copy.
+        """
         request = pb.GetManifestRequest(
             run_id=run_id, version=version, artifact_id=artifact_id, held_root=held_root, gzip_ok=True
         )
@@ -326,9 +329,8 @@ class WeightSyncClient(ServiceClient):
     ) -> OpenedGroup:
         """Has engines join a new group for the nccl transport; returns at once with its generation and members.
 
-        All meet at `store_address` within `deadline_s`. A group of `engine_ids` is for a re-send of the newest version
-        to these; one of all (minus `without`) is for versions that are not decided yet: older ones are not prepared in
-        it. Raises GROUP_BROKEN while no engine can take part.
+        All meet at `store_address` within `deadline_s`. It is a group of `engine_ids`, or of all engines, minus
+        `without`, for versions that are sealed from now on. Raises GROUP_BROKEN while no engine can take part.
         """
         request = pb.OpenGroupRequest(
             request_id=str(uuid.uuid4()),

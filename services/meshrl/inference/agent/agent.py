@@ -384,7 +384,7 @@ class WeightAgent:
         generation = self.machine.group
         await self._within_sleep_deadline("waking up", self._engine.wake())
         manifest = (found := await loader.find(version, artifact_id)).manifest
-        through_group = manifest.transport is Transport.NCCL
+        through_group = manifest.transport is Transport.NCCL and not found.steps
         # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
         # the weights it is for.
         if not through_group and manifest.kind is not VersionKind.LORA and manifest.result_root == self._live_root:

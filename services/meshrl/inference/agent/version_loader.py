@@ -146,11 +146,17 @@ class VersionLoader:
                 await self._load_steps(await self.find(manifest.version, found.artifact_id, anew=True))
             return
         self.drop_image()
-        if manifest.transport is Transport.NCCL:
+        if manifest.transport is not Transport.NCCL:
+            await self._fetch_and_stage(manifest, found.artifact_id)
+        elif not found.steps:
             with self.times.part("received"):
                 await self._engine.receive(manifest)
-            return
-        await self._fetch_and_stage(manifest, found.artifact_id)
+        elif len(found.steps) > 1 or found.steps[0].result_root != manifest.result_root:
+            text = f"the copy of version {manifest.version} for engines that missed its broadcast has other weights"
+            raise MeshError(Reason.DIGEST_MISMATCH, text)
+        else:
+            (copy,) = found.steps
+            await self._fetch_and_stage(copy, await asyncio.to_thread(manifests.artifact_id, copy))
 
     async def _load_steps(self, found: FoundVersion) -> None:
         """Loads a version by the steps that lead to it, over the image or the engine's own weights.

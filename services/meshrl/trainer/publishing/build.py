@@ -264,4 +264,6 @@ def _transport(
         store=store, address=settings.store_address, backend=settings.backend, deadline_s=settings.deadline_s
     )
     plan = snapshotter.plan
-    return BroadcastTransport(line, calls, share, plan.tensors, plan.collective, client, place)
+    return BroadcastTransport(
+        line, calls, share, plan.tensors, plan.collective, client, place, chunk_bytes=settings.chunk_bytes
+    )

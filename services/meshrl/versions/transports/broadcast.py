@@ -1,10 +1,10 @@
 """The broadcast transport (nccl, or gloo on a CPU): the trainer's ranks send a version to the engines directly.
 
-A version is staged and sealed at the hub as a manifest without bytes; the bytes are broadcast in a group of engines,
-which the hub forms. A group that breaks is replaced by one of the engines that still lack the version; engines that
-appear later get the newest version in a group of their own, while nothing else is published. The hub never has the
-bytes: each rank has its rows alone, and a late engine's download of them would take a version's size of rank 0's memory
-and of the hub's disk. The training thread puts the newest snapshot into `BroadcastShare.held`.
+A version is staged and sealed at the hub as a manifest without bytes; the bytes are broadcast once, in a group of
+engines that the hub forms. Engines that miss the broadcast are in the group of the next version. Where none comes, they
+pull: the ranks send their rows to rank 0, which brings the hub a copy in chunks. That takes a version's size of its
+memory and of the hub's disk, so it is done only while an engine lacks the version. The training thread puts the newest
+snapshot into `BroadcastShare.held`.
 """
 
 from __future__ import annotations
@@ -12,36 +12,43 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 from loguru import logger
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
-from meshrl.versions.collective.broadcasting import Sender
+from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.digest import digest_bytes
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, HeldSnapshot, Snapshot
+from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, Snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.versions.uploads import Uploader
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import layout_signature
+from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of, layout_signature
 from meshrl.wire.types import (
     AgentState,
     CollectivePlan,
     EngineInfo,
+    JoinGroup,
+    Manifest,
     OpenedGroup,
     TensorEntry,
     Transport,
     capabilities,
 )
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +64,18 @@ class SendVersion(VersionCall):
     """Send the group the rank's rows of a version."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CopyVersion(VersionCall):
+    """Send rank 0 the rank's rows of a version, in a group of their own on the hosts' CPUs."""
+
+    generation: int
+    deadline_s: float
+
+
 class BroadcastShare:
     """One sender rank's share of the broadcasts."""
 
-    calls = (MeetEngines, SendVersion)
+    calls = (MeetEngines, SendVersion, CopyVersion)
 
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
@@ -72,26 +87,33 @@ class BroadcastShare:
         self._store_address, self._deadline_s = store_address, deadline_s
         self._store: Store | None = None
         self._group: Sender | None = None
+        self._host_copies = HostCopies()
         self._lock = threading.Lock()
-        self._sending = False
+        self._reading = False
 
-    def carry_out(self, call: MeetEngines | SendVersion) -> Answer:
+    def carry_out(self, call: MeetEngines | SendVersion | CopyVersion) -> Answer:
         """Meets the receivers of a group, or sends what this rank holds."""
         if isinstance(call, MeetEngines):
             self.leave()
-            if self._store is None:
-                self._store = reach_store(self._store_address, deadline_s=call.deadline_s)
-            self._group = Sender.meet(
-                self._store,
-                generation=call.generation,
-                backend=self._backend,
-                sender=self._sender,
-                num_receivers=call.num_receivers,
-                device=self._device,
-                deadline_s=call.deadline_s,
-            )
-        else:
-            self._send(call.version)
+            self._group = self._meet(self._backend, self._device, call.generation, call.num_receivers, call.deadline_s)
+            return {}
+        with self._snapshot(call.version) as snapshot:
+            if isinstance(call, CopyVersion):
+                rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
+                to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
+                try:
+                    to_rank_0.send(replace(snapshot, flat=rows), stall_s=self._deadline_s, moved=self.progress.moved)
+                finally:
+                    to_rank_0.abort()
+                return {}
+            group = self._group
+            if group is None:
+                raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
+            try:
+                group.send(snapshot, stall_s=self._deadline_s, moved=self.progress.moved)
+            except MeshError:
+                self.leave()
+                raise
         return {}
 
     def leave(self) -> None:
@@ -101,43 +123,49 @@ class BroadcastShare:
             group.abort()
 
     def release_snapshot(self) -> torch.Tensor | None:
-        """Drops the last snapshot, since the training thread makes the next; a re-send of it is broken off.
+        """Drops the last snapshot, since the training thread makes the next.
 
-        Returns the buffer of the last snapshot when nobody uses it any more.
+        Returns its buffer, but None where there is none or it is still being copied.
         """
         snapshot = self.held.drop()
         with self._lock:
-            if not self._sending:
-                return None if snapshot is None else snapshot.flat
-        self.leave()
-        return None
+            return None if snapshot is None or self._reading else snapshot.flat
 
-    def _send(self, version: int) -> None:
+    def _meet(
+        self, backend: str, device: torch.device, generation: int, num_receivers: int, deadline_s: float
+    ) -> Sender:
+        self._store = self._store or reach_store(self._store_address, deadline_s=deadline_s)
+        return Sender.meet(
+            self._store,
+            generation=generation,
+            backend=backend,
+            sender=self._sender,
+            num_receivers=num_receivers,
+            device=device,
+            deadline_s=deadline_s,
+        )
+
+    @contextmanager
+    def _snapshot(self, version: int) -> Iterator[Snapshot]:
         with self._lock:
-            self._sending = True
+            self._reading = True
         try:
             # Picked up after the flag is up, so that the training thread reuses no buffer that is about to be sent.
-            snapshot = self.held.get(version, deadline_s=self._deadline_s)
-            group = self._group
-            if group is None:
-                raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
-            group.send(snapshot, stall_s=self._deadline_s, moved=self.progress.moved)
-        except MeshError:
-            self.leave()
-            raise
+            yield self.held.get(version, deadline_s=self._deadline_s)
         finally:
             with self._lock:
-                self._sending = False
+                self._reading = False
 
 
-ATTEMPTS = 3  # groups of all that a publication tries
+ATTEMPTS = 3  # to form a group for a version
 MEET_S = 30.0
-WATCH_S = 1.0
-REPORT_S = 0.2  # for engines of a broken group that had all of it to say so
+WATCH_S = 1.0  # between two looks for engines that lack the newest version
+LATE_S = 30.0  # for which engines that lack it wait for the next version at most, before they get a copy
 STUCK_S = 60.0
-BACKOFF_S = (2.0, 60.0)  # between two sends to the same engine on its own
+COPY_AGAIN_S = 60.0  # at most, after a copy that failed
 GRACE_S = 10.0  # what the other ranks may take beyond the deadlines that they keep themselves
 _PASSING = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.GROUP_BROKEN})
+_BUSY = frozenset({AgentState.SEEDING, AgentState.FETCHING})
 
 Result = TypeVar("Result")
 
@@ -155,16 +183,8 @@ class MeetingPoint:
     deadline_s: float
 
 
-@dataclass
-class _Pause:
-    """When an engine may be sent a version on its own again."""
-
-    backoff: Backoff = field(default_factory=lambda: Backoff(*BACKOFF_S, jitter=0.0))
-    until_s: float = 0.0
-
-
 class BroadcastTransport:
-    """Rank 0's side: keeps a group of engines, has the ranks send, and sends again to engines that lack the newest."""
+    """Rank 0's side: keeps a group of engines, has the ranks send, and copies what an engine has missed to the hub."""
 
     def __init__(
         self,
@@ -176,6 +196,7 @@ class BroadcastTransport:
         client: WeightSyncClient,
         place: MeetingPoint,
         *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         watch_s: float = WATCH_S,
     ) -> None:
         """`share` is rank 0's own; `tensors` need no digests; `plan` is how the senders share them."""
@@ -183,54 +204,54 @@ class BroadcastTransport:
         self._line, self._ranks, self._share, self._client, self._place = line, ranks, share, client, place
         self._tensors, self._plan = tensors, plan
         self._layout = layout_signature((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+        self._uploader = Uploader(client, self.progress)
         self._meet_s = min(MEET_S, place.deadline_s)
-        self._watch_s = watch_s
+        self._chunk_bytes, self._watch_s = chunk_bytes, watch_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
-        self._sending = asyncio.Lock()
         self._group: OpenedGroup | None = None
-        self._newest: int | None = None  # None from the preparation of a version until it is sealed
-        self._stuck: dict[str, float] = {}  # engines that are asked into no group of all until then
+        self._manifest: Manifest | None = None  # of the newest version
+        self._took: set[str] = set()  # engines that it was broadcast to
+        self._delivered_s: float | None = None
+        self._stuck: dict[str, float] = {}  # engines that are asked into no group until then
         self._misfits: set[str] = set()  # engines of another layout; each is named in the log once
-        self._has: set[str] = set()  # engines that took the newest version from us
-        self._pauses: defaultdict[str, _Pause] = defaultdict(_Pause)
-        self._watching: asyncio.Task[None] | None = None
+        self._copies = 0
+        self._late: asyncio.Task[None] | None = None  # looks after the engines that lack the newest version
 
     async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
-        """Makes sure that there is a group of all engines. Raises also what ended the watch for late engines."""
+        """Makes sure that there is a group of all engines. Raises also a defect in bringing them the last version."""
         assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
-        if self._watching is not None and self._watching.done():
-            self._watching.result()
+        await self._end_late()
         lanes = torch.from_numpy(captured.digests)
         tensors = tuple(
             replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._tensors)
         )
-        manifest = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan)
-        async with self._sending:
-            began_s = time.monotonic()
-            self._newest = None
-            await self._open_group_of_all()
-        return Prepared(manifest=manifest, parts_s={"group": time.monotonic() - began_s})
+        self._manifest = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan)
+        began_s = time.monotonic()
+        await self._open_group()
+        return Prepared(manifest=self._manifest, parts_s={"group": time.monotonic() - began_s})
 
     async def deliver(self, version: int) -> Mapping[str, float]:
-        """Sends a sealed version to the engines in the group; those that come later get it from the watch."""
-        async with self._sending:
-            began_s = time.monotonic()
-            self._newest, self._has = version, set()
-            self._pauses.clear()
-            await self._send_to_all(version)
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
-        return {"wire": time.monotonic() - began_s}
+        """Sends a sealed version to the engines in the group."""
+        assert self._manifest is not None, "it was prepared"
+        began_s = time.monotonic()
+        self._took = set()
+        whole = await self._send(version)
+        ended_s = time.monotonic()
+        pace_s = self._watch_s if self._delivered_s is None else ended_s - self._delivered_s
+        self._delivered_s = ended_s
+        wait_s = min(LATE_S, 2 * pace_s) if whole else 0.0
+        self._late = asyncio.create_task(self._look_after_late(self._manifest, wait_s, broken=not whole))
+        return {"wire": ended_s - began_s}
 
     async def close(self) -> None:
         """Stops to look for engines and leaves the group."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
+        if self._late is not None:
+            self._late.cancel()
+            await asyncio.wait({self._late})
         await asyncio.to_thread(self._share.leave)
         self._thread.shutdown(wait=False)
 
-    # --- groups -----------------------------------------------------------------------------------
+    # --- the group --------------------------------------------------------------------------------
 
     async def _capable(self) -> dict[str, EngineInfo]:
         engines = {
@@ -246,15 +267,24 @@ class BroadcastTransport:
         self._misfits = misfits
         return {name: engine for name, engine in engines.items() if name not in misfits}
 
-    async def _open_group_of_all(self) -> None:
+    async def _open_group(self, *, with_busy: bool = False) -> None:
+        """Forms a group of the engines that can take part, unless they are one; without any there is no group.
+
+        Left out is who pulls the last version, or waits for it in a group that broke: the others would wait for it.
+        """
         try:
             for _ in range(ATTEMPTS):
                 now_s = time.monotonic()
                 self._stuck = {name: until_s for name, until_s in self._stuck.items() if until_s > now_s}
-                engines = {name: engine for name, engine in (await self._capable()).items() if name not in self._stuck}
-                if not engines or self._is_group_of(engines):
+                capable, generation = await self._capable(), 0 if self._group is None else self._group.generation
+                busy = {name for name, engine in capable.items() if engine.state in _BUSY and name not in self._took}
+                without = {*self._stuck, *self._misfits, *(() if with_busy else busy)}
+                names = capable.keys() - without
+                in_group = {name for name in names if capable[name].group_generation == generation}
+                members = set() if self._group is None else {member.engine_id for member in self._group.members}
+                if not names or members == names == in_group:
                     return
-                missing = await self._open(without={*self._stuck, *self._misfits})
+                missing = await self._meet(without)
                 if not missing:
                     return
                 self._stuck |= dict.fromkeys(missing, now_s + STUCK_S)
@@ -263,15 +293,7 @@ class BroadcastTransport:
                 raise
             logger.warning("no group of engines yet: {}", error)
 
-    def _is_group_of(self, engines: Mapping[str, EngineInfo]) -> bool:
-        group = self._group
-        if group is None or {member.engine_id for member in group.members} != engines.keys():
-            return False
-        return all(engine.group_generation == group.generation for engine in engines.values())
-
-    async def _open(
-        self, *, engine_ids: Collection[str] = (), without: Collection[str] = (), unless: Collection[str] = ()
-    ) -> set[str]:
+    async def _meet(self, without: set[str]) -> set[str]:
         """Opens a group and meets its engines; returns those that did not come, and there is no group then. Raises
         MeshError GROUP_BROKEN when no engine can take part or it failed otherwise, and as the hub."""
         self._group = None
@@ -281,12 +303,9 @@ class BroadcastTransport:
             store_address=self._place.address,
             backend=self._place.backend,
             num_senders=self._plan.num_senders,
-            engine_ids=sorted(engine_ids),
             without=sorted(without),
             deadline_s=self._meet_s,
         )
-        if {member.engine_id for member in opened.members} == set(unless):
-            return set()
         call = MeetEngines(
             generation=opened.generation,
             num_receivers=sum(member.num_ranks for member in opened.members),
@@ -318,86 +337,102 @@ class BroadcastTransport:
             )
         }
 
-    # --- sending ----------------------------------------------------------------------------------
-
-    async def _send_to_all(self, version: int) -> None:
-        broken: Collection[str] = ()
-        if self._group is not None:
-            broken = [member.engine_id for member in self._group.members]
-            if await self._try_to_send(version):
-                return
-            await asyncio.sleep(REPORT_S)
-        # The hub leaves out who is dead. Who lives and is stuck shows when each is sent the version alone.
-        lacking = await self._lacking(version)
-        if lacking and not await self._try_to_send(version, lacking, unless=broken):
-            for name in sorted(await self._lacking(version)):
-                if not await self._try_to_send(version, {name}):
-                    self._stuck[name] = time.monotonic() + STUCK_S
-                    logger.error("engine {} did not take version {}; it gets it again later", name, version)
-
-    async def _try_to_send(self, version: int, engine_ids: Collection[str] = (), unless: Collection[str] = ()) -> bool:
-        """Sends a version to the group, or to one of `engine_ids`, but not to just the engines in `unless`. Returns
-        whether there was nothing left to do for them."""
+    async def _send(self, version: int) -> bool:
+        """Sends a version to the group, once. Returns whether all of the group have it."""
+        if self._group is None:
+            return True
+        call = SendVersion(version=version)
+        stall_s = self._place.deadline_s + GRACE_S  # each rank ends a send that stands still
+        self.progress.moved()
         try:
-            if engine_ids:
-                await self._open(engine_ids=engine_ids, unless=unless)
-            group = self._group
-            if group is None:
-                return False
-            call = SendVersion(version=version)
-            stall_s = self._place.deadline_s + GRACE_S  # each rank ends a send that stands still
-            self.progress.moved()
-            try:
-                await self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
-            except MeshError:
-                self._group = None
-                raise
+            await self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
         except MeshError as error:
+            self._group = None
             if error.reason not in _PASSING:
                 raise
-            logger.warning("version {} did not reach {}: {}", version, sorted(engine_ids) or "the group", error)
+            logger.warning("version {} did not reach the group, its engines get a copy: {}", version, error)
             return False
-        self._has |= {member.engine_id for member in group.members}
+        self._took = {member.engine_id for member in self._group.members}
         return True
 
-    async def _lacking(self, version: int) -> set[str]:
-        lacking: set[str] = set()
-        for name, engine in (await self._capable()).items():
-            if engine.state in (AgentState.PREPARED, AgentState.APPLYING):
-                self._has.add(name)
-            elif engine.serving_version != version or name not in self._has:
-                lacking.add(name)
-        return lacking
+    # --- engines that lack the newest version -----------------------------------------------------
 
-    # --- engines that come late -------------------------------------------------------------------
+    async def _look_after_late(self, manifest: Manifest, wait_s: float, *, broken: bool) -> None:
+        """Copies a version to the hub once an engine lacks it for which no other version comes soon.
 
-    async def _watch(self) -> None:
-        suspects: set[str] = set()
+        `broken`: its broadcast was. Engines that still wait for it leave that group for a new one.
+        """
+        again = Backoff(self._watch_s, COPY_AGAIN_S, jitter=0.0)
+        if broken:
+            await self._open_group(with_busy=True)
+        await asyncio.sleep(wait_s)
         while True:
-            await asyncio.sleep(self._watch_s)
-            if self._sending.locked():
-                continue
+            pause_s = self._watch_s
             try:
-                async with self._sending:
-                    suspects = await self._send_to_late(suspects)
-            except MeshError as error:  # the hub is away, or a new version came in between: looked at again
-                logger.warning("the newest version was not sent again: {}", error)
+                lacking = await self._lacking(manifest.version)
+                if lacking:
+                    logger.info("engines {} lack version {}: the hub gets a copy", lacking, manifest.version)
+                    await self._copy(manifest)
+                    return
+            except MeshError as error:  # the hub or a rank is away, or nobody wants the version any more
+                logger.warning("version {} was not copied to the hub: {}", manifest.version, error)
+                pause_s = again.next_s()
+            await asyncio.sleep(pause_s)
 
-    async def _send_to_late(self, suspects: set[str]) -> set[str]:
-        version = self._newest
-        if version is None:
-            return set()
-        now_s = time.monotonic()
-        lacking = await self._lacking(version)
-        late = {name for name in lacking & suspects if now_s >= self._pauses[name].until_s}
-        if not late:
-            return lacking
-        name = min(late)  # one by one: an engine that breaks its group breaks no other's
-        self._pauses[name].until_s = now_s + self._pauses[name].backoff.next_s()
-        logger.info("sending version {} again, to {}", version, name)
-        if await self._try_to_send(version, {name}):
-            self._stuck.pop(name, None)
-        return lacking - {name}
+    async def _lacking(self, version: int) -> Sequence[str]:
+        """Engines that have not got a version and wait for nothing."""
+        return sorted(
+            name
+            for name, engine in (await self._capable()).items()
+            if engine.state in (AgentState.JOINING, AgentState.READY, AgentState.POISONED)
+            and (engine.serving_version != version or name not in self._took)
+        )
+
+    async def _copy(self, manifest: Manifest) -> None:
+        payload = await self._collect(manifest)
+        chunks = await asyncio.to_thread(chunks_of, payload.data, self._chunk_bytes)
+        copy = replace(manifest, transport=Transport.STREAM, collective=None, chunks=chunks)
+        staged = await self._uploader.stage(copy, payload)
+        await self._uploader.seal(copy, staged.artifact_id, "", payload)
+
+    async def _collect(self, manifest: Manifest) -> NDArray[np.uint8]:
+        """The bytes of a version in this process's memory, which receives them as an engine would."""
+        self._copies += 1
+        group = JoinGroup(
+            generation=-self._copies, store_address=self._place.address, backend="gloo",
+            num_senders=self._plan.num_senders, num_receivers=1, first_receiver=0, deadline_s=self._meet_s,
+        )  # fmt: skip
+        call = CopyVersion(version=manifest.version, generation=group.generation, deadline_s=self._meet_s)
+        payload = np.empty(manifest.payload_bytes, dtype=np.uint8)
+        offsets = {tensor.name: tensor.offset for tensor in manifest.tensors}
+
+        def sink(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in tensors:
+                found = tensor.reshape(-1).view(torch.uint8).numpy()
+                payload[offsets[name] : offsets[name] + found.size] = found
+
+        def receive() -> None:
+            receiver = Receiver.join(group, index=0, device=CPU)
+            try:
+                receiver.receive(manifest, sink, stall_s=self._place.deadline_s)
+            finally:
+                receiver.close()
+
+        stall_s = self._meet_s + self._place.deadline_s + GRACE_S
+        sending = self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
+        ends = await asyncio.gather(sending, asyncio.to_thread(receive), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return payload
+
+    async def _end_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            late.cancel()
+            await asyncio.wait({late})
+            if not late.cancelled():
+                late.result()
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

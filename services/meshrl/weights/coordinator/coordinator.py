@@ -102,7 +102,7 @@ class Coordinator:
     def by_artifact(self, artifact_id: str) -> VersionRecord:
         """The version of an artifact whose bytes are kept. Raises UNKNOWN_VERSION."""
         for record in self.live:
-            if record.artifact_id == artifact_id:
+            if artifact_id == record.artifact_id or (record.copied and artifact_id == record.copy):
                 return record
         raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired; fetch a newer version")
 
@@ -165,6 +165,11 @@ class Coordinator:
         self._log.wall_offset_s = wall_s - now_s
         return self.line(key.run_id).seal(key, traceparent, now_s)
 
+    def copied(self, record: VersionRecord, now_s: float) -> list[Action]:
+        """The copy of a version that is broadcast is complete: engines that lack the version pull it."""
+        line = self.lines.get(record.key.run_id)
+        return [] if line is None else line.copied(record, now_s)
+
     def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
         """Forms a group and has its engines join it. The same request again gets the first answer.
 
@@ -175,9 +180,8 @@ class Coordinator:
             return answer, []
         line = self._line_to_publish(request.run_id, adapter=False)
         line.check_epoch(request.epoch)
-        newest = line.newest_decided()
-        sealed = [record.key for record in line.records.live if record.state is VersionState.SEALED]
-        first = first_version(request, sealed, None if newest is None else newest.key)
+        known = [record.key for record in line.records.live if record.state is not VersionState.STAGING]
+        first = first_version(request.epoch, known)
         self._log.wall_offset_s = wall_s - now_s
         before = set(self.groups.generations)
         group = self.groups.open(request, self.pool.engines.values(), first, now_s)
@@ -274,10 +278,8 @@ class Coordinator:
             line.report(engine.on(line.run_id), report, now_s)
         elif not self.lines:
             engine.on("").state = report.state
-        # After the fault, which is of the group before.
-        if self.groups.joined(engine, report.group_generation):
-            for other in self.lines.values():
-                other.joined_newer_group(engine.on(other.run_id))
+        engine.group_generation = report.group_generation
+        engine.newest_generation = max(engine.newest_generation, report.group_generation or 0)
         actions = [*self._join_command(engine, now_s), *self._retire_closed(engine)]
         if line is not None:
             actions += line.note_served(engine.on(line.run_id), report.applied, now_s)

@@ -2,7 +2,8 @@
 
 A publisher asks for a group at its store, the hub picks the engines and numbers their ranks, and engines report the
 group's generation once they are in. A group carries versions of its publisher's epoch only, from `first_version` on: an
-engine that waited in it for an older version would mistake the bytes of the next one for it.
+engine that waited in it for an older version would mistake the bytes of the next one for it. A broadcast is sent once.
+Engines that missed it pull the version from the hub, as soon as its publisher has brought a copy there.
 """
 
 from __future__ import annotations
@@ -129,14 +130,6 @@ class EngineGroups:
             deadline_s=group.request.deadline_s,  # not what is left of it, so that a repetition is the same command
         )
 
-    def joined(self, engine: EngineRecord, generation: int | None) -> bool:
-        """Records the group that an engine is in; true for a newer one, in which what failed in older ones may come."""
-        engine.group_generation = generation
-        if generation is None or generation <= engine.newest_generation:
-            return False
-        engine.newest_generation = generation
-        return True
-
     def unreachable(self, engines: Collection[EngineRecord], record: VersionRecord) -> dict[str, str]:
         """Engines that cannot get a version now, and why."""
         reasons = {engine.engine_id: self.why_unreachable(engine, record) for engine in engines}
@@ -152,30 +145,20 @@ class EngineGroups:
             return f"it does not take transport {record.transport.value}"
         if record.transport is not Transport.NCCL or not engine.fits(record):
             return None
+        if record.copied:
+            return None
         group = self.current
         if group is None or engine.group_generation != group.generation:
             return f"it is not in group {self.generation}"
-        if engine.broken_generation == group.generation:
-            return f"group {group.generation} broke for it"
         carried = (group.request.run_id, group.request.epoch)
-        if carried != (record.key.run_id, record.key.epoch) or record.version < group.first_version:
-            return (
-                f"group {group.generation} is for versions from {group.first_version} of epoch {group.request.epoch} on"
-            )
-        return None
+        if carried == (record.key.run_id, record.key.epoch) and record.version >= group.first_version:
+            return None
+        return f"group {group.generation} is for versions from {group.first_version} of epoch {group.request.epoch} on"
 
 
-def first_version(request: GroupRequest, sealed: Collection[Key], decided: Key | None) -> int:
-    """Returns the first version that a group carries.
-
-    A group of named engines is for a re-send of the newest version, one of all engines for what is sealed from now on:
-    an engine that still lacked the version before would wait for bytes that nobody sends, and break the group.
-    """
-    known = [*sealed, decided] if decided is not None else sealed
-    newest = max((key.version for key in known if key.epoch == request.epoch), default=None)
-    if newest is None:
-        return 0
-    return newest if request.engine_ids else newest + 1
+def first_version(epoch: int, known: Collection[Key]) -> int:
+    """Returns the first version that a group carries: what is sealed from now on, after those that are `known`."""
+    return max((key.version + 1 for key in known if key.epoch == epoch), default=0)
 
 
 def _why_left_out(engine: EngineRecord, request: GroupRequest) -> str | None:

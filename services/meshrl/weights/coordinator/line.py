@@ -158,6 +158,9 @@ class RunLine:
     def stage(self, manifest: Manifest, artifact: str) -> tuple[VersionRecord, list[Action]]:
         """Takes a manifest. The same artifact again is the same record, whatever its state.
 
+        Of a version that is broadcast it also takes a copy in chunks, once that is sealed: the same tensors for engines
+        that missed the broadcast.
+
         Raises: STALE_EPOCH, INVALID_REQUEST for an epoch beyond the next, VERSION_CONFLICT for another artifact of a
         version that was not aborted, VERSION_SUPERSEDED when a later version is decided.
         """
@@ -165,13 +168,15 @@ class RunLine:
         key = Key(self.run_id, manifest.epoch, manifest.version)
         known = self.records.get(key)
         if known is not None and known.state is not VersionState.ABORTED:
-            if known.artifact_id != artifact:
+            if _is_copy(manifest, known):
+                known.copy = known.copy or artifact
+            if artifact not in known.artifacts:
                 raise MeshError(
                     Reason.VERSION_CONFLICT,
                     f"version {key.version} of epoch {key.epoch} is {known.state.value} with artifact "
                     f"{known.artifact_id}, got {artifact}; abort it first or publish the next version",
                 )
-            return known, []
+            return known, [self._log.save(known)] if artifact == known.copy else []
         decided = self.newest_decided()
         if decided is not None and key < decided.key:
             raise MeshError(
@@ -197,7 +202,7 @@ class RunLine:
         Raises: STALE_EPOCH, UNKNOWN_VERSION, VERSION_CONFLICT, VERSION_SUPERSEDED.
         """
         record = self._owned(epoch, version)
-        if record.artifact_id != artifact:
+        if artifact not in record.artifacts:
             raise MeshError(
                 Reason.VERSION_CONFLICT,
                 f"version {version} was staged as artifact {record.artifact_id}, got {artifact}",
@@ -220,6 +225,17 @@ class RunLine:
         for engine in self._refused_by(record.key):  # while bytes were missing
             engine.try_again(record.key)
         return [*self._changed(record), *self.next_actions(now_s)]
+
+    def copied(self, record: VersionRecord, now_s: float) -> list[Action]:
+        """The copy of a version that is broadcast is complete: engines that lack the version pull it."""
+        if record.state not in LIVE:
+            return []
+        record.copied = True
+        for engine in self._refused_by(record.key):
+            engine.try_again(record.key)
+            if record.attempt is not None:
+                record.attempt.faults.pop(engine.engine_id, None)
+        return [self._log.save(record), *self.next_actions(now_s)]
 
     def abort(
         self, *, epoch: int, version: int, artifact_id: str, message: str, now_s: float
@@ -275,9 +291,9 @@ class RunLine:
         )
         if record.state is VersionState.SEALED:
             for engine in self._refused_by(record.key):
-                if record.transport is not Transport.NCCL:  # one more try for engines that refused it before the call
+                if _comes_again(record):  # one more try for engines that refused it before the call
                     engine.try_again(record.key)
-                elif engine.last_fault is not None:  # its bytes come again only in a newer group
+                elif engine.last_fault is not None:
                     record.attempt.faults[engine.engine_id] = engine.last_fault
         return record, self.next_actions(now_s)
 
@@ -307,7 +323,7 @@ class RunLine:
             self._log.deciding -= record.deciding
             if record.attempt is not None:
                 actions += self._give_up(record, Reason.VERSION_SUPERSEDED, f"run {self.run_id!r} was closed")
-            actions.append(DeleteBytes(artifact_id=record.artifact_id, paths=record.paths))
+            actions += self._delete(record, record.paths)
         return [self._log.save(forgotten=tuple(self.records)), *actions]
 
     def expect_commit(self, record: VersionRecord, now_s: float) -> None:
@@ -340,24 +356,11 @@ class RunLine:
         elif was is AgentState.POISONED and report.state is not AgentState.POISONED:
             engine.retry_s = None
 
-    def joined_newer_group(self, engine: EngineLine) -> None:
-        """What an engine could not take in older groups is tried again."""
-        for record in self.records.live:
-            if record.transport is not Transport.NCCL:
-                continue
-            engine.faulted.discard(record.key)
-            if record.attempt is not None:
-                record.attempt.faults.pop(engine.engine_id, None)
-            if engine.sent_key == record.key:
-                engine.sent = None
-
     def _fault(self, engine: EngineLine, fault: AgentFault, key: Key | None, now_s: float) -> None:
         engine.last_fault = fault
         if key is not None:
             engine.faulted.add(key)
         record = self.records.get(key) if key is not None else None
-        if record is not None and record.transport is Transport.NCCL and fault.reason == Reason.GROUP_BROKEN.name:
-            engine.engine.broken_generation = engine.engine.newest_generation
         if record is not None and record.attempt is not None:
             record.attempt.faults[engine.engine_id] = fault
         decided = record is not None and record.state in DECIDED
@@ -541,8 +544,7 @@ class RunLine:
                 engine.sent = Abort(**_named(record))
                 lease_id = engine.engine.lease_id
                 actions.append(Send(engine_id=engine.engine_id, lease_id=lease_id, command=engine.sent))
-        actions.append(self._delete(record))
-        return actions
+        return [*actions, *self._delete_unneeded(record)]
 
     def _retire(self, newest: VersionRecord) -> list[Action]:
         live = self.records.live
@@ -555,12 +557,15 @@ class RunLine:
                 text = f"version {newest.version} was committed before enough engines served version {record.version}"
                 actions += self._give_up(record, Reason.VERSION_SUPERSEDED, text)
             self.records.move(record, VersionState.RETIRED)
-            actions += [*self._changed(record), self._delete(record)]
+            actions += [*self._changed(record), *self._delete_unneeded(record)]
         return actions
 
-    def _delete(self, record: VersionRecord) -> DeleteBytes:
+    def _delete_unneeded(self, record: VersionRecord) -> list[Action]:
         needed = {path for other in self.records.live for path in other.paths}
-        return DeleteBytes(artifact_id=record.artifact_id, paths=tuple(p for p in record.paths if p not in needed))
+        return self._delete(record, tuple(path for path in record.paths if path not in needed))
+
+    def _delete(self, record: VersionRecord, paths: tuple[str, ...]) -> list[Action]:
+        return [DeleteBytes(artifact_id=artifact, paths=paths) for artifact in record.artifacts]
 
     def _changed(self, record: VersionRecord) -> list[Action]:
         notify = self._log.bump(record)
@@ -649,8 +654,9 @@ def wanted_command(
         if newest.key not in engine.faulted:
             hold = engine.engine_id in newest.gang and not newest.released
             return Commit(hold=hold, **_named(newest)), newest.key
-        once = newest.transport is Transport.NCCL  # its bytes come again only in a newer group
-        if not once and (target is None or not target.busy):  # again, ever more rarely, until a newer one is wanted
+        if _comes_again(newest) and (
+            target is None or not target.busy
+        ):  # ever more rarely, until a newer one is wanted
             if engine.retry_s is not None and now_s < engine.retry_s:
                 return None, None
             return Commit(**_named(newest)), newest.key
@@ -660,6 +666,17 @@ def wanted_command(
     if target is None or engine.prepared == target.artifact_id:
         return None, None
     return Prepare(**_named(target)), target.key
+
+
+def _comes_again(record: VersionRecord) -> bool:
+    """Whether an engine that refused a version can fetch it once more; a broadcast is sent once."""
+    return record.transport is not Transport.NCCL or record.copied
+
+
+def _is_copy(manifest: Manifest, record: VersionRecord) -> bool:
+    sealed = record.state in LIVE and record.state is not VersionState.STAGING
+    same = manifest.transport is Transport.STREAM and manifest.result_root == record.root
+    return sealed and same and record.transport is Transport.NCCL
 
 
 def _named(record: VersionRecord) -> dict[str, Any]:

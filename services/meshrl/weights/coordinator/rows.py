@@ -15,8 +15,8 @@ from meshrl.wire.types import VersionState
 from meshrl.wire.values import JsonObject, from_plain, to_plain
 
 KEPT = (
-    "key", "artifact_id", "transport", "adapter", "num_bytes", "root", "layout_signature", "paths", "state", "revision",
-    "traceparent", "sealed_s", "policy", "min_ready", "answer",
+    "key", "artifact_id", "transport", "adapter", "num_bytes", "root", "layout_signature", "paths", "copy", "copied",
+    "state", "revision", "traceparent", "sealed_s", "policy", "min_ready", "answer",
 )  # fmt: skip
 """The fields of a version that outlive the hub."""
 _TYPES = get_type_hints(VersionRecord)

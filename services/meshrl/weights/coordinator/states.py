@@ -78,6 +78,8 @@ class VersionRecord:
     root: bytes
     layout_signature: bytes = b""
     paths: tuple[str, ...] = ()
+    copy: str = ""  # artifact of the same weights in chunks, for engines that missed the broadcast of this one
+    copied: bool = False  # all bytes of that are here
     state: VersionState = VersionState.STAGING
     revision: int = 0
     traceparent: str = ""
@@ -99,6 +101,14 @@ class VersionRecord:
     @property
     def version(self) -> int:
         return self.key.version
+
+    @property
+    def artifacts(self) -> list[str]:
+        return [self.artifact_id, self.copy] if self.copy else [self.artifact_id]
+
+    def takes(self, artifact: str) -> bool:
+        """Whether bytes of an artifact are still to come."""
+        return not self.copied if artifact == self.copy else self.state is VersionState.STAGING
 
     @property
     def busy(self) -> bool:
@@ -183,7 +193,6 @@ class EngineRecord:
     retired: set[ServedVersion] = field(default_factory=set)  # those of closed runs that it was told to let go of
     group_generation: int | None = None  # group that it says it is in
     newest_generation: int = 0  # newest group that it ever was in
-    broken_generation: int = 0  # group that broke for it: it gets no more versions through that one
     join_sent: int = 0  # last group that it was told to join on the current stream
     sleeping: bool = False
     sleep_answered: int | None = None  # last Sleep of the current stream that it carried out or declined
