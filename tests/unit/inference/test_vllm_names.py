@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from safetensors.torch import load_file
 
 from meshrl.core.config.shared import ModelConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
+from meshrl.inference.vllm import installed
 from meshrl.inference.vllm.build import describe
-from meshrl.inference.vllm.installed import without_weights
+from meshrl.inference.vllm.installed import VllmError, without_weights
 from meshrl.models.folder import as_in_files, renamed_in_layers
 from meshrl.models.load import ModelError, empty_model
 from meshrl.models.state import hf_state
@@ -79,3 +82,15 @@ def test_a_folder_that_the_trainers_would_read_otherwise_is_refused(tmp_path: Pa
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_5_text"])
 def test_versions_that_vllm_takes(family: str, tmp_path: Path) -> None:
     described(config(tmp_path, family, **VERSIONS))
+
+
+def test_a_function_that_is_replaced_and_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would go on by another way, and our processes would come up as if nothing had been asked for."""
+    there = SimpleNamespace(get_mp_context=lambda: None)
+    gone = ModuleType("vllm.v1.executor.multiproc_executor")
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", SimpleNamespace(coordinator=there, utils=there))
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor", SimpleNamespace(multiproc_executor=gone))
+    monkeypatch.setattr(installed, "version", lambda: (0, 31))
+    with pytest.raises(VllmError, match=r"multiproc_executor of vLLM 0\.31 has no get_mp_context.*install vLLM 0\.26"):
+        installed.start_processes_by(SimpleNamespace())  # type: ignore[arg-type]  # nothing is started
+    assert not hasattr(gone, "get_mp_context")

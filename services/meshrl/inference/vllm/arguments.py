@@ -13,7 +13,7 @@ from loguru import logger
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, graph_sizes, shape_of
-from meshrl.inference.vllm.installed import VllmError, check_supported
+from meshrl.inference.vllm.installed import VllmError, check_supported, require
 from meshrl.models.load import empty_model
 from meshrl.wire.values import JsonObject
 
@@ -148,9 +148,11 @@ def _on_this_device(given: JsonObject, torch_threads: int | None) -> dict[str, b
 def engine_config(arguments: AsyncEngineArgs, *, headless: bool = False) -> VllmConfig:
     """vLLM's whole configuration, with the scheduler that hands over whole completions. Raises VllmError."""
     from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     from meshrl.inference.vllm.whole_completions import PROBE_SEATS
 
+    require(Scheduler, "_preempt_request", "set_pause_state")  # ours count preemptions and the ends of pauses
     try:
         config = arguments.create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT, headless=headless)
     except (ValueError, RuntimeError, OSError) as error:

