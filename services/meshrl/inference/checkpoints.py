@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers.utils.hub import cached_file
 
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.versions import peft
 from meshrl.versions.layout import TORCH_DTYPES, Layout
 from meshrl.wire.errors import MeshError, Reason
 
-_ONE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 _BEYOND_PLAIN_LORA = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 
 
@@ -38,9 +35,8 @@ class WeightLoader:
         async with self._lock:
             source = self._folder(folder)
             tensors = await asyncio.to_thread(read_checkpoint, source, self._engine.layout())
-            return await self._serve(
-                HostVersion(version=version, tensors=tensors, files=tuple(sorted(source.glob("*.safetensors"))))
-            )
+            files = tuple(sorted(source.glob("*.safetensors")))
+            return await self._serve(HostVersion(version=version, tensors=tensors, files=files))
 
     async def load_adapter(self, folder: Path, name: str, version: int | None) -> int:
         """Serves the LoRA adapter in `folder`, in PEFT's format, to requests for the model `name`; returns its version.
@@ -80,14 +76,11 @@ class WeightLoader:
         base = Path(self._base_model)
         if base.is_dir():
             return base
-        for name in (_ONE_FILE, _INDEX_FILE):  # a hub model: its files are in the local cache, as it was loaded once
-            with suppress(OSError, ValueError):  # a folder that is gone is no name on the hub
-                found = cached_file(
-                    self._base_model, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
-                )
-                if found:
-                    return Path(found).parent
-        raise MeshError(Reason.INVALID_REQUEST, f"the files of base model {self._base_model!r} are not on this host")
+        try:  # a hub model: its files are in the local cache, as it was loaded once
+            return Path(snapshot_download(self._base_model, local_files_only=True))
+        except (OSError, ValueError) as error:  # the latter for a folder that is gone, which is no name on the hub
+            text = f"the files of base model {self._base_model!r} are not on this host"
+            raise MeshError(Reason.INVALID_REQUEST, text) from error
 
 
 def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:

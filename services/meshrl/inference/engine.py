@@ -55,7 +55,7 @@ class SamplingParams:
     temperature of 0 takes the most likely token; its logprob is then that of the uncut distribution at temperature 1.
     """
 
-    max_tokens: int
+    max_tokens: int  # at most; fewer where fewer fit behind the prompt
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps every token
@@ -115,6 +115,15 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class PromptLogprobs:
+    """Logprobs of P prompt tokens, and K alternatives in the place of each; those of the first are any."""
+
+    logprobs: NDArray[np.float32]  # (P,) of each token after those before it; the first NaN
+    top_ids: NDArray[np.int32] | None = None  # (P, K)
+    top_logprobs: NDArray[np.float32] | None = None  # (P, K)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenChunk:
     """Tokens [start, start + T) of a completion; K alternatives a token, most likely first.
 
@@ -131,9 +140,7 @@ class TokenChunk:
     version_spans: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason | None = None  # None: more chunks follow
     stop_token_id: int | None = None
-    prompt_logprobs: NDArray[np.float32] | None = None  # (P,) of each prompt token after those before it; first NaN
-    prompt_top_ids: NDArray[np.int32] | None = None  # (P, K) likeliest tokens in the place of each; of the first: any
-    prompt_top_logprobs: NDArray[np.float32] | None = None  # (P, K)
+    prompt_logprobs: PromptLogprobs | None = None  # with the first chunk, where the request asks for them
     routed_experts: Routes | None = None  # (N, L, K) with the last chunk: from the token asked for to the last but one
     times: RequestTimes | None = None  # with the last chunk, where the engine knows them
 
@@ -343,6 +350,10 @@ class Engine(ABC):
         self, prompt_ids: tuple[int, ...], adapter: ServedAdapter[Any] | None
     ) -> list[NDArray[np.float32]]: ...
 
+    def _room(self, request: GenerateRequest) -> int:
+        """Tokens that its completion may have."""
+        return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
+
     def check_fit(self) -> None:
         """Raises MeshError ENGINE_FAILED for an engine that may hold torn weights."""
         if self.unfit is not None:
@@ -374,8 +385,8 @@ class Engine(ABC):
         wrong = None
         if not 0 < length < limit:
             wrong = (
-                f"the prompt has {length} tokens; it needs at least 1 and at most {limit - 1}, one less than the"
-                f" maximum context length of {limit} tokens"
+                f"the prompt has {length} tokens, but this model's maximum context length is {limit} tokens, at least"
+                f" one of them for the completion; send 1 to {limit - 1} prompt tokens"
             )
         elif min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.vocab_size:
             wrong = f"prompt token ids must be in [0, {self.vocab_size})"

@@ -213,7 +213,7 @@ async def test_prompt_logprobs_are_of_the_requests_adapter(start_engine: EngineF
         assert made.prompt_logprobs is not None
         forward = full_forward(each, [1], [2, 3, 4])
         torch.testing.assert_close(
-            torch.from_numpy(made.prompt_logprobs[1:]), torch.from_numpy(forward), atol=1e-4, rtol=0
+            torch.from_numpy(made.prompt_logprobs.logprobs[1:]), torch.from_numpy(forward), atol=1e-4, rtol=0
         )
 
 

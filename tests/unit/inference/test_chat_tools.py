@@ -144,5 +144,5 @@ def test_calls_that_do_not_parse_stay_in_the_content() -> None:
     assert replies is not None
     text = '<tool_call>\n{"name": "find", "arguments"\n</tool_call>\n<tool_call>\n{"name": "find"}\n</tool_call>'
     reply = replies.reply([], tokenizer.encode(f"So: {text}"), text=f"So: {text}", tools=[TOOL])
-    assert reply.message["content"] == 'So:\n<tool_call>\n{"name": "find", "arguments"\n</tool_call>'
-    assert [call["function"] for call in reply.message["tool_calls"]] == [{"name": "find", "arguments": "{}"}]
+    assert reply["content"] == 'So:\n<tool_call>\n{"name": "find", "arguments"\n</tool_call>'
+    assert [call["function"] for call in reply["tool_calls"]] == [{"name": "find", "arguments": "{}"}]

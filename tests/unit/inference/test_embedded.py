@@ -157,7 +157,7 @@ async def test_closing_the_stream_frees_the_slot(start_engine: EngineFactory) ->
     ("prompt", "params", "words"),
     [
         ([], {}, "the prompt has 0 tokens"),
-        ([1] * 96, {}, "at most 95"),
+        ([1] * 96, {}, "send 1 to 95 prompt tokens"),
         ([VOCAB], {}, rf"\[0, {VOCAB}\)"),
         ([-1], {}, "prompt token ids"),
         ([1], {"max_tokens": 0}, "max_tokens must be at least 1"),

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
 from inference_kit import ClientOf, EngineFactory, unpack
-from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.engine import FinishReason, GenerateRequest, PromptLogprobs, TokenChunk
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.runs import Serving
 from meshrl.inference.http.token_route import TokenRoute
@@ -128,7 +128,7 @@ class RichEngine:
             logprobs=np.array([-0.5, -0.25], np.float32),
             version_spans=(VersionSpan(start=0, end=2, version=1),),
             finish_reason=FinishReason.LENGTH,
-            prompt_logprobs=np.array([np.nan, -2.0, -np.inf], np.float32),
+            prompt_logprobs=PromptLogprobs(logprobs=np.array([np.nan, -2.0, -np.inf], np.float32)),
             routed_experts=np.arange(4, dtype=np.uint8).reshape(1, 2, 2),
         )
 

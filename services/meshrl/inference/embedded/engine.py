@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from meshrl.inference.adapters import AdapterTable, ServedAdapter
 from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.embedded.low_rank import BASE, LoadedAdapter
-from meshrl.inference.embedded.runner import PromptScores, make_runner
+from meshrl.inference.embedded.runner import make_runner
 from meshrl.inference.embedded.sampler import stream_keys
 from meshrl.inference.embedded.slots import RequestRow
 from meshrl.inference.embedded.staging import Staging
@@ -33,6 +33,7 @@ from meshrl.inference.engine import (
     EngineStats,
     GenerateRequest,
     HostVersion,
+    PromptLogprobs,
     TokenChunk,
 )
 from meshrl.versions.layout import Layout
@@ -136,7 +137,7 @@ class EmbeddedEngine(Engine):
             request=request,
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             key=stream_keys(np.array([seed], np.uint64))[0],
-            limit=min(params.max_tokens, self.max_model_len - len(request.prompt_ids)),
+            limit=self._room(request),
             adapter=BASE if adapter is None else adapter.number,
             adapter_version=None if adapter is None else adapter.version,
             came_s=time.monotonic(),
@@ -156,16 +157,8 @@ class EmbeddedEngine(Engine):
                     over = isinstance(chunk, MeshError) or chunk.finish_reason is not None
                     if isinstance(chunk, MeshError):
                         raise chunk
-                    if prompt is None:
-                        yield chunk
-                        continue
-                    yield replace(
-                        chunk,
-                        prompt_logprobs=prompt.logprobs,
-                        prompt_top_ids=prompt.top_ids,
-                        prompt_top_logprobs=prompt.top_logprobs,
-                    )
-                    prompt = None  # they go with the first chunk
+                    yield chunk if prompt is None else replace(chunk, prompt_logprobs=prompt)
+                    prompt = None
             finally:
                 if submitted and not over:
                     self._steps.cancel(row)
@@ -175,7 +168,7 @@ class EmbeddedEngine(Engine):
     ) -> list[NDArray[np.float32]]:
         return [(await self._score_prompt(prompt_ids, 1, BASE if adapter is None else adapter.number)).logprobs]
 
-    async def _score_prompt(self, prompt_ids: tuple[int, ...], asked: int, adapter: int) -> PromptScores:
+    async def _score_prompt(self, prompt_ids: tuple[int, ...], asked: int, adapter: int) -> PromptLogprobs:
         top_k = asked if asked > 1 else 0
         runner = self._steps.runner
         found = await self._steps.call(lambda: runner.score_prompt(prompt_ids, top_k=top_k, adapter=adapter))

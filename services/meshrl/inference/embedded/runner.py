@@ -10,7 +10,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from meshrl.inference.embedded.low_rank import BASE, AdapterLayers
 from meshrl.inference.embedded.routes import RouteStore
 from meshrl.inference.embedded.sampler import BatchSampling, reweight, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable, StepOutput
-from meshrl.inference.engine import SamplingParams
+from meshrl.inference.engine import PromptLogprobs, SamplingParams
 from meshrl.models.families import unpacked_reason
 from meshrl.models.routers import Routers
 
@@ -42,15 +41,6 @@ SCORED_LOGITS = 2**28  # of a prompt, in one forward pass: a gigabyte of float32
 GPU_BLOCK = 64
 # not cuDNN: it plans anew for every length, which takes longer than the step
 GPU_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PromptScores:
-    """The model's logprobs of a prompt's tokens but the first; K alternatives a token, likeliest first."""
-
-    logprobs: NDArray[np.float32]  # (P,) NaN for the first
-    top_ids: NDArray[np.int32] | None  # (P, K)
-    top_logprobs: NDArray[np.float32] | None  # (P, K)
 
 
 class ModelRunner(ABC):
@@ -79,7 +69,7 @@ class ModelRunner(ABC):
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
 
-    def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptScores:
+    def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptLogprobs:
         """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
 
         One plain forward pass of the live weights, between two steps, which wait for it. Where the logits of all tokens
@@ -105,7 +95,7 @@ class ModelRunner(ABC):
                     values_CK, ids_CK = logits_CV.topk(top_ids.shape[1], dim=1)
                     top_ids[start + 1 : end + 1] = ids_CK.to(torch.int32)
                     top_logprobs[start + 1 : end + 1] = values_CK - lse_C[:, None]
-        return PromptScores(
+        return PromptLogprobs(
             logprobs=found.cpu().numpy(),
             top_ids=top_ids.cpu().numpy() if top_k else None,
             top_logprobs=top_logprobs.cpu().numpy() if top_k else None,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from yarl import URL
 
+from meshrl.core.rpc.serve import is_loopback
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
 
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/ping"})
@@ -57,7 +58,7 @@ class Access:
     def _stranger(self, request: web.Request) -> HttpRefusal | None:
         if self._key_for_admin is not None:
             return self._wrong_key(request, self._key_for_admin)
-        if not _is_loopback(request.remote):
+        if not is_loopback((request.remote or "").split("%")[0]):
             text = "call it from the engine's own host, or start the engine with an API key and send that"
             return HttpRefusal(status=403, message=f"{request.path} is an admin route: {text}")
         host = request.headers.get("Host")
@@ -94,10 +95,3 @@ def _not_json(request: web.Request) -> HttpRefusal | None:
         return None
     text = f"{request.path} takes JSON, got {request.content_type}; send it with Content-Type: application/json"
     return HttpRefusal(status=415, message=text)
-
-
-def _is_loopback(remote: str | None) -> bool:
-    try:
-        return remote is not None and ipaddress.ip_address(remote.split("%")[0]).is_loopback
-    except ValueError:  # a name or a socket path: not provably this host
-        return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -27,14 +26,6 @@ NEEDS_A_PARSER = (
     "tools: this server does not know how its model writes tool calls, so they would stay in the text; start it with "
     "the renderer of the model's family (inference.renderer.name, such as qwen3), or leave tools out"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatReply:
-    """A message as OpenAI's API has it, and whether it calls tools."""
-
-    message: dict[str, object]
-    calls_tools: bool
 
 
 class ChatReplies:
@@ -72,15 +63,15 @@ class ChatReplies:
     def reply(
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, text: str, stops: Sequence[str] = (),
         tools: Sequence[Mapping[str, JsonValue]] = (), parallel: bool = True,
-    ) -> ChatReply:  # fmt: skip
-        """The message in tokens that were sampled (without their stop token) and read as `text`.
+    ) -> dict[str, object]:  # fmt: skip
+        """OpenAI's message for tokens that were sampled (without their stop token) and read as `text`.
 
         Only calls that parse are answered, and only where `tools` were offered; the others stay in the content. `text`
         stands as it is where there is neither reasoning nor a call in it. Not `parallel` keeps the first call alone.
         """
         parsed = self._renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
         if not parsed.tool_calls and not parsed.reasoning_content:
-            return ChatReply(message={"role": "assistant", "content": text}, calls_tools=False)
+            return {"role": "assistant", "content": text}
         good = [call for call in parsed.tool_calls if tools and call.status == "ok" and call.name]
         left = [self._text_of(call, token_ids) for call in parsed.tool_calls if call not in good]
         content = _before(stops, "\n".join([part for part in (parsed.content, *left) if part]))
@@ -89,7 +80,7 @@ class ChatReplies:
             message["reasoning_content"] = _before(stops, parsed.reasoning_content)
         if good:
             message["tool_calls"] = [_call_json(call) for call in (good if parallel else good[:1])]
-        return ChatReply(message=message, calls_tools=bool(good))
+        return message
 
     def _text_of(self, call: ParsedToolCall, token_ids: Sequence[int]) -> str:
         if call.token_span is None:

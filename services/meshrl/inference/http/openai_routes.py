@@ -102,10 +102,10 @@ class OpenAIRoutes:
         if isinstance(body, ChatBody) and self._codec.replies is not None and not body.ignore_eos:
             ends = self._codec.replies.stop_token_ids
         choices: list[_Choice] = []
+        most = self._serving.engine.max_model_len
         for prompt, prompt_ids in enumerate(prompts):
-            room = self._serving.room(len(prompt_ids))
             for index in range(body.n):
-                params = body.params(room=room, index=index, logprobs=logprobs, top_logprobs=tops)
+                params = body.params(most=most, index=index, logprobs=logprobs, top_logprobs=tops)
                 params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
                 # with stop strings the text is watched as it grows, so the tokens must come one by one
                 asked = GenerateRequest(
@@ -204,14 +204,13 @@ class OpenAIRoutes:
         text, tools = "".join(choice.said), body.offered_tools
         if replies is None or not (body.skip_special_tokens or tools):  # who wants special tokens wants all as it is
             return {"message": {"role": "assistant", "content": text}}
-        reply = replies.reply(
+        message = replies.reply(
             choice.prompt_ids, choice.token_ids, text=text, stops=body.stop_strings, tools=tools,
             parallel=body.parallel_tool_calls is not False,
         )  # fmt: skip
-        ended = (
-            {"finish_reason": "tool_calls"} if reply.calls_tools and piece.finish_reason == FinishReason.STOP else {}
-        )
-        return {"message": reply.message, **ended}
+        if "tool_calls" in message and piece.finish_reason == FinishReason.STOP:
+            return {"message": message, "finish_reason": "tool_calls"}
+        return {"message": message}
 
     def _delta(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
         """What a stream's event adds: with tools nothing until the end, since a call is known once it is whole."""

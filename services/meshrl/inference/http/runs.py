@@ -113,18 +113,6 @@ class Serving:
             return ""
         return model if "@" in model or model in adapters.newest else ""
 
-    def room(self, prompt_tokens: int) -> int:
-        """Tokens that fit behind a prompt. Raises: MeshError INVALID_REQUEST when none does."""
-        longest = self.engine.max_model_len
-        room = longest - prompt_tokens
-        if room < 1 or prompt_tokens < 1:
-            raise MeshError(
-                Reason.INVALID_REQUEST,
-                f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is "
-                f"{longest} tokens, at least one of them for the completion; send 1 to {longest - 1} prompt tokens",
-            )
-        return room
-
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
         """Bounds what runs inside. Raises: MeshError DEADLINE_PASSED once the request took too long."""

@@ -87,16 +87,15 @@ class SamplingFields(RequestBody):
         return tuple(text for text in stops if text)
 
     def params(
-        self, *, room: int, index: int, logprobs: bool, top_logprobs: int, routes_from: int | None = None
+        self, *, most: int, index: int, logprobs: bool, top_logprobs: int, routes_from: int | None = None
     ) -> SamplingParams:
-        """Parameters of the index-th completion; `room` is how many tokens still fit behind the prompt.
+        """Parameters of the index-th completion, without max_tokens for `most` tokens.
 
-        max_tokens beyond the room is lowered to it; without max_tokens the completion may fill the room. An engine
-        that nobody asks for `logprobs` may be much faster.
+        An engine that nobody asks for `logprobs` may be much faster.
         """
         raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
         return SamplingParams(
-            max_tokens=room if self.max_tokens is None else min(self.max_tokens, room),
+            max_tokens=self.max_tokens or most,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),

@@ -25,7 +25,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from meshrl.inference.engine import GenerateRequest, TokenChunk
+from meshrl.inference.engine import GenerateRequest, PromptLogprobs, TokenChunk
 from meshrl.inference.http.runs import (
     Serving,
     frame_answer,
@@ -49,7 +49,6 @@ class TokenRoute:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read(request, GenerateBody)
         prompt_ids = tuple(body.token_ids)
-        room = self._serving.room(len(prompt_ids))
         sampling = body.sampling_params
         request_id = body.request_id or f"generate-{uuid.uuid4().hex}"
         requests = [
@@ -57,7 +56,7 @@ class TokenRoute:
                 request_id=request_id,
                 prompt_ids=prompt_ids,
                 sampling=sampling.params(
-                    room=room,
+                    most=self._serving.engine.max_model_len,
                     index=index,
                     logprobs=sampling.logprobs is not None,
                     top_logprobs=sampling.alternatives,
@@ -101,9 +100,7 @@ class TokenRoute:
             first = completions[0]
             if first.prompt_logprobs is None:
                 raise MeshError(Reason.NOT_SUPPORTED, "this engine reports no prompt_logprobs; leave them out")
-            prompt_logprobs = _prompt_logprobs(
-                body.token_ids, first.prompt_logprobs, first.prompt_top_ids, first.prompt_top_logprobs
-            )
+            prompt_logprobs = _prompt_logprobs(body.token_ids, first.prompt_logprobs)
         made = sum(len(completion.token_ids) for completion in completions)
         fields: dict[str, object] = {
             "request_id": request_id,
@@ -170,28 +167,21 @@ def _logprobs(completion: TokenChunk) -> list[dict[str, object]]:
     return [{**sampled, "top_logprobs": top} for sampled, top in zip(entries, tops, strict=True)]
 
 
-def _prompt_logprobs(
-    token_ids: Sequence[int],
-    logprobs: NDArray[np.float32],
-    top_ids: NDArray[np.int32] | None = None,
-    top_logprobs: NDArray[np.float32] | None = None,
-) -> list[dict[str, object] | None]:
-    """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first.
-
-    With alternatives (P, K) an entry also has the likeliest tokens in that place, with their rank.
-    """
+def _prompt_logprobs(token_ids: Sequence[int], found: PromptLogprobs) -> list[dict[str, object] | None]:
+    """As vLLM has them: an entry a token, none for the first. With alternatives an entry also has the likeliest tokens
+    in that place, with their rank."""
 
     def entry(logprob: float, rank: int | None) -> dict[str, object]:
         return {"logprob": said(logprob), "rank": rank, "decoded_token": None}
 
     made: list[dict[str, object] | None] = []
-    for place, (token, logprob) in enumerate(zip(token_ids, logprobs.tolist(), strict=True)):
+    for place, (token, logprob) in enumerate(zip(token_ids, found.logprobs.tolist(), strict=True)):
         if math.isnan(logprob):
             made.append(None)
             continue
         entries: dict[str, object] = {str(token): entry(logprob, None)}
-        if top_ids is not None and top_logprobs is not None:
-            ranked = zip(top_ids[place].tolist(), top_logprobs[place].tolist(), strict=True)
+        if found.top_ids is not None and found.top_logprobs is not None:
+            ranked = zip(found.top_ids[place].tolist(), found.top_logprobs[place].tolist(), strict=True)
             entries |= {str(one): entry(value, rank) for rank, (one, value) in enumerate(ranked, 1)}
         made.append(entries)
     return made

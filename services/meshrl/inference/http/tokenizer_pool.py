@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import ctypes
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,8 +25,6 @@ LOOK_S = 0.05
 
 Result = TypeVar("Result")
 Work = Callable[[PreTrainedTokenizerBase], Result]
-_Ended = tuple[PreTrainedTokenizerBase | None, Result | None, Exception | None]
-"""The copy of the tokenizer, where one was made, and the work's result or error."""
 
 
 class _Overrun(BaseException):
@@ -48,17 +47,16 @@ class TokenizerPool:
         Raises: MeshError INVALID_REQUEST when the work took too long, and whatever `work` raises.
         """
         await self._places.acquire()
-        tokenizer = self._free.pop() if self._free else None
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[_Ended[Result]] = loop.create_future()
-        thread = threading.Thread(target=self._work, args=(work, tokenizer, loop, done), daemon=True, name="tokenizer")
+        done: asyncio.Future[Result] = loop.create_future()
+        thread = threading.Thread(target=self._work, args=(work, loop, done), daemon=True, name="tokenizer")
         try:
             thread.start()
         except RuntimeError:  # this system gives no more threads
             self._places.release()
             raise
         try:
-            used, result, error = await asyncio.wait_for(asyncio.shield(done), self._limit_s)
+            return await asyncio.wait_for(asyncio.shield(done), self._limit_s)
         except TimeoutError as late:
             raise MeshError(
                 Reason.INVALID_REQUEST,
@@ -72,32 +70,30 @@ class TokenizerPool:
                 ending = asyncio.create_task(self._end(thread))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
-        if used is not None:
-            self._free.append(used)
-        if error is not None:
-            raise error
-        return cast("Result", result)
 
-    def _work(
-        self, work: Work[Result], tokenizer: PreTrainedTokenizerBase | None, loop: asyncio.AbstractEventLoop,
-        done: asyncio.Future[_Ended[Result]],
-    ) -> None:  # fmt: skip
+    def _work(self, work: Work[Result], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Result]) -> None:
         with suppress(_Overrun):  # nobody waits for the result any more
-            used = tokenizer
-            result: Result | None = None
-            failure: Exception | None = None
+            tokenizer = None
             try:
-                used = copy.deepcopy(self._original) if used is None else used
-                result = work(used)
+                tokenizer = self._take()
+                outcome = functools.partial(done.set_result, work(tokenizer))
             except Exception as error:  # noqa: BLE001 - belongs to whoever waits
-                failure = error
+                outcome = functools.partial(done.set_exception, error)
+            if tokenizer is not None:
+                self._free.append(tokenizer)
 
             def answer() -> None:
                 if not done.done():
-                    done.set_result((used, result, failure))
+                    outcome()
 
             with suppress(RuntimeError):  # the loop is closed: the program ends
                 loop.call_soon_threadsafe(answer)
+
+    def _take(self) -> PreTrainedTokenizerBase:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return copy.deepcopy(self._original)
 
     async def _end(self, thread: threading.Thread) -> None:
         while thread.is_alive():

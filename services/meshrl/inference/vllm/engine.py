@@ -97,9 +97,7 @@ class VllmEngine(Engine):
         self._unloading: set[asyncio.Task[None]] = set()
         self._kv_tokens = kv_tokens_of(config)
         self._clock = VersionClock(version)
-        self._requests = RequestCodec(
-            self._clock, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids, routed=routed
-        )
+        self._requests = RequestCodec(self._clock, eos_token_ids=eos_token_ids, routed=routed)
         self._staged: int | None = None
         self._paused = False
         self._unfit: str | None = None
@@ -198,7 +196,7 @@ class VllmEngine(Engine):
             try:
                 await self._sleeper.wake()
                 prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
-                params = self._requests.params(request)
+                params = self._requests.params(request, self._room(request))
                 outputs = self._llm.generate(
                     prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
                     lora_request=None if adapter is None else adapter.loaded,
@@ -232,7 +230,7 @@ class VllmEngine(Engine):
             async with aclosing(self._complete(request, adapter, copy=copy, priority=AHEAD)) as chunks:
                 async for chunk in chunks:
                     if chunk.prompt_logprobs is not None:
-                        return chunk.prompt_logprobs
+                        return chunk.prompt_logprobs.logprobs
             raise MeshError(Reason.NOT_SUPPORTED, "vLLM sent no logprobs of the probe, as some of its parts do")
 
         return await asyncio.gather(*(by(copy if self._copies > 1 else None) for copy in range(self._copies)))

@@ -11,7 +11,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from meshrl.inference.engine import FinishReason, GenerateRequest, RequestTimes, TokenChunk
+from meshrl.inference.engine import FinishReason, GenerateRequest, PromptLogprobs, RequestTimes, TokenChunk
 from meshrl.inference.vllm.version_clock import CompletionRecord, VersionClock
 from meshrl.inference.vllm.whole_completions import RECORD_KEY, WHOLE_KEY
 from meshrl.wire.errors import MeshError, Reason
@@ -32,31 +32,26 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 class RequestCodec:
     def __init__(
-        self,
-        clock: VersionClock,
-        *,
-        max_model_len: int,
-        eos_token_ids: tuple[int, ...],
-        routed: RoutedLayers | None = None,
+        self, clock: VersionClock, *, eos_token_ids: tuple[int, ...], routed: RoutedLayers | None = None
     ) -> None:
         """`routed` is what the engine reports routes of, None where it reports none."""
         self._clock = clock
-        self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self.routed = routed
         self.queued = self.preempted = 0
         """Requests that waited for room at the end of the last one, and requests preempted since the start."""
 
-    def params(self, request: GenerateRequest) -> VllmSamplingParams:
+    def params(self, request: GenerateRequest, room: int) -> VllmSamplingParams:
+        """For at most `room` tokens."""
         sampling = request.sampling
         eos = () if sampling.ignore_eos else self._eos_token_ids
         return VllmSamplingParams(
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(request.prompt_ids)),
+            max_tokens=room,
             temperature=0.0 if sampling.greedy else sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            min_tokens=min(sampling.min_tokens, sampling.max_tokens),
+            min_tokens=min(sampling.min_tokens, room),
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
@@ -97,7 +92,6 @@ class RequestCodec:
             logprobs, top_ids, top_logprobs = _from_flat(completion.logprobs, count, sampling.top_logprobs)
         if sampling.logprobs and not np.isfinite(logprobs).all():
             raise MeshError(Reason.ENGINE_FAILED, "the model produced logits that are not finite; apply other weights")
-        prompt_logprobs, prompt_top_ids, prompt_top_logprobs = _prompt_logprobs(output, request)
         finish, stop = completion.finish_reason, completion.stop_reason
         return TokenChunk(
             start=start,
@@ -109,9 +103,7 @@ class RequestCodec:
             version_spans=self._clock.spans(record, start + count) if record is not None else (),
             finish_reason=None if finish is None else _FINISH.get(finish, FinishReason.ABORT),
             stop_token_id=stop if isinstance(stop, int) else None,
-            prompt_logprobs=prompt_logprobs,
-            prompt_top_ids=prompt_top_ids,
-            prompt_top_logprobs=prompt_top_logprobs,
+            prompt_logprobs=_prompt_logprobs(output, request),
             routed_experts=self._routes(request, completion.routed_experts, start + count),
             times=_times(record),
         )
@@ -172,24 +164,20 @@ def _from_flat(
     return values[starts], ids[columns], values[columns]
 
 
-def _prompt_logprobs(
-    output: RequestOutput, request: GenerateRequest
-) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for. When
-    several were, also (P, K) ids and logprobs of the likeliest tokens in its place."""
+def _prompt_logprobs(output: RequestOutput, request: GenerateRequest) -> PromptLogprobs | None:
     flat: FlatLogprobs | None = output.prompt_logprobs
     if (asked := request.sampling.prompt_logprobs) is None or not flat:
-        return None, None, None
+        return None
     starts = np.asarray(flat.start_indices, dtype=np.int64)
     values = np.asarray(flat.logprobs, dtype=np.float32)
     found = np.full(len(request.prompt_ids), np.nan, dtype=np.float32)
     known = starts < np.asarray(flat.end_indices, dtype=np.int64)
     found[known] = values[starts[known]]
     if asked < 2:
-        return found, None, None
+        return PromptLogprobs(logprobs=found)
     ids = np.asarray(flat.token_ids, dtype=np.int32)
     columns = starts[known][:, None] + 1 + np.arange(asked)
     top_ids = np.zeros((len(found), asked), dtype=np.int32)
     top_logprobs = np.zeros((len(found), asked), dtype=np.float32)
     top_ids[known], top_logprobs[known] = ids[columns], values[columns]
-    return found, top_ids, top_logprobs
+    return PromptLogprobs(logprobs=found, top_ids=top_ids, top_logprobs=top_logprobs)
