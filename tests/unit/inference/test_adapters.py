@@ -120,6 +120,31 @@ async def test_three_runs_in_one_batch_get_each_its_own_adapter(
     assert not np.array_equal(first["b"].logprobs, second["b"].logprobs)
 
 
+async def test_a_row_that_moves_to_where_a_broken_one_was_is_computed_without_it(start_engine: EngineFactory) -> None:
+    """Its keys and values were not finite, further on than those of the row that moves, and a third row is as long."""
+    base = make_model()
+    engine, good, broken = await start_engine(base), trained(base, 1, "v_proj"), trained(base, 2, "v_proj")
+    for layer in adapted_layers(broken).values():
+        layer.lora_B.data.fill_(torch.nan)
+    await serve(engine, version_of(good, 1, "v_proj", run="good"))
+    await serve(engine, version_of(broken, 1, "v_proj", run="broken"))
+    lengths = {"broken": 60, "long": 50, "short": 10}
+    prompts = {name: [length % 7 + place % 30 for place in range(length)] for name, length in lengths.items()}
+    await engine.pause()
+    made = []
+    for count, (name, prompt) in enumerate(prompts.items(), 1):
+        policy = "broken" if name == "broken" else "good"
+        made.append(asyncio.create_task(complete(engine, asked(policy, prompt, max_tokens=12))))
+        await until_in_flight(engine, count)
+    await engine.resume()
+    refused, *rest = await asyncio.gather(*made, return_exceptions=True)
+    assert isinstance(refused, MeshError)
+    assert refused.reason is Reason.ENGINE_FAILED
+    for name, chunk in zip(("long", "short"), rest, strict=True):
+        assert isinstance(chunk, TokenChunk), chunk
+        check_logprobs(chunk, good, prompts[name])
+
+
 async def until_in_flight(engine: EmbeddedEngine, count: int) -> None:
     async with asyncio.timeout(30.0):
         while engine.in_flight < count:  # noqa: ASYNC110 (state that has no event)

@@ -40,7 +40,7 @@ _SLOT_DTYPE = np.dtype(
 
 
 class SlotStore(Protocol):
-    """Something kept of the first `length` tokens of each slot, which moves with the rows."""
+    """Something kept of the tokens of each slot, which moves with the rows: of the first `length` of them."""
 
     def copy_slot(self, source: int, target: int, length: int) -> None: ...
 
@@ -63,6 +63,8 @@ class RequestRow:
     sent: int = 0
     spans: list[list[int]] = field(default_factory=list)  # [first token, version]
     prompt_version: int | None = None  # that computed the first part of the prompt, once the weights changed after it
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)  # where the request asks for them
     alternatives: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
     came_s: float = 0.0
     started_s: float = 0.0
@@ -114,8 +116,6 @@ class SlotTable:
         self.shared_prompt_tokens = 0
         self.slots = np.zeros(num_slots, _SLOT_DTYPE)
         self.tokens_SM = np.zeros((num_slots, max_len + 1), np.int32)
-        self.logprobs_SM = np.zeros((num_slots, max_len), np.float32)
-        self.raw_logprobs_SM = np.zeros((num_slots, max_len), np.float32)
         self.stop_SW = np.full((num_slots, 4), -1, np.int64)
         self._stores = stores
 
@@ -173,8 +173,7 @@ class SlotTable:
                 self.shared_prompt_tokens += common
                 cached = self.slots["cached"][slot] = common
         if cached >= wanted:
-            if slot != self.decoding:
-                self._swap(slot, self.decoding)
+            self._swap(slot, self.decoding)
             self.decoding += 1
             self.changed = True
             return None
@@ -222,9 +221,11 @@ class SlotTable:
         live = self.slots[:rows]
         live["cached"] += 1
         self.tokens_SM[index, live["cached"]] = output.token_ids
-        self.logprobs_SM[index, live["generated"]] = output.logprobs
+        for row, logprob in zip(self.rows, output.logprobs.tolist(), strict=False):
+            row.logprobs.append(logprob)
         if output.raw_logprobs is not None:
-            self.raw_logprobs_SM[index, live["generated"]] = output.raw_logprobs
+            for row, logprob in zip(self.rows, output.raw_logprobs.tolist(), strict=False):
+                row.raw_logprobs.append(logprob)
         if output.top_ids is not None and output.top_logprobs is not None:
             for row in self.rows[:rows]:
                 if wanted := row.request.sampling.top_logprobs:
@@ -267,8 +268,8 @@ class SlotTable:
         return TokenChunk(
             start=start,
             token_ids=token_ids,
-            logprobs=self.logprobs_SM[row.slot, start:end].copy(),
-            raw_logprobs=self.raw_logprobs_SM[row.slot, start:end].copy() if params.raw_logprobs else None,
+            logprobs=np.array(row.logprobs[start:end], np.float32),
+            raw_logprobs=np.array(row.raw_logprobs[start:end], np.float32) if params.raw_logprobs else None,
             top_ids=np.stack([ids for ids, _ in tops]) if tops else None,
             top_logprobs=np.stack([logprobs for _, logprobs in tops]) if tops else None,
             version_spans=_spans(row, start, end),
@@ -286,13 +287,11 @@ class SlotTable:
             if row in self.waiting:
                 self.waiting.remove(row)
             return
-        hole = row.slot
-        if hole < self.decoding:
-            self._move(self.decoding - 1, hole)
-            hole = self.decoding - 1
+        if row.slot < self.decoding:
+            self._swap(row.slot, self.decoding - 1)
             self.decoding -= 1
             self.changed = True
-        self._move(self.occupied - 1, hole)
+        self._swap(row.slot, self.occupied - 1)
         self.occupied -= 1
         self.rows.pop()
         row.slot = -1
@@ -314,27 +313,15 @@ class SlotTable:
             elif row.spans and row.spans[-1][1] != version:
                 row.spans.append([generated, version])
 
-    def _move(self, source: int, target: int) -> None:
-        if source == target:
-            return
-        for store in self._stores:
-            store.copy_slot(source, target, int(self.slots["cached"][source]))
-        self.slots[target] = self.slots[source]
-        used = int(self.slots["prompt"][source] + self.slots["generated"][source])
-        self.tokens_SM[target, :used] = self.tokens_SM[source, :used]
-        made = int(self.slots["generated"][source])
-        self.logprobs_SM[target, :made] = self.logprobs_SM[source, :made]
-        self.raw_logprobs_SM[target, :made] = self.raw_logprobs_SM[source, :made]
-        self.stop_SW[target] = self.stop_SW[source]
-        self.rows[target] = self.rows[source]
-        self.rows[target].slot = target
-
     def _swap(self, one: int, other: int) -> None:
+        """Exchanges two rows whole: what may stay of a broken one would not be finite, which a mask does not stop."""
+        if one == other:
+            return
         pair, reverse = [one, other], [other, one]
         for store in self._stores:
             store.swap_slots(one, other, int(self.slots["cached"][pair].max()))
         self.slots[pair] = self.slots[reverse]
-        used = int(self.slots["prompt"][pair].max())
+        used = int((self.slots["prompt"][pair] + self.slots["generated"][pair]).max())
         self.tokens_SM[pair, :used] = self.tokens_SM[reverse, :used]
         self.stop_SW[pair] = self.stop_SW[reverse]
         self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
