@@ -7,6 +7,7 @@ notices, and a group joined by hand takes the place of the hub's until the next 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from aiohttp import web
@@ -19,13 +20,6 @@ from meshrl.inference.http.schemas import WeightsBody, parse
 from meshrl.machine.addresses import address_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup
-
-ADMIN_PATHS = frozenset(
-    {
-        "/pause", "/resume", "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/reload_weights",
-        "/load_lora_adapter", "/init_broadcaster", "/follow_hub",
-    }
-)  # fmt: skip
 
 
 class AdapterBody(BaseModel):
@@ -80,16 +74,8 @@ class AdminRoutes:
         self._follower = follower
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        router.add_post("/pause", self._pause)
-        router.add_post("/resume", self._resume)
-        router.add_post("/sleep", self._sleep)
-        router.add_post("/wake_up", self._wake_up)
-        router.add_get("/is_sleeping", self._is_sleeping)
-        router.add_post("/update_weights", self._update_weights)
-        router.add_post("/reload_weights", self._reload_weights)
-        router.add_post("/load_lora_adapter", self._load_lora_adapter)
-        router.add_post("/init_broadcaster", self._init_broadcaster)
-        router.add_post("/follow_hub", self._follow_hub)
+        for path, (method, handler) in _HANDLERS.items():
+            router.add_route(method, path, functools.partial(handler, self))
 
     async def _pause(self, _request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "paused", "in_flight": await self._engine.pause()})
@@ -174,3 +160,18 @@ class AdminRoutes:
         root = self._engine.root
         answer = {"status": "ok", "version": version, "root": root.hex() if root else "", "pause_s": pause_s, **more}
         return web.json_response(answer)
+
+
+_HANDLERS = {
+    "/pause": ("POST", AdminRoutes._pause),
+    "/resume": ("POST", AdminRoutes._resume),
+    "/sleep": ("POST", AdminRoutes._sleep),
+    "/wake_up": ("POST", AdminRoutes._wake_up),
+    "/is_sleeping": ("GET", AdminRoutes._is_sleeping),
+    "/update_weights": ("POST", AdminRoutes._update_weights),
+    "/reload_weights": ("POST", AdminRoutes._reload_weights),
+    "/load_lora_adapter": ("POST", AdminRoutes._load_lora_adapter),
+    "/init_broadcaster": ("POST", AdminRoutes._init_broadcaster),
+    "/follow_hub": ("POST", AdminRoutes._follow_hub),
+}
+ADMIN_PATHS = frozenset(_HANDLERS)

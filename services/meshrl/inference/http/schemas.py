@@ -19,6 +19,12 @@ MAX_COMPLETIONS = 128
 MAX_ALTERNATIVES = 64
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
 
+_AS_THEY_ARE = (
+    "temperature", "top_p", "min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "ignore_eos", "prompt_logprobs",
+)  # fmt: skip
+"""Keys that requests and `SamplingParams` have in the same form."""
+
 Body = TypeVar("Body", bound=BaseModel)
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 
@@ -57,21 +63,21 @@ class SamplingFields(RequestBody):
     """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
 
     n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
-    temperature: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
-    min_tokens: int | None = Field(default=None, ge=0)
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1, le=2**31 - 1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_tokens: int = Field(default=0, ge=0)
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0, allow_inf_nan=False)
-    logit_bias: dict[int, Bias] | None = None
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0, allow_inf_nan=False)
+    logit_bias: dict[int, Bias] = {}
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     extra_args: dict[str, JsonValue] | None = None
 
@@ -95,22 +101,13 @@ class SamplingFields(RequestBody):
         """
         raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
         return SamplingParams(
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             max_tokens=self.max_tokens or most,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
-            min_tokens=self.min_tokens or 0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            logit_bias=self.logit_bias or {},
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            top_k=max(self.top_k, 0),
+            stop_token_ids=tuple(self.stop_token_ids),
             seed=None if self.seed is None else (self.seed + index * _SEED_STRIDE) % 2**64,
             logprobs=logprobs or raw_logprobs,
             top_logprobs=top_logprobs,
-            prompt_logprobs=self.prompt_logprobs,
             raw_logprobs=raw_logprobs,
             routed_experts_prompt_start=routes_from,
         )
