@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.credentials import default_credentials
+from meshrl.machine.addresses import address_of
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl_verifiers_v0.config import ServiceConfig, read_config
 from meshrl_verifiers_v0.engines import ChatEngines
@@ -61,8 +62,8 @@ async def serve(config: ServiceConfig, loaded: Sequence[vf.Environment]) -> None
     pb_grpc.add_RolloutServiceServicer_to_server(OldEnvServicer(player), server)
     said = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(said, server)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    port = default_credentials().add_port(server, f"{host}:{config.port}")  # with certificates, for members alone
+    address = address_of(config.host, config.port)
+    port = default_credentials().add_port(server, address)  # with certificates, for members alone
     await server.start()
     for name in (SERVICE, ""):
         await said.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -11,11 +11,9 @@ import grpc.aio
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
-from meshrl.wire.errors import MeshError, to_rpc_status
+from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, to_rpc_status
 from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
 from meshrl_verifiers_v0.groups import GroupPlayer
-
-STATUS_DETAILS = "grpc-status-details-bin"
 
 
 class OldEnvServicer(pb_grpc.RolloutServiceServicer):
@@ -53,5 +51,5 @@ class OldEnvServicer(pb_grpc.RolloutServiceServicer):
 async def abort(context: grpc.aio.ServicerContext, error: MeshError) -> NoReturn:
     """Ends a call with the error and its details."""
     status = to_rpc_status(error)
-    await context.abort(error.reason.code, status.message, ((STATUS_DETAILS, status.SerializeToString()),))
+    await context.abort(error.reason.code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort raises")

@@ -1,9 +1,11 @@
-"""Checks the output folder before a run starts: finds an older run in it, and empties it on demand."""
+"""Checks the output folder before a run starts: finds an older run in it, empties it on demand, reports that it cannot
+be written."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from meshrl.core.config import ConfigError
@@ -14,6 +16,17 @@ _OF_A_RUN = (
     "ledger.sqlite-shm", "ledger.sqlite-wal", "logs", "metrics.jsonl", "metrics_targets", "rl.lock", "rollouts",
     "slurm", "state", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
 )  # fmt: skip
+
+
+@contextmanager
+def writing_to(output_dir: Path) -> Iterator[None]:
+    """Raises ConfigError in place of an OSError of its block."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {str(output_dir)!r} cannot be written: {error.strerror}; choose another"
+        ) from error
 
 
 def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:

@@ -73,14 +73,13 @@ def compose(
     session: str = "",
     gpus: Sequence[str] = (),
     placement: Placement | None = None,
-    engine_hosts: Sequence[str] | None = None,
 ) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
     Addresses of programs that are started here replace those of the configuration. For a service in
     orchestrator.services there is no part, and the others get its address. `session` names this launch, by which a
     restarted program goes on. `gpus` may be used; over several nodes `placement` lists which program has which, and
-    `engine_hosts` where each engine listens. Raises ConfigError when there are too few GPUs.
+    where engines listen. Raises ConfigError when there are too few GPUs.
     """
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
@@ -91,7 +90,7 @@ def compose(
         hub=running.weights or weights.server.local_address,
     )
     trainer = run.trainer()
-    engines = run.engines(engine_hosts)
+    engines = run.engines()
     # Two that load a model onto one GPU at once take each other's room: vLLM counts what is free while it starts.
     shared = [part.name for number, part in enumerate(engines) if run.placement.shared(number)]
     rollout = _with_port(run.rollout(), free_port)
@@ -261,7 +260,7 @@ class _Composition:
             values["deadlines.unreachable_s"] = RESTART_DEADLINE_S + hub_deadline_s
         return values
 
-    def engines(self, hosts: Sequence[str] | None) -> list[Part]:
+    def engines(self) -> list[Part]:
         config, given = self.config, self.config.inference
         if given is None:
             return []
@@ -270,7 +269,7 @@ class _Composition:
         if lora is not None and config.trainer.weight_broadcast.lora_adapter_only:
             adapters = [run.run.lora for run in config.runs if run.run.lora is not None]
             adapter_rank = max(lora.rank, *(own.rank or 0 for own in adapters), 0)
-        hosts = hosts or [given.server.host] * config.engine_count
+        hosts = self.placement.hosts or (given.server.host,) * config.engine_count
         parts = []
         for number, host in enumerate(hosts):
             port = given.server.port + hosts[:number].count(host) if given.server.port else self.free_port(host)

@@ -18,6 +18,8 @@ class Placement:
 
     engines: tuple[tuple[str, ...] | None, ...] = ()
     trainer: tuple[str, ...] | None = None
+    hosts: tuple[str, ...] = ()
+    """At which each engine listens; empty: where the configuration has it."""
 
     def shared(self, engine: int) -> bool:
         return bool(set(self.engines[engine] or ()) & set(self.trainer or ()))

@@ -16,6 +16,7 @@ from typing import Self
 
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
+from meshrl.core.run_folder import writing_to
 from meshrl.wire.program_state import is_alive
 
 ENDING_S = 15.0  # longer than a guardian takes for the programs of an rl that was killed
@@ -43,7 +44,7 @@ class FolderLock:
         """Waits up to ENDING_S where the holder was killed and its programs are being ended. Raises FolderInUseError,
         or ConfigError when the folder cannot be written or locked."""
         deadline_s = time.monotonic() + ENDING_S
-        try:
+        with writing_to(self._folder):
             while not self._try():
                 holder = self._holder()
                 pid, host, since = (holder.get(key) for key in ("pid", "host", "since"))
@@ -52,10 +53,6 @@ class FolderLock:
                     described = f"rl (pid {pid} on {host}, since {since})" if holder else "another rl"
                     raise FolderInUseError(f"{self._folder} is in use by {described}")
                 time.sleep(POLL_S)
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir {str(self._folder)!r} cannot be written: {error.strerror}; choose another"
-            ) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

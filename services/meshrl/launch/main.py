@@ -20,7 +20,7 @@ from meshrl.core.interpreter import check_interpreter
 from meshrl.core.paths import Layout
 from meshrl.core.private_folders import SHM, keep_to, spool_name, versions_folder
 from meshrl.core.program import run
-from meshrl.core.run_folder import empty_folder, holds_a_run
+from meshrl.core.run_folder import empty_folder, holds_a_run, writing_to
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.torch_environment import VISIBLE_GPUS
@@ -53,13 +53,9 @@ _NAME = "rl"
 
 def write_configs(layout: Layout, configs: Mapping[str, BaseConfig]) -> None:
     """Writes configurations by the names of their programs. Raises ConfigError when the folder cannot be used."""
-    try:
+    with writing_to(layout.output_dir):
         for name, config in configs.items():
             dump_toml(config, layout.config(name))
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir {str(layout.output_dir)!r} cannot be written: {error.strerror}; choose another"
-        ) from error
 
 
 def programs(
@@ -178,7 +174,6 @@ def checked(
             session=uuid.uuid4().hex,
             gpus=gpus,
             placement=None if spread is None else spread.placement,
-            engine_hosts=None if spread is None else [node.address for node in spread.engines],
         )
         for part in composed:
             if part.python is not None:

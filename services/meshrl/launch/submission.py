@@ -37,8 +37,7 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
     else:
         names = [f"node-{number}" for number in range(given.nodes)]
         in_spread, spread = spread_over(in_job, [JobNode(name=name, address=name) for name in names])
-        hosts = [node.address for node in spread.engines]
-        parts = compose(in_spread, lambda _: next(ports), placement=spread.placement, engine_hosts=hosts)
+        parts = compose(in_spread, lambda _: next(ports), placement=spread.placement)
     if slurm.requeue_at_limit and config.trainer.ckpt is None:
         raise ConfigError(
             "slurm.requeue_at_limit goes on from a checkpoint, and the trainer saves none; add [ckpt], or leave it out"

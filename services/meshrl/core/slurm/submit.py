@@ -16,6 +16,7 @@ import jinja2
 from meshrl.core.config.base import BaseConfig, ConfigError
 from meshrl.core.config.dump import dump_toml, to_toml
 from meshrl.core.paths import Layout
+from meshrl.core.run_folder import writing_to
 from meshrl.core.slurm.config import SlurmConfig
 
 SBATCH_DEADLINE_S = 60.0
@@ -83,15 +84,11 @@ def submit(job: BatchJob, slurm: SlurmConfig, *, dry_run: bool) -> str:
     layout = Layout(job.output_dir.absolute())
     path = layout.slurm / SCRIPT
     script = script_of(job, slurm)
-    try:
+    with writing_to(job.output_dir):
         layout.slurm.mkdir(parents=True, exist_ok=True)
         dump_toml(job.config, layout.config(job.program))
         path.write_text(script)
         path.chmod(0o700)  # it holds the configuration, where free arguments may hold secrets
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir {str(job.output_dir)!r} cannot be written: {error.strerror}; choose another"
-        ) from error
     if dry_run:
         return f"dry run: the configuration is valid; sbatch {path} would submit it\n"
     number = _sbatch(path, {**os.environ, **job.environ})

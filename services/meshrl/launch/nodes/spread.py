@@ -75,7 +75,10 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
         trainers=trainers,
         engines=engines,
         ranks_per_node=max(1, given.gpus_per_node),
-        placement=Placement(engines=divide([*map(str, range(given.gpus_per_node))] or None, each) * len(hosts)),
+        placement=Placement(
+            engines=divide([*map(str, range(given.gpus_per_node))] or None, each) * len(hosts),
+            hosts=tuple(node.address for node in engines),
+        ),
     )
     model = config.trainer.model
     if given.nodes_per_fsdp_group is not None:
