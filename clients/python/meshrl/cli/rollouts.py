@@ -138,12 +138,11 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
 
 
 def _trace_of(folder: RunFolder, rollout_id: str) -> str | None:
-    for _, span in folder.spans():
-        if span["name"] == "rl.rollout":
-            values = {pair["key"]: pair["value"] for pair in span.get("attributes", ())}
-            ids = values.get("meshrl.rollout_ids", {}).get("arrayValue", {}).get("values", ())
+    for span in folder.spans():
+        if span.name == "rl.rollout":
+            ids = (span.attributes.get("meshrl.rollout_ids") or {}).get("values", ())
             if rollout_id in (each.get("stringValue") for each in ids):
-                return str(span["traceId"])
+                return span.trace_id
     return None
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import zstandard
 
-from meshrl.cli.trace_file import read_lines, spans_of, trace_files
+from meshrl.cli.trace_file import RunSpan, read_lines, spans_of, trace_files
 from meshrl.diagnosis.causes import Observed
 from meshrl.diagnosis.history import MetricsHistory
 from meshrl.diagnosis.outcome import RunOutcome, outcome_of
@@ -254,9 +254,9 @@ class RunFolder:
             root /= f"attempt_{attempts[-1] if attempt is None else attempt}"
         return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
 
-    def spans(self, program: str = "") -> Iterator[tuple[str, JsonObject]]:
-        """Each span of the run, or of programs whose names begin with `program`, with the program's name, in OTLP's
-        JSON form; half-written lines are left out, and a file that goes before it is read."""
+    def spans(self, program: str = "") -> Iterator[RunSpan]:
+        """Each span of the run, or of programs whose names begin with `program`; half-written lines are left out, and
+        a file that goes before it is read."""
         for path in trace_files(self.path / "traces"):
             if not path.name.startswith(program):
                 continue
@@ -264,8 +264,7 @@ class RunFolder:
                 lines, _ = read_lines(path)
             except FileNotFoundError:  # its program has just moved it aside, to make room for newer spans
                 continue
-            for span in spans_of(lines):
-                yield path.name.partition(".")[0], span
+            yield from spans_of(path, lines)
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zstandard
@@ -17,6 +18,25 @@ PATTERNS = ("*.jsonl", "*.jsonl.zst")
 _FRAME = b"\x28\xb5\x2f\xfd"
 _FIRST_BYTES = 4096
 """The end of a frame is looked for in these first; what is behind it is copied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpan:
+    """Times in seconds since 1970, and in whole microseconds, which nest exactly; ids in hex."""
+
+    program: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_s: float
+    seconds: float
+    start_us: int
+    end_us: int
+    attributes: JsonObject = field(default_factory=dict)
+    links: tuple[str, ...] = ()
+    process: int = 0
+    """0 where no trace has it."""
 
 
 def trace_files(folder: Path) -> list[Path]:
@@ -61,17 +81,38 @@ def _frame(data: memoryview) -> tuple[bytes, int] | None:
     return None
 
 
-def spans_of(lines: list[bytes]) -> Iterator[JsonObject]:
-    """In OTLP's JSON form; a line that is none is left out."""
+def spans_of(path: Path, lines: list[bytes]) -> Iterator[RunSpan]:
+    """Of lines of the file; one that is none in OTLP's JSON form is left out."""
+    program = path.name.partition(".")[0]
     for line in lines:
         try:
             exported = json.loads(line)
         except ValueError:  # cut off by a full disk
             continue
         for resource in exported.get("resourceSpans", ()):
-            about = resource.get("resource", {}).get("attributes", ())
-            process = next((int(one["value"]["intValue"]) for one in about if one["key"] == "process.pid"), 0)
+            process = _attributes(resource.get("resource", {})).get("process.pid", 0)
             for scope in resource.get("scopeSpans", ()):
                 for span in scope.get("spans", ()):
-                    span["process"] = process
-                    yield span
+                    yield _span(program, int(process), span)
+
+
+def _span(program: str, process: int, raw: JsonObject) -> RunSpan:
+    start, end = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
+    return RunSpan(
+        program=program,
+        name=raw["name"],
+        trace_id=raw["traceId"],
+        span_id=raw["spanId"],
+        parent_id=raw.get("parentSpanId", ""),
+        start_s=start / 1e9,
+        seconds=(end - start) / 1e9,
+        start_us=start // 1000,
+        end_us=end // 1000,
+        attributes=_attributes(raw),
+        links=tuple(link["spanId"] for link in raw.get("links", ())),
+        process=process,
+    )
+
+
+def _attributes(described: JsonObject) -> JsonObject:
+    return {pair["key"]: next(iter(pair["value"].values()), None) for pair in described.get("attributes", ())}

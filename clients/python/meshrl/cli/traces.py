@@ -7,7 +7,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import click
 from meshrl.cli.command import CliError, ago, folder_option, json_option, print_json, print_table
 from meshrl.cli.rollouts import find_trace
 from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.trace_file import RunSpan
 from meshrl.wire.values import JsonObject
 
 STEP_SPAN = "rl.step"
@@ -23,49 +24,12 @@ _ID = 8
 """Numbers of as many digits are the beginning of an id, not a step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSpan:
-    """Times in seconds since 1970, and in whole microseconds, which nest exactly; ids in hex."""
-
-    program: str
-    name: str
-    trace_id: str
-    span_id: str
-    parent_id: str
-    start_s: float
-    seconds: float
-    start_us: int
-    end_us: int
-    attributes: JsonObject = field(default_factory=dict)
-    links: tuple[str, ...] = ()
-    process: int = 0
-    """0 where no trace has it."""
-
-
 def read_spans(folder: RunFolder) -> list[RunSpan]:
     """By their start. Raises CliError when there are none."""
-    found = sorted((to_run_span(program, raw) for program, raw in folder.spans()), key=lambda span: span.start_s)
+    found = sorted(folder.spans(), key=lambda span: span.start_s)
     if not found:
         raise CliError(f"{folder.path} has no traces: name a run's output folder with -o")
     return found
-
-
-def to_run_span(program: str, raw: JsonObject) -> RunSpan:
-    start, end = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
-    return RunSpan(
-        program=program,
-        name=raw["name"],
-        trace_id=raw["traceId"],
-        span_id=raw["spanId"],
-        parent_id=raw.get("parentSpanId", ""),
-        start_s=start / 1e9,
-        seconds=(end - start) / 1e9,
-        start_us=start // 1000,
-        end_us=end // 1000,
-        attributes={pair["key"]: next(iter(pair["value"].values()), None) for pair in raw.get("attributes", ())},
-        links=tuple(link["spanId"] for link in raw.get("links", ())),
-        process=raw.get("process", 0),
-    )
 
 
 @click.group()

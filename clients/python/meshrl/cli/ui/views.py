@@ -13,8 +13,7 @@ from typing import Any
 
 from meshrl.cli.rollouts import first_words
 from meshrl.cli.run_folder import RunFolder
-from meshrl.cli.trace_file import read_lines, spans_of, trace_files
-from meshrl.cli.traces import RunSpan, to_run_span
+from meshrl.cli.trace_file import RunSpan, read_lines, spans_of, trace_files
 from meshrl.diagnosis.history import Column
 from meshrl.wire.values import JsonObject
 
@@ -208,7 +207,7 @@ class Traces:
             except FileNotFoundError:  # the same, or the oldest one, which goes
                 continue
             self._offsets[file] = end
-            spans = [to_run_span(path.name.partition(".")[0], raw) for raw in spans_of(lines)]
+            spans = list(spans_of(path, lines))
             if cut and spans:
                 self._from_s = max(self._from_s, spans[0].start_s)
             for span in spans:
@@ -221,9 +220,9 @@ class Traces:
     def _during(self, step: int) -> tuple[RunSpan | None, list[RunSpan]]:
         root, spans = self._steps.get(step), iter(self._spans)
         if root is None or root.start_s < self._from_s:
-            every = (to_run_span(program, raw) for program, raw in self._folder.spans(STEPS_OF))
+            every = self._folder.spans(STEPS_OF)
             root = next((span for span in every if _is_step(span) and int(span.attributes["rl.step"]) == step), None)
-            spans = (to_run_span(program, raw) for program, raw in self._folder.spans())
+            spans = self._folder.spans()
         if root is None:
             return None, []
         end_s = root.start_s + root.seconds
