@@ -208,7 +208,7 @@ class World:
             seq_len=64,
             dp_size=1,
         )
-        asyncio.run(self.journal.batch(groups, assembled, dp_size=1, drawn=self.plan.drawn()))
+        asyncio.run(self.journal.batch(groups, assembled, dp_size=1, drawn=self.plan.schedule.drawn()))
         self.recorded += 1
 
     def upload(self) -> None:

@@ -128,7 +128,7 @@ def build_loop(
     uploader = BatchUploader(services.trainer, run, deadlines=deadlines, clock=clock)
     relay = VersionRelay(
         services.weights,
-        run_id=run.run_id,
+        run_id=mesh.run.run_id,
         policy=ActivationPolicy(config.activation_policy),
         deadlines=deadlines,
         engine_pool=config.engine_pool,

@@ -128,7 +128,7 @@ class StepFinisher:
         metrics = record.step_metrics(submitted, progress, law=run.plan.law, seq_len=self._seq_len, seconds=seconds)
         metrics |= record.mixture_metrics(submitted.assembled, submitted.groups, self._mixture)
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
-        metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
+        metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.schedule.epochs().items()}
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=record.trainer_metrics(done))
         lasting, begun = self._alerts.check(submitted.step, metrics, run.waits.lags_s)
         metrics |= CATALOGUE.record(Source.ORCHESTRATOR, lasting)

@@ -183,7 +183,9 @@ class RunLoop:
             tally.drop(DropReason.UNTRAINABLE)
         submitted = SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally)
         submitted = await asyncio.to_thread(self.finisher.request_logprobs, submitted)
-        await run.journal.batch(groups, submitted.assembled, dp_size=self._trainer.dp_size, drawn=run.plan.drawn())
+        await run.journal.batch(
+            groups, submitted.assembled, dp_size=self._trainer.dp_size, drawn=run.plan.schedule.drawn()
+        )
         run.add_step(submitted)
         self._uploader.add(step)
 
@@ -194,7 +196,7 @@ class RunLoop:
         try:
             assembled = assemble(
                 kept,
-                run_id=run.run_id,
+                run_id=run.info.run_id,
                 step=step,
                 streams=streams,
                 environments=self._settings.env_seq_len,

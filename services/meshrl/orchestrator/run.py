@@ -76,10 +76,6 @@ class Run:
         for group in start.ready:
             self.drop(plan.readmit(group))
 
-    @property
-    def run_id(self) -> str:
-        return self.info.run_id
-
     # --- stages -----------------------------------------------------------------------------------
 
     @contextmanager

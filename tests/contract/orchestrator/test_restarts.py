@@ -122,7 +122,7 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
     assert totals == [sum(len(script.batches[one]) for one in range(1, step + 1)) for step in range(1, 9)]
     drawn = query(tmp_path, "SELECT DISTINCT sequence, environment, task_index FROM groups ORDER BY sequence")
     plan = make_plan(config, await met(config), Recipes(config.algos, config.advantage, seq_len=config.seq_len))
-    in_order = [plan._schedule.next_task() for _ in drawn]
+    in_order = [plan.schedule.next_task() for _ in drawn]
     assert drawn == [(place, task.environment, task.index) for place, task in enumerate(in_order)]
     again = query(tmp_path, "SELECT COUNT(*) - COUNT(DISTINCT sequence) FROM groups")[0][0]
     assert query(tmp_path, "SELECT COUNT(*), COUNT(DISTINCT replaces) FROM groups WHERE replaces != ''") == [

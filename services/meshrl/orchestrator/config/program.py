@@ -433,9 +433,26 @@ class OrchestratorConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
-        problems = [text for env in self.train.env for text in self._group_size_problems(env)]
-        if any(env.group_size is None for env in self.train.env) or not self.train.env:
-            problems += self._batch_size_problems("group_size", self.group_size)
+        problems, sizes = [], {}
+        for env in self.train.env:
+            name, size, algo = env.resolved_name, self.group_sizes[env.resolved_name], self.algo_of(env)
+            if size < 2 and algo.compares:
+                problems.append(
+                    f"orchestrator.train.env: group_size of {name!r} must be at least 2, got {size}: an advantage"
+                    f" compares the rollouts of one task ({algo.type}); use 2 or more, or leave it out"
+                )
+            elif env.group_size is not None:
+                sizes[f"the group_size of environment {name!r}"] = size
+        if not self.train.env or any(env.group_size is None for env in self.train.env):
+            sizes["group_size"] = self.group_size
+        for what, size in sizes.items():
+            if self.batch_size % size:
+                below = self.batch_size // size * size
+                choices = " or ".join(str(choice) for choice in (below, below + size) if choice > 0)
+                problems.append(
+                    f"orchestrator.batch_size must be a multiple of {what} ({size}), got {self.batch_size};"
+                    f" use {choices}"
+                )
         largest = max(self.group_sizes.values(), default=self.group_size)
         if self.max_inflight_rollouts is not None and self.max_inflight_rollouts < largest:
             problems.append(
@@ -445,28 +462,6 @@ class OrchestratorConfig(BaseConfig):
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-    def _group_size_problems(self, env: TrainEnvConfig) -> list[str]:
-        size, name = self.group_sizes[env.resolved_name], env.resolved_name
-        algo = self.algo_of(env)
-        if size < 2 and algo.compares:
-            return [
-                f"orchestrator.train.env: group_size of {name!r} must be at least 2, got {size}: an advantage compares"
-                f" the rollouts of one task ({algo.type}); use 2 or more, or leave it out"
-            ]
-        return (
-            [] if env.group_size is None else self._batch_size_problems(f"the group_size of environment {name!r}", size)
-        )
-
-    def _batch_size_problems(self, what: str, size: int) -> list[str]:
-        if not self.batch_size % size:
-            return []
-        below = self.batch_size // size * size
-        choices = [str(choice) for choice in (below, below + size) if choice > 0]
-        return [
-            f"orchestrator.batch_size must be a multiple of {what} ({size}), got {self.batch_size};"
-            f" use {' or '.join(choices)}"
-        ]
 
     @model_validator(mode="after")
     def _teachers(self) -> Self:

@@ -45,13 +45,8 @@ def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], di
         state = json.loads(path.read_text(encoding="utf-8"))
         if state.pop("crc32") != _checksum(state):
             raise ValueError("it does not have the checksum it was written with")
-        totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
-        drawn = {str(name): int(count) for name, count in state["drawn"].items()}
-        algorithms = {
-            str(name): {str(key): float(value) for key, value in known.items()}
-            for name, known in state.get("algorithms", {}).items()
-        }
-        return RunTotals(**totals), drawn, algorithms
+        totals = RunTotals(tokens=state["tokens"], samples=state["samples"], problems=state["problems"])
+        return totals, state["drawn"], state.get("algorithms", {})
     except FileNotFoundError:
         return RunTotals(), {}, {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

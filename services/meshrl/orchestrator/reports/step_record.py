@@ -19,7 +19,7 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, RunTotals, StepTally, is_empty
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, RunTotals, is_empty
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Activation, MicroBatch, Rollout, StepEvent
@@ -49,9 +49,11 @@ def step_metrics(
         rollout_metrics(judged)
         | staleness_metrics(groups, step=submitted.step, law=law)
         | batch_metrics(submitted.assembled, groups, seq_len=seq_len)
-        | filter_metrics(tally, judged_groups=len(judged))
-        | rate_metrics(judged, seconds=seconds)
+        | {f"dropped/{reason.value}": tally.dropped[reason.value] for reason in DropReason if reason not in OF_NO_STEP}
         | {
+            "filters/zero_signal": tally.zero_signal_groups / max(1, len(judged)),
+            "perf/rollouts_per_s": sum(len(group.rollouts) for group in judged) / max(seconds, 1e-9),
+            "perf/inference_tokens_per_s": sum(group.sampled_tokens for group in judged) / max(seconds, 1e-9),
             "time/step": seconds,
             **tally.seconds,
             **tally.idle_shares,
@@ -173,15 +175,6 @@ def trained_tokens(row: MicroBatch) -> NDArray[np.bool_]:
     return trained
 
 
-def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:
-    """Fraction of judged groups without signal, and rollouts dropped by reason."""
-    metrics: Metrics = {
-        f"dropped/{reason.value}": tally.dropped[reason.value] for reason in DropReason if reason not in OF_NO_STEP
-    }
-    metrics["filters/zero_signal"] = tally.zero_signal_groups / judged_groups if judged_groups else 0.0
-    return metrics
-
-
 def trainer_metrics(event: StepEvent) -> Metrics:
     """The trainer's metrics under their own names, and its times; its whole step is `time/train_step`."""
     times = {
@@ -210,14 +203,6 @@ def activation_metrics(activation: Activation | None, *, skipped: bool = False) 
     if errors:
         metrics["weights/probe_error"] = max(errors)
     return metrics
-
-
-def rate_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> Metrics:
-    seconds = max(seconds, 1e-9)
-    return {
-        "perf/rollouts_per_s": sum(len(group.rollouts) for group in groups) / seconds,
-        "perf/inference_tokens_per_s": sum(group.sampled_tokens for group in groups) / seconds,
-    }
 
 
 def _named_means(

@@ -58,7 +58,7 @@ class WorkPlan:
         self.next_step = next_step
         self.active_version = active_version
         self.zero_signal_in_a_row = 0
-        self._schedule = schedule
+        self.schedule = schedule
         self._screen = screen
         self._seed = seed
         self._sequence = 0
@@ -106,10 +106,7 @@ class WorkPlan:
     def _lost(self, ticket: GroupTicket) -> None:
         """The group comes to nothing: another may take its slots, and its draw where the mixture is followed."""
         self._slots -= self._size(ticket)
-        self._schedule.give_back(ticket.task.environment)
-
-    def epochs(self) -> dict[str, float]:
-        return self._schedule.epochs()
+        self.schedule.give_back(ticket.task.environment)
 
     def dispatch(self, group_id: str) -> GroupTicket | None:
         """Admits one more group under `group_id`; None while there is no room."""
@@ -119,7 +116,7 @@ class WorkPlan:
             ticket = self._again.popleft()
         else:
             sequence, self._sequence = self._sequence, self._sequence + 1
-            task = self._schedule.next_task()
+            task = self.schedule.next_task()
             ticket = GroupTicket(
                 group_id=group_id,
                 task=task,
@@ -147,7 +144,7 @@ class WorkPlan:
         """Goes on behind the last step that an earlier process made a batch of, and the tasks that it drew; those of
         the tickets `again` come first."""
         self.next_step = step + 1
-        self._schedule.skip(drawn)
+        self.schedule.skip(drawn)
         self._sequence = max(self._sequence, next_sequence)
         self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
 
@@ -155,9 +152,6 @@ class WorkPlan:
         """Judges a group that an earlier process finished; what is kept waits for a step as any other."""
         self._begin(group.ticket)
         return self.finish(group)
-
-    def drawn(self) -> dict[str, int]:
-        return self._schedule.drawn()
 
     def finish(self, group: RolloutGroup) -> Screened:
         """Judges a group that is over; what is kept waits for a step, what is dropped frees its slot."""
