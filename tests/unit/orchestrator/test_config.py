@@ -2,6 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.sampling.retry import RunError
 
 
 def refusal(**values) -> str:
@@ -140,3 +141,13 @@ def test_eval_environments_override_what_the_section_says() -> None:
 def test_ratios_are_of_tasks_and_the_mixture_of_rollouts() -> None:
     train = {"env": [{"id": "a", "ratio": 3.0, "group_size": 4}, {"id": "b", "ratio": 1.0, "group_size": 12}]}
     assert OrchestratorConfig.model_validate({"batch_size": 24, "train": train}).mixture == {"a": 0.5, "b": 0.5}
+
+
+def test_a_teacher_that_plays_needs_a_rollout_service_once_the_run_starts() -> None:
+    values = {"training_mode": "sft", "train": {"env": [{"id": "a"}]}}
+    config = OrchestratorConfig.model_validate({**values, "teacher": {"model": {"name": "t"}}})
+    with pytest.raises(RunError, match=r"orchestrator\.teacher\.rollout must name the rollout service"):
+        _ = config.teacher_services
+    named = OrchestratorConfig.model_validate({**values, "teacher": {"rollout": "h:1"}})
+    assert named.teacher_services == ["h:1"]
+    assert OrchestratorConfig.model_validate({"train": values["train"]}).teacher_services == ()
