@@ -36,6 +36,7 @@ from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sampling.retry import RunError
+from meshrl.wire.values import JsonObject
 
 HEALTH_NAME = "meshrl.Orchestrator"
 
@@ -51,7 +52,7 @@ def start(config: OrchestratorConfig) -> None:
     """Runs the program, in the mesh that the configuration names; a run that is found by its folder has its name."""
     if config.mesh is not None:
         try:
-            config = in_mesh(config, RunFolder(config.mesh))
+            config = in_mesh(config.model_dump(exclude_unset=True), RunFolder(config.mesh))
             dump_toml(config, Layout(config.output_dir).config("orchestrator"))  # its folder is looked at as a run's
         except (ConfigError, OSError) as error:
             sys.stderr.write(f"orchestrator: {error}\n")
@@ -61,19 +62,19 @@ def start(config: OrchestratorConfig) -> None:
     run_program("orchestrator", config, as_member(Role.ORCHESTRATOR, orchestrate))
 
 
-def in_mesh(config: OrchestratorConfig, mesh: RunFolder) -> OrchestratorConfig:
-    """The configuration with what it leaves out taken from a mesh that runs. Raises ConfigError for none."""
-    values = config.model_dump(exclude_unset=True)
-    services = dict(values.get("services", {}))
+def in_mesh(given: JsonObject, mesh: RunFolder) -> OrchestratorConfig:
+    """The configuration of these keys, with what they leave out taken from a mesh that runs. Raises ConfigError for
+    none."""
+    values, services = dict(given), dict(given.get("services", {}))
     for name in ("rollout", "trainer", "weights"):
         found = mesh.addresses(name)
         if name not in services and not found:
             raise ConfigError(f"orchestrator.mesh {str(mesh.path)!r} names no address of `{name}`; name a run's folder")
         services.setdefault(name, list(found) if name == "rollout" else found[0] if found else "")
     values["services"] = services
-    values.setdefault("output_dir", Layout(mesh.path).run_folder(config.run_id))
+    values.setdefault("output_dir", Layout(mesh.path).run_folder(given.get("run_id", "")))
     token = mesh.path / "credentials" / f"{Role.ORCHESTRATOR}.token"
-    if config.tls == TlsConfig() and token.exists():
+    if TlsConfig.model_validate(given.get("tls", {})) == TlsConfig() and token.exists():
         values["tls"] = {"token": token}
     return OrchestratorConfig.model_validate(values)
 

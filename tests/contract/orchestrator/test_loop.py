@@ -13,7 +13,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.core.config import dump_toml
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
-from meshrl.sampling import sampler
+from meshrl.sampling import pool
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, RolloutRequest
@@ -79,7 +79,7 @@ async def test_refused_groups_are_asked_for_again_under_a_new_request_id(mesh, s
 
 
 async def test_why_groups_are_refused_for_long_is_logged_once(mesh, script, make_config, start, monkeypatch, warned):
-    monkeypatch.setattr(sampler, "_NAMED_AFTER_S", 0.0)
+    monkeypatch.setattr(pool, "NAMED_AFTER_S", 0.0)
     script.refusals = [Reason.VERSION_NOT_AVAILABLE] * 6
     async with start(make_config(mesh.services, max_steps=1)) as (loop, _):
         await loop.train()

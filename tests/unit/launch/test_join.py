@@ -46,7 +46,7 @@ def test_a_file_of_rl_brings_its_orchestrator_and_what_a_run_has_of_its_own(tmp_
         dump_toml(WeightsConfig(server={"host": "127.0.0.1", "port": 7001}), mesh / "configs" / f"{name}.toml")
     (mesh / "credentials").mkdir()
     (mesh / "credentials" / "orchestrator.token").touch()
-    there = in_mesh(config, RunFolder(mesh))
+    there = in_mesh(config.model_dump(exclude_unset=True), RunFolder(mesh))
     assert (there.output_dir, there.services.trainer) == (mesh / "run_mine", "127.0.0.1:7001")
     assert there.tls.token == mesh / "credentials" / "orchestrator.token"
     spec = config.run.spec()

@@ -59,12 +59,12 @@ def test_what_is_left_out_comes_from_the_mesh_that_is_joined(tmp_path: Path) -> 
     (tmp_path / "credentials").mkdir()
     token = tmp_path / "credentials" / "orchestrator.token"
     token.write_text("id.secret\n")
-    joined = in_mesh(config_of(run_id="a", services={"weights": "h:9"}), RunFolder(tmp_path))
+    joined = in_mesh({"run_id": "a", "services": {"weights": "h:9"}}, RunFolder(tmp_path))
     assert (joined.services.trainer, joined.services.weights) == ("127.0.0.1:7001", "h:9")
     assert joined.services.rollout == ["127.0.0.1:7003"]
     assert (joined.output_dir, joined.tls.token) == (tmp_path / "run_a", token)
     with pytest.raises(ConfigError, match="names no address of `rollout`; name a run's folder"):
-        in_mesh(config_of(run_id="a"), RunFolder(tmp_path / "elsewhere"))
+        in_mesh({"run_id": "a"}, RunFolder(tmp_path / "elsewhere"))
 
 
 async def test_a_run_waits_for_the_trainer_to_take_up_its_folder_and_names_why_it_is_refused(tmp_path: Path) -> None:
