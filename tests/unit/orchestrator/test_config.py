@@ -87,7 +87,7 @@ def test_algorithms_say_which_keys_are_theirs_and_who_compares() -> None:
     )
     train = {"env": [{"id": "a", "algo": {"type": "rae", "decay": 0.9}}, {"id": "b", "group_size": 4}]}
     config = OrchestratorConfig.model_validate({"group_size": 1, "algo": {"type": "echo"}, "train": train})
-    assert [config.algo_of(env).type for env in config.train.env] == ["rae", "echo"]
+    assert [algo.type for algo in config.algos.values()] == ["rae", "echo"]
     assert config.group_sizes == {"a": 1, "b": 4}
 
 
@@ -101,8 +101,7 @@ def test_training_modes_name_an_algorithm_and_say_whether_there_is_a_teacher() -
         training_mode="opd", algo={"type": "grpo"}, teacher=teacher, train=train
     )
     config = OrchestratorConfig.model_validate({"training_mode": "opd", "teacher": teacher, "train": train})
-    (env,) = config.train.env
-    assert (config.algo_of(env).type, config.teacher_of(env)) == ("opd", config.teacher)
+    assert (config.algos["a"].type, config.teachers["a"]) == ("opd", config.teacher)
     assert config.teacher is not None
     assert config.teacher.client.base_url == ["http://127.0.0.1:9"]
     assert "'a' is trained by sft, which needs any server of /v1/chat/completions" in refusal(
@@ -112,7 +111,7 @@ def test_training_modes_name_an_algorithm_and_say_whether_there_is_a_teacher() -
     assert OrchestratorConfig.model_validate({"train": own}).teacher is None
     kept = {"env": [{"id": "a", "algo": {"type": "opsd", "teacher": teacher}}]}
     config = OrchestratorConfig.model_validate({"train": kept})
-    assert config.teacher_of(config.train.env[0]) == config.train.env[0].algo.teacher
+    assert config.teachers["a"] == config.train.env[0].algo.teacher
     assert "no environment learns from a teacher" in refusal(algo={"type": "opsd"}, teacher=teacher, train=train)
 
 

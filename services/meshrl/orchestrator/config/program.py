@@ -26,7 +26,7 @@ from meshrl.core.paths import ORCH_TOML, Layout
 from meshrl.core.private_folders import ReadableBy
 from meshrl.diagnosis.causes import CAUSES
 from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
-from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config.environments import EvalConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import AdapterSpec, LossSpec, OptimizerSpec, RunSpec, ScheduleSpec, StartPoint
@@ -435,7 +435,8 @@ class OrchestratorConfig(BaseConfig):
     def _whole_groups(self) -> Self:
         problems, sizes = [], {}
         for env in self.train.env:
-            name, size, algo = env.resolved_name, self.group_sizes[env.resolved_name], self.algo_of(env)
+            name = env.resolved_name
+            size, algo = self.group_sizes[name], self.algos[name]
             if size < 2 and algo.compares:
                 problems.append(
                     f"orchestrator.train.env: group_size of {name!r} must be at least 2, got {size}: an advantage"
@@ -471,17 +472,16 @@ class OrchestratorConfig(BaseConfig):
                 f"orchestrator.training_mode is {mode!r} but orchestrator.algo.type is {self.algo.type!r}; set one"
                 " of them"
             )
-        for env in self.train.env:
-            algo = self.algo_of(env)
-            if algo.type in TAUGHT and self.teacher_of(env) is None:
+        teachers = self.teachers
+        for name, algo in self.algos.items():
+            if algo.type in TAUGHT and teachers[name] is None:
                 kind = "an engine that gives prompt logprobs (vLLM, or `inference`)"
                 raise ValueError(
-                    f"orchestrator.teacher is missing: {env.resolved_name!r} is trained by {algo.type}, which needs"
+                    f"orchestrator.teacher is missing: {name!r} is trained by {algo.type}, which needs"
                     f" {kind if algo.type == 'opd' else 'any server of /v1/chat/completions'}; set"
                     " orchestrator.teacher.client.base_url and orchestrator.teacher.model.name"
                 )
-        unused = self.teacher is not None and all(self.teacher_of(env) is None for env in self.train.env)
-        if unused and self.train.env:
+        if self.teacher is not None and teachers and not any(teachers.values()):
             raise ValueError(
                 f"orchestrator.teacher is set, but no environment learns from a teacher (training_mode {mode!r}); leave"
                 " it out, or set orchestrator.training_mode to opd or sft"
@@ -530,27 +530,19 @@ class OrchestratorConfig(BaseConfig):
             return self.seed if self.sampling.seed is None else self.sampling.seed
         return None if all(env.sampling.seed is None for env in self.train.env) else self.task_seed
 
-    def algo_of(self, env: TrainEnvConfig) -> AlgoConfig:
-        """The algorithm that an environment is trained with."""
-        mode = self.training_mode
-        return env.algo or self.algo or AlgoConfig(type="grpo" if mode == "rl" else mode)
-
-    def teacher_of(self, env: TrainEnvConfig) -> TeacherConfig | None:
-        """The teacher of an environment's algorithm; None for one that has none."""
-        algo = self.algo_of(env)
-        if algo.type == "opsd":
-            return algo.teacher
-        return (algo.teacher or self.teacher) if algo.type in (*TAUGHT, "custom") else None
-
     @property
     def algos(self) -> dict[str, AlgoConfig]:
         """The algorithm of each training environment."""
-        return {env.resolved_name: self.algo_of(env) for env in self.train.env}
+        usual = self.algo or AlgoConfig(type="grpo" if self.training_mode == "rl" else self.training_mode)
+        return {env.resolved_name: env.algo or usual for env in self.train.env}
 
     @property
     def teachers(self) -> dict[str, TeacherConfig | None]:
         """The teacher of each training environment; None for one whose algorithm has none."""
-        return {env.resolved_name: self.teacher_of(env) for env in self.train.env}
+        return {
+            name: algo.teacher or (self.teacher if algo.type in (*TAUGHT, "custom") else None)
+            for name, algo in self.algos.items()
+        }
 
     @property
     def taught_environments(self) -> frozenset[str]:
