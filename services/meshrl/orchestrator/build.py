@@ -101,9 +101,6 @@ def build_loop(
         routed_experts=mesh.trainer.router_replay is not None,
         clock=clock,
     )
-    teacher = None
-    if services.teachers is not None:
-        teacher = GroupSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock)
     dispatcher = GroupDispatcher(
         run,
         sampler,
@@ -123,7 +120,7 @@ def build_loop(
             services=config.services.rollout,
             clock=clock,
         ),
-        teacher=teacher,
+        teacher=GroupSampler(services.teachers, group_s=deadlines.group_s, retry_s=deadlines.retry_s, clock=clock),
     )
     uploader = BatchUploader(services.trainer, run, deadlines=deadlines, clock=clock)
     relay = VersionRelay(

@@ -67,7 +67,7 @@ class GroupDispatcher:
         *,
         scorer: GroupScorer,
         lost: LostGroups,
-        teacher: GroupSampler | None = None,
+        teacher: GroupSampler,
     ) -> None:
         """`teacher` samples environments that a teacher plays."""
         self._run = run
@@ -115,8 +115,8 @@ class GroupDispatcher:
     async def _sample(self, ticket: GroupTicket) -> None:
         run = self._run
         with trace.use_span(run.traces.span(ticket.for_step)):
-            taught = self._teacher is not None and ticket.task.environment in self._settings.taught
-            sampler = self._teacher if taught and self._teacher is not None else self._sampler
+            taught = ticket.task.environment in self._settings.taught
+            sampler = self._teacher if taught else self._sampler
             group = await sampler.sample(
                 replace(ticket, min_version=0) if taught else ticket,  # a teacher has no versions
                 sampling=self._settings.sampling[ticket.task.environment],

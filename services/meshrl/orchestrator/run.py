@@ -21,7 +21,7 @@ from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.work.batches import SubmittedStep
 from meshrl.orchestrator.work.plan import WorkPlan
-from meshrl.orchestrator.work.screening import DropReason, Screened, StepTally
+from meshrl.orchestrator.work.screening import Screened, StepTally
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Batch, RunInfo
 
@@ -129,7 +129,7 @@ class Run:
         self.drop(screened)
         if not screened.kept:
             self.tally.discarded.append(group)
-            self.tally.zero_signal_groups += any(why is DropReason.ZERO_SIGNAL for _, why in screened.dropped)
+            self.tally.zero_signal_groups += screened.zero_signal
 
     def drop(self, screened: Screened) -> None:
         """Counts the rollouts that were dropped, each once: in the ledger, and for the record of the step."""

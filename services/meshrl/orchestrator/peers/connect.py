@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,21 +35,17 @@ class Services:
     rollouts: RolloutPool
     trainer: TrainerClient
     weights: WeightSyncClient
-    teachers: RolloutPool | None = None
-    """Rollout services in which a teacher plays; None where none does."""
+    teachers: RolloutPool
+    """Rollout services in which a teacher plays; no address where none does."""
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            for pool in (self.rollouts, self.teachers):
-                if pool is not None:
-                    await stack.enter_async_context(pool.watching())
+        async with self.rollouts.watching(), self.teachers.watching():
             yield
 
     async def close(self) -> None:
         for client in (self.rollouts, self.trainer, self.weights, self.teachers):
-            if client is not None:
-                await client.close()
+            await client.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +76,7 @@ def connect(
         ),
         trainer=TrainerClient(services.trainer, options),
         weights=WeightSyncClient(services.weights, options),
-        teachers=RolloutPool(teachers, unreachable_s=unreachable_s, options=options) if teachers else None,
+        teachers=RolloutPool(teachers, unreachable_s=unreachable_s, options=options),
     )
 
 
@@ -92,8 +88,7 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
     try:
         async with asyncio.TaskGroup() as waiting:
             waiting.create_task(services.rollouts.gather({name for _, name in wanted}, startup_s=deadline_s))
-            if services.teachers is not None:
-                waiting.create_task(services.teachers.gather(config.taught_environments, startup_s=deadline_s))
+            waiting.create_task(services.teachers.gather(config.taught_environments, startup_s=deadline_s))
             waiting.create_task(_wait_for("trainer", services.trainer, deadline_s))
             waiting.create_task(_wait_for("weight hub", services.weights, deadline_s))
     except BaseExceptionGroup as failures:  # one that never comes is enough: the others are not waited for

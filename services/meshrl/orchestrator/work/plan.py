@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason, ReadyGroup, Screened, screen_stale
+from meshrl.orchestrator.work.screening import MIN_SURVIVORS, ReadyGroup, Screened, screen_stale
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, rollout_seed
@@ -169,8 +169,7 @@ class WorkPlan:
     def _judge(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> Screened:
         group_id = group.ticket.group_id
         screened = self._screen(group.ticket.task.environment, rollouts)
-        if any(reason is DropReason.ZERO_SIGNAL for _, reason in screened.dropped):
-            self.zero_signal_in_a_row += 1
+        self.zero_signal_in_a_row += screened.zero_signal
         if screened.kept:
             self.zero_signal_in_a_row = 0
             self._ready[group_id] = ReadyGroup(group=group, kept=screened.kept)

@@ -59,6 +59,10 @@ class Screened:
     kept: tuple[Rollout, ...]
     dropped: tuple[tuple[Rollout, DropReason], ...]
 
+    @property
+    def zero_signal(self) -> bool:
+        return any(reason is DropReason.ZERO_SIGNAL for _, reason in self.dropped)
+
 
 def with_survivors(
     kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]], *, least: int = MIN_SURVIVORS
