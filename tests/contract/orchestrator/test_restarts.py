@@ -186,7 +186,7 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
 async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_missed(
     mesh, script, make_config, tmp_path, monkeypatch
 ) -> None:
-    script.step_s = 0.15
+    script.step_holds[1] = asyncio.Event()  # so that the second process finds it undone, however slow it is to start
     config = make_config(mesh.services, max_steps=4)
 
     async def two_batches() -> None:
@@ -198,6 +198,7 @@ async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_misse
     async def read_late(run: Run, step: int):
         if step not in run._submitted:
             late.append(step)
+            script.step_holds[1].set()
             await until(lambda: run.journal._forgotten >= step)
             await asyncio.sleep(0.1)  # the ledger is written
         return await read(run, step)
