@@ -268,14 +268,20 @@ func artifactID(m *pb.Manifest) string {
 	return digest(fields(values...))
 }
 
-// TestDelta applies the delta of deltas.json to its base.
+// TestDelta applies the deltas of both formats to their bases.
 func TestDelta(t *testing.T) {
+	for _, name := range []string{"deltas.json", "sparse_deltas.json"} {
+		t.Run(name, func(t *testing.T) { leads(t, name) })
+	}
+}
+
+func leads(t *testing.T, name string) {
 	var found struct {
 		Tensors []entry
 		Result  [][2]int
 		Delta   string
 	}
-	vectors(t, "deltas.json", &found)
+	vectors(t, name, &found)
 	last := found.Tensors[len(found.Tensors)-1]
 	base := make([]byte, int(last[3].(float64)+last[4].(float64)))
 	for i := range base {
@@ -295,7 +301,8 @@ func TestDelta(t *testing.T) {
 
 type piece struct {
 	First, Elements, Changed            uint64
-	Width, GapBytes, EscapeBytes        uint32
+	Width, LowBits                      uint16
+	GapBytes, EscapeBytes               uint32
 	GapsFrame, StepsFrame, EscapesFrame uint32
 }
 
@@ -307,7 +314,7 @@ func apply(t *testing.T, delta, stream []byte) {
 		Pieces         uint64
 	}
 	read(t, in, &header)
-	equal(t, fmt.Sprintf("%s %d", header.Magic, header.Format), "MRDL 1")
+	equal(t, string(header.Magic[:]), "MRDL")
 	pieces := make([]piece, header.Pieces)
 	read(t, in, pieces)
 	for _, each := range pieces {
@@ -315,13 +322,19 @@ func apply(t *testing.T, delta, stream []byte) {
 		equal(t, uint32(len(gaps)), each.GapBytes)
 		equal(t, uint32(len(escapes)), each.EscapeBytes)
 		equal(t, uint64(len(steps)), each.Changed)
+		lows := make([]byte, each.Changed*uint64(each.LowBits/8))
+		read(t, in, lows)
 		width, place := int(each.Width), 0
 		for _, small := range steps {
+			gap := 0
 			for ; gaps[0] == 255; gaps = gaps[1:] {
-				place += 255
+				gap += 255
 			}
-			place += int(gaps[0])
+			place += (gap + int(gaps[0])) << each.LowBits
 			gaps = gaps[1:]
+			if each.LowBits > 0 {
+				place, lows = place+int(lows[0]), lows[1:]
+			}
 			zigzag := uint64(small) + 1
 			if small == 255 {
 				zigzag, escapes = number(escapes[:width])+1, escapes[width:]

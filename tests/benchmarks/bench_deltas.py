@@ -43,7 +43,7 @@ from meshrl.wire.text_table import markdown_head, markdown_row
 from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, VersionKind
 
 SYNTHETIC_VALUES = 32 * 2**20
-DENSITIES = (0.005, 0.01, 0.02, 0.03, 0.1)
+DENSITIES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.1)
 RATES = (1e-6, 3e-6, 1e-5)
 WARM_UP, VERSIONS = 8, 3
 SAMPLE_BYTES = 2**28  # of a version, for the codes beside ours
@@ -141,7 +141,7 @@ def synthetic(threads: ThreadPoolExecutor) -> None:
             + density * (1 + -0.94 * np.log2(0.94) - 0.06 * np.log2(0.06))
         )
         row(
-            f"{density:.1%}",
+            f"{density:.2%}",
             *(f"1/{full / part:.0f}" for part in (xor, plain, size, SYNTHETIC_VALUES * bits / 8)),
             seconds,
         )

@@ -28,7 +28,7 @@ from meshrl.wire.types import Batch, Manifest, MicroBatch, VersionSpan
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 DIGESTS = json.loads((VECTORS / "digests.json").read_text())
 MANIFESTS = json.loads((VECTORS / "manifests.json").read_text())
-DELTA = json.loads((VECTORS / "deltas.json").read_text())
+DELTAS = [json.loads((VECTORS / name).read_text()) for name in ("deltas.json", "sparse_deltas.json")]
 FRAMES = json.loads((VECTORS / "completion_frames.json").read_text())["frames"]
 ELEMENTS = {
     "token_ids": np.int32,
@@ -104,21 +104,22 @@ def test_manifest(case: dict[str, Any]) -> None:
     assert convert.from_proto(Manifest, read) == manifest
 
 
-def test_delta() -> None:
-    plan = plan_tensors((name, dtype, shape) for name, dtype, shape, _, _ in DELTA["tensors"])
-    assert [[t.name, t.dtype, list(t.shape), t.offset, t.num_bytes] for t in plan] == DELTA["tensors"]
+@pytest.mark.parametrize("case", DELTAS, ids=["many changes", "few changes"])
+def test_delta(case: dict[str, Any]) -> None:
+    plan = plan_tensors((name, dtype, shape) for name, dtype, shape, _, _ in case["tensors"])
+    assert [[t.name, t.dtype, list(t.shape), t.offset, t.num_bytes] for t in plan] == case["tensors"]
     base = (np.arange(plan[-1].offset + plan[-1].num_bytes) * 37 % 251).astype(np.uint8)
     base[4:8] = 0
     result = base.copy()
-    for piece in read_stream(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)):
+    for piece in read_stream(np.frombuffer(bytes.fromhex(case["delta"]), dtype=np.uint8)):
         found = unpack(piece)
         words = words_of(result, found.run)
         words[found.places] = from_ordered(ordered(words[found.places]) + found.steps)
-    assert [[int(at), int(result[at])] for at in np.flatnonzero(result != base)] == DELTA["result"]
+    assert [[int(at), int(result[at])] for at in np.flatnonzero(result != base)] == case["result"]
     with ThreadPoolExecutor(1) as threads:
         made = [unpack(packed) for _, packed in encode(Rows(plan), base, result, threads)]
     for again, piece in zip(
-        made, read_stream(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)), strict=True
+        made, read_stream(np.frombuffer(bytes.fromhex(case["delta"]), dtype=np.uint8)), strict=True
     ):
         assert again.places.tolist() == unpack(piece).places.tolist()
         assert again.steps.tolist() == unpack(piece).steps.tolist()

@@ -152,8 +152,12 @@ test("manifests", () => {
   }
 });
 
-test("a delta leads from its base to its result", () => {
-  const { tensors, result, delta } = vectors("deltas.json");
+for (const name of ["deltas.json", "sparse_deltas.json"]) {
+  test(`the delta of ${name} leads from its base to its result`, () => leads(name));
+}
+
+function leads(name: string): void {
+  const { tensors, result, delta } = vectors(name);
   const [, , , offset, size] = tensors.at(-1);
   const base = Buffer.from(Array.from({ length: offset + size }, (_, at) => (at >= 4 && at < 8 ? 0 : (37 * at) % 251)));
   const stream = Buffer.from(base);
@@ -164,16 +168,19 @@ test("a delta leads from its base to its result", () => {
   for (let piece = 0; piece < pieces; piece += 1) {
     const at = 16 + 48 * piece;
     const first = Number(bytes.readBigUInt64LE(at));
-    const width = bytes.readUInt32LE(at + 24);
+    const width = bytes.readUInt16LE(at + 24);
+    const lowBits = bytes.readUInt16LE(at + 26);
     const [gaps, steps, escapes] = [36, 40, 44].map((part) => {
       const length = bytes.readUInt32LE(at + part);
       frame += length;
       return length ? Buffer.from(decompress(bytes.subarray(frame - length, frame))) : Buffer.alloc(0);
     }) as [Buffer, Buffer, Buffer];
-    let [place, gap, escape] = [0, 0, 0];
+    const lows = bytes.subarray(frame, lowBits ? frame + steps.length : frame);
+    frame += lows.length;
+    let [place, gap, escape, low] = [0, 0, 0, 0];
     for (const small of steps) {
-      for (; gaps[gap] === 255; gap += 1) place += 255;
-      place += gaps[gap++] ?? 0;
+      for (; gaps[gap] === 255; gap += 1) place += 255 << lowBits;
+      place += ((gaps[gap++] ?? 0) << lowBits) + (lows[low++] ?? 0);
       let zigzag = BigInt(small) + 1n;
       if (small === 255) {
         zigzag = number(escapes.subarray(escape, escape + width)) + 1n;
@@ -186,7 +193,7 @@ test("a delta leads from its base to its result", () => {
   assert.equal(frame, bytes.length);
   const changed = [...stream].flatMap((byte, at) => (byte === base[at] ? [] : [[at, byte]]));
   assert.deepEqual(changed, result);
-});
+}
 
 const number = (bytes: Uint8Array): bigint => bytes.reduceRight((sum, byte) => (sum << 8n) | BigInt(byte), 0n);
 

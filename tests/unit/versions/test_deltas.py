@@ -28,7 +28,7 @@ from meshrl.versions.deltas.codec import (
     write_stream,
 )
 from meshrl.versions.deltas.image import WeightImage
-from meshrl.versions.deltas.on_device import encode_on_device
+from meshrl.versions.deltas.on_device import decode_on_device, encode_on_device
 from meshrl.versions.deltas.words import UNSIGNED, from_ordered, ordered, unzigzag, zigzag
 from meshrl.versions.files import HostBytes
 from meshrl.wire.errors import MeshError, Reason
@@ -49,15 +49,17 @@ SIZE = sum(entry.num_bytes for entry in PLAN)
 IMAGES = st.binary(min_size=SIZE, max_size=SIZE).map(lambda data: np.frombuffer(data, dtype=np.uint8))
 
 
-CUTS = pytest.mark.parametrize("cut", [(2**22, 2**20, 2**17), (16, 2**20, 7), (5, 20, 3)])
-"""Elements of a piece, changes that are decoded at once, words whose terms are computed at once; at most."""
+CUTS = pytest.mark.parametrize("cut", [(2**22, 2**20, 2**17, 400), (16, 2**20, 7, 1), (5, 20, 3, 2)])
+"""Elements of a piece, changes that are decoded at once, words whose terms are computed at once, at most; and elements
+for each that changes, from which on gaps have low bytes of their own."""
 
 
 @contextmanager
-def cut_into(cut: tuple[int, int, int]) -> Iterator[None]:
+def cut_into(cut: tuple[int, int, int, int]) -> Iterator[None]:
     """Cuts what the test does into parts of these sizes."""
     with pytest.MonkeyPatch.context() as patched:
-        for name, size in zip(("codec.BLOCK_VALUES", "codec.BATCH_CHANGES", "digests.TILE_WORDS"), cut, strict=True):
+        names = ("codec.BLOCK_VALUES", "codec.BATCH_CHANGES", "digests.TILE_WORDS", "codec.SPARSE")
+        for name, size in zip(names, cut, strict=True):
             patched.setattr(f"meshrl.versions.deltas.{name}", size)
         yield
 
@@ -114,7 +116,7 @@ def test_neighbours_in_the_order_are_one_step_apart_and_every_pattern_comes_back
 @settings(max_examples=30, deadline=None)
 @given(old=IMAGES, new=IMAGES)
 def test_a_delta_leads_to_any_bit_patterns_and_back(
-    old: NDArray[np.uint8], new: NDArray[np.uint8], cut: tuple[int, int, int], threads: ThreadPoolExecutor
+    old: NDArray[np.uint8], new: NDArray[np.uint8], cut: tuple[int, int, int, int], threads: ThreadPoolExecutor
 ) -> None:
     before = manifest_of(1, old)
     after = manifest_of(2, new, before)
@@ -140,7 +142,7 @@ def test_pieces_that_are_decoded_together_make_the_same_changes_and_must_each_ho
     new = old.copy()
     new[[0, 999, 1700, 3999]] ^= np.uint16(0x81)
     new[2000:2600] = random.integers(0, 2**16, 600, dtype=np.uint16)  # big steps, which no byte holds
-    with cut_into((1000, 2**20, 7)):
+    with cut_into((1000, 2**20, 7, 400)):
         pieces = [packed for _, packed in encode(Rows(plan), old.view(np.uint8), new.view(np.uint8), threads)]
     assert [len(batch) for batch in batches(pieces)] == [4]
     together, alone = unpack(*pieces), [unpack(piece) for piece in pieces]
@@ -161,13 +163,52 @@ def test_pieces_that_are_decoded_together_make_the_same_changes_and_must_each_ho
         unpack(replace(first, run=replace(first.run, values=900)), second)
 
 
-@pytest.mark.parametrize("block", [16, 2**22])
+def test_few_changes_spread_evenly_take_less_than_a_two_thousandth_and_come_back_beside_many(
+    threads: ThreadPoolExecutor,
+) -> None:
+    random, values, many = np.random.default_rng(3), 2**22, 5000
+    plan = plan_tensors([("a", "bfloat16", (values,)), ("b", "bfloat16", (many,))])
+    old = random.integers(0, 2**16, values + many, dtype=np.uint16)
+    places = np.flatnonzero(random.random(values) < 0.0005)
+    places[:2] = 0, 70_000  # the first element, and a gap of which no two bytes hold the rest
+    places = np.unique(places[(places == 0) | (places >= 70_000)])
+    steps = random.choice([1, -1], len(places)) * random.choice([1, 2], len(places), p=[0.94, 0.06])
+    new = old.copy()
+    new[places] = from_ordered(ordered(old[places]) + steps.astype(np.uint16))
+    sparse = [packed for _, packed in encode(Rows(plan), old.view(np.uint8), new.view(np.uint8), threads)]
+    assert len(write_stream(sparse)) * 2000 < 2 * values
+    new[values:] = random.permutation(new[values:])
+    with cut_into((2**20, 2**20, 2**17, 400)):
+        pairs = encode(Rows(plan), old.view(np.uint8), new.view(np.uint8), threads)
+        stream = write_stream([packed for _, packed in pairs])
+        made = encode_on_device(Rows(plan), *(torch.from_numpy(w.view(np.uint8).copy()) for w in (old, new)), threads)
+    assert write_stream(made).tobytes() == stream.tobytes()
+    pieces = read_stream(stream)
+    assert [len(piece.lows) > 0 for piece in pieces] == [True] * 4 + [False]
+    found = unpack(*pieces)
+    assert found.places.tolist() == np.flatnonzero(old != new).tolist()
+    [(_, at_C, steps_C)] = decode_on_device(pieces, torch.device("cpu"), 2)
+    assert at_C.tolist() == found.places.tolist()
+    assert steps_C.tolist() == found.steps.view(np.int16).tolist()
+    with pytest.raises(DeltaError, match="makes no sense"):
+        read_stream(stream[:-1])
+    as_before = stream.copy()
+    as_before[4] = 1  # the format without low bytes
+    with pytest.raises(DeltaError, match="row 0 of the table of pieces makes no sense"):
+        read_stream(as_before)
+    beyond = replace(pieces[0], lows=bytes([255]) * pieces[0].changed)
+    with pytest.raises(DeltaError, match="beyond its"):
+        unpack(beyond)
+
+
+@pytest.mark.parametrize(("block", "sparse"), [(16, 400), (2**22, 1), (2**22, 400), (5, 2)])
 @settings(max_examples=30, deadline=None)
 @given(old=IMAGES, new=IMAGES)
 def test_tensors_on_a_device_give_the_same_bytes(
-    old: NDArray[np.uint8], new: NDArray[np.uint8], block: int, threads: ThreadPoolExecutor
+    old: NDArray[np.uint8], new: NDArray[np.uint8], block: int, sparse: int, threads: ThreadPoolExecutor
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("meshrl.versions.deltas.codec.SPARSE", sparse)
         patched.setattr("meshrl.versions.deltas.codec.BLOCK_VALUES", block)
         patched.setattr("meshrl.versions.deltas.on_device.AREA_VALUES", 4 * block)
         patched.setattr("meshrl.versions.deltas.on_device.AREA_CHANGES", block)
@@ -250,7 +291,7 @@ def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing
 @settings(max_examples=15, deadline=None)
 @given(old=IMAGES, new=IMAGES)
 def test_a_delta_is_applied_as_it_arrives_and_nothing_is_read_before_it_is_here(
-    old: NDArray[np.uint8], new: NDArray[np.uint8], cut: tuple[int, int, int], threads: ThreadPoolExecutor
+    old: NDArray[np.uint8], new: NDArray[np.uint8], cut: tuple[int, int, int, int], threads: ThreadPoolExecutor
 ) -> None:
     before = manifest_of(1, old)
     after, image = manifest_of(2, new, before), image_of(before, old)

@@ -3,7 +3,8 @@
 Publishers encode a delta from two states of the weights, the hub merges several deltas into one, agents apply them.
 docs/contract.md defines the bytes. A piece covers a run of elements of one width in the version's byte stream. For each
 element that changes it has a gap (elements skipped since the last change) and a step (see `words`), as a rule one byte
-each, in two zstd frames.
+each, in two zstd frames. Where few elements change, the low byte of each gap goes beside the frames as it is: it is as
+good as random, and what is left of the gap is small enough for one byte again.
 
 Blocking, and free of torch, which the hub does not need.
 """
@@ -32,12 +33,15 @@ BLOCK_VALUES = 2**22
 BATCH_CHANGES = 2**20
 """Changes of several pieces that are decoded at once. Threads hand the interpreter's lock on at each call of NumPy."""
 ESCAPE = 255
+LOW_BITS = 8
+SPARSE = 400
+"""Elements for each that changes, from which on gaps lose their low bytes: there both ways take the same room."""
 MAX_PIECE_VALUES = 2**31
 MOST_THREADS = 8
 _LEVEL = 1
 _HEAD = struct.Struct("<4sHHQ")
-_ROW = struct.Struct("<QQQIIIIII")
-_MAGIC, _FORMAT = b"MRDL", 1
+_ROW = struct.Struct("<QQQHHIIIII")
+_MAGIC, _FORMATS = b"MRDL", (1, 2)  # without low bytes of gaps, and with some
 Frame: TypeAlias = bytes | memoryview
 """A zstd frame; of a delta that was read, a view of its bytes."""
 
@@ -64,10 +68,17 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
+    """Changes of a run as bytes; `raw` are the sizes of what the frames hold. `lows` (changed,) may be empty."""
+
     run: Stretch
     changed: int
     raw: tuple[int, int, int]
     frames: tuple[Frame, Frame, Frame]
+    lows: Frame = b""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.frames)) + len(self.lows)
 
 
 def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | None = None) -> list[Stretch]:
@@ -133,6 +144,10 @@ def changes(run: Stretch, old: Words, new: Words) -> Changes:
 
 def pack(found: Changes) -> Packed:
     gaps = np.diff(found.places, prepend=-1) - 1
+    lows = np.empty(0, np.uint8)
+    if is_sparse(found.run, len(found.places)):
+        lows = gaps.astype(np.uint8)
+        gaps >>= LOW_BITS
     skips = gaps // ESCAPE
     ends = np.cumsum(skips + 1) - 1
     gap_bytes = np.full(int(ends[-1]) + 1 if len(ends) else 0, ESCAPE, dtype=np.uint8)
@@ -140,17 +155,22 @@ def pack(found: Changes) -> Packed:
     codes = zigzag(found.steps) - found.steps.dtype.type(1)  # no step is 0
     wide = codes >= ESCAPE
     step_bytes = np.where(wide, found.steps.dtype.type(ESCAPE), codes).astype(np.uint8)
-    return compress(found.run, len(found.places), (gap_bytes, step_bytes, codes[wide].view(np.uint8)))
+    return compress(found.run, len(found.places), (gap_bytes, step_bytes, codes[wide].view(np.uint8), lows))
+
+
+def is_sparse(run: Stretch, changed: int) -> bool:
+    """Whether the gaps of a run go without their low bytes."""
+    return run.values >= SPARSE * changed > 0
 
 
 def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -> Packed:
-    """Compresses the three streams of a run: gaps, steps, and the steps that no byte holds."""
+    """Compresses the streams of a run: gaps, steps, the steps that no byte holds; and leaves low bytes as they are."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     gaps, steps, escapes = (
-        compressor.compress(np.ascontiguousarray(stream).data) if stream.size else b"" for stream in streams
+        compressor.compress(np.ascontiguousarray(stream).data) if stream.size else b"" for stream in streams[:3]
     )
     sizes = (streams[0].size, streams[1].size, streams[2].size)
-    return Packed(run=run, changed=changed, raw=sizes, frames=(gaps, steps, escapes))
+    return Packed(run=run, changed=changed, raw=sizes, frames=(gaps, steps, escapes), lows=streams[3].tobytes())
 
 
 def batches(pieces: Iterable[Packed], most: int | None = None) -> list[list[Packed]]:
@@ -181,6 +201,13 @@ def unpack(*pieces: Packed) -> Changes:
     check_counts(pieces, gap_bytes, step_bytes)
     ends, wide = gap_bytes < ESCAPE, step_bytes == ESCAPE
     onward = gap_bytes.astype(np.int64)  # from an element that changes, or an escape, to the next
+    gaps = 0  # of the pieces before
+    for piece in pieces:
+        if len(piece.lows):
+            onward[gaps : gaps + piece.raw[0]] <<= LOW_BITS
+        gaps += piece.raw[0]
+    if (lows := lows_of(pieces)) is not None:
+        onward[ends] += lows
     onward += ends
     passed = np.cumsum(onward)  # without a cast, which would hold the interpreter's lock
     places = passed[ends]
@@ -206,6 +233,14 @@ def streams_of(pieces: Sequence[Packed]) -> tuple[NDArray[np.uint8], NDArray[np.
         for stream in range(3)
     )
     return gaps, steps, escapes
+
+
+def lows_of(pieces: Sequence[Packed]) -> NDArray[np.uint8] | None:
+    """The low bytes of the gaps of pieces, 0 for those without; None where no piece has any."""
+    if not any(len(piece.lows) for piece in pieces):
+        return None
+    found = [np.frombuffer(piece.lows or bytes(piece.changed), dtype=np.uint8) for piece in pieces]
+    return np.concatenate(found)
 
 
 def streams_at_once(pieces: Sequence[Packed], threads: int) -> list[NDArray[np.uint8]]:
@@ -246,16 +281,19 @@ def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: Frame, size: 
 
 def write_stream(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
     """Puts a delta's byte stream together: a header, a table of the pieces, then their frames."""
-    stream: list[Frame] = [_HEAD.pack(_MAGIC, _FORMAT, 0, len(pieces))]
+    form = _FORMATS[any(len(piece.lows) for piece in pieces)]
+    stream: list[Frame] = [_HEAD.pack(_MAGIC, form, 0, len(pieces))]
     for piece in pieces:
         run, lengths = piece.run, map(len, piece.frames)
-        stream.append(_ROW.pack(run.start, run.values, piece.changed, run.width, *piece.raw[::2], *lengths))
-    stream += [frame for piece in pieces for frame in piece.frames]
+        low_bits = LOW_BITS if len(piece.lows) else 0
+        row = _ROW.pack(run.start, run.values, piece.changed, run.width, low_bits, *piece.raw[::2], *lengths)
+        stream.append(row)
+    stream += [part for piece in pieces for part in (*piece.frames, piece.lows)]
     return np.frombuffer(b"".join(stream), dtype=np.uint8)
 
 
 def stream_bytes(pieces: Iterable[Packed]) -> int:
-    return sum(_ROW.size + sum(map(len, piece.frames)) for piece in pieces)
+    return sum(_ROW.size + piece.num_bytes for piece in pieces)
 
 
 def table_end(stream: NDArray[np.uint8], wait_for: Callable[[int], object]) -> int:
@@ -275,12 +313,15 @@ def read_stream(stream: NDArray[np.uint8]) -> list[Packed]:
         raise DeltaError("a delta has at least a header")
     magic, form, _, count = _HEAD.unpack_from(view)
     at = _HEAD.size + count * _ROW.size
-    if (magic, form) != (_MAGIC, _FORMAT) or at > len(view):
+    if magic != _MAGIC or form not in _FORMATS or at > len(view):
         raise DeltaError("these bytes do not start as a delta does")
     pieces, end = [], 0
     for row in range(count):
-        start, values, changed, width, gaps, escapes, *lengths = _ROW.unpack_from(view, _HEAD.size + row * _ROW.size)
+        of_row = _ROW.unpack_from(view, _HEAD.size + row * _ROW.size)
+        start, values, changed, width, low_bits, gaps, escapes, *lengths = of_row
+        lengths.append(changed if low_bits else 0)
         sound = width in UNSIGNED and start >= end and start % width == 0 and changed <= values <= MAX_PIECE_VALUES
+        sound = sound and low_bits in ((0,) if form == _FORMATS[0] else (0, LOW_BITS))
         if not sound or gaps > values or escapes > changed * width or at + sum(lengths) > len(view):
             raise DeltaError(f"row {row} of the table of pieces makes no sense")
         frames = []
@@ -293,6 +334,7 @@ def read_stream(stream: NDArray[np.uint8]) -> list[Packed]:
                 changed=changed,
                 raw=(gaps, changed, escapes),
                 frames=(frames[0], frames[1], frames[2]),
+                lows=frames[3],
             )
         )
         end = start + values * width

@@ -103,7 +103,7 @@ class WeightImage:
                 raise DeltaError("it changes what lies beyond the weights")
             digester = Digester(manifest.tensors)
             of_batches = batches(pieces)
-            sizes = (sum(len(frame) for piece in batch for frame in piece.frames) for batch in of_batches)
+            sizes = (sum(piece.num_bytes for piece in batch) for batch in of_batches)
 
             def edit_of(batch: Sequence[Packed], end: int) -> tuple[Edit, Differences]:
                 wait_for(end)

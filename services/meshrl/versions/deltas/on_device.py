@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from meshrl.versions.deltas.codec import (
     ESCAPE,
+    LOW_BITS,
     DeltaError,
     Packed,
     Rows,
@@ -24,6 +25,8 @@ from meshrl.versions.deltas.codec import (
     batches,
     check_counts,
     compress,
+    is_sparse,
+    lows_of,
     streams_at_once,
 )
 
@@ -57,7 +60,7 @@ def encode_on_device(rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: 
             areas += [area[len(area) // 2 :], area[: len(area) // 2]]
             continue
         borders = [(at - first) // area[0][0].width for _, at in area]
-        streams = _streams(before, after, torch.nonzero(differs).squeeze(1), borders)
+        streams = _streams(before, after, torch.nonzero(differs).squeeze(1), borders, [run for run, _ in area])
         for (run, _), (changed, *of_run) in zip(area, streams, strict=True):
             if changed:
                 waiting.append(threads.submit(compress, run, changed, tuple(of_run)))
@@ -78,17 +81,25 @@ def _areas(runs: Sequence[Placed]) -> Iterator[list[Placed]]:
 
 
 def _streams(
-    old: torch.Tensor, new: torch.Tensor, places_C: torch.Tensor, borders: Sequence[int]
-) -> Iterator[tuple[int, NDArray, NDArray, NDArray]]:  # type: ignore[type-arg]  # bytes of three streams
-    """Of each run of an area: how many elements change, then its gaps, its steps and those that no byte holds."""
+    old: torch.Tensor, new: torch.Tensor, places_C: torch.Tensor, borders: Sequence[int], runs: Sequence[Stretch]
+) -> Iterator[tuple[int, NDArray, NDArray, NDArray, NDArray]]:  # type: ignore[type-arg]  # bytes of four streams
+    """Of each run of an area: how many elements change, then what `compress` takes."""
+    nothing = torch.empty(0, dtype=torch.uint8).numpy()
     if not len(places_C):
-        return iter([(0, *(torch.empty(0, dtype=torch.uint8).numpy(),) * 3)] * len(borders))
+        return iter([(0, *(nothing,) * 4)] * len(borders))
     borders_R = torch.tensor([*borders, len(old)], device=old.device)
     edges_R = torch.searchsorted(places_C, borders_R)
     gaps_C = torch.diff(places_C, prepend=places_C.new_full((1,), -1)) - 1
     changed_R = edges_R[:-1] < edges_R[1:]
     firsts = edges_R[:-1][changed_R]
     gaps_C[firsts] = places_C[firsts] - borders_R[:-1][changed_R]  # the first of a run counts from its start
+    changes_R = edges_R.diff()
+    sparse, lows = [is_sparse(run, changed) for run, changed in zip(runs, changes_R.tolist(), strict=True)], nothing
+    if any(sparse):
+        sparse_R = torch.tensor(sparse, device=old.device)
+        sparse_C = torch.repeat_interleave(sparse_R, changes_R, output_size=len(places_C))
+        lows = gaps_C.to(torch.uint8).cpu().numpy()
+        gaps_C = torch.where(sparse_C, gaps_C >> LOW_BITS, gaps_C)
     skips_C = gaps_C // ESCAPE
     ends_C = torch.cumsum(skips_C + 1, dim=0)
     codes_C = _codes(old[places_C], new[places_C])
@@ -109,6 +120,7 @@ def _streams(
                 gaps[gap_edges[run] : gap_edges[run + 1]],
                 steps[edges[run] : edges[run + 1]],
                 escapes[escape_edges[run] * width : escape_edges[run + 1] * width],
+                lows[edges[run] : edges[run + 1]] if sparse[run] else nothing,
             )
             for run in range(len(borders))
         ]
@@ -154,10 +166,18 @@ def decode_on_device(
         width = group[0].run.width
         gaps, steps = (torch.from_numpy(stream).to(device) for stream in streams[:2])
         ends = gaps < ESCAPE
-        passed = torch.cumsum(gaps.long() + ends, dim=0)  # places count from each piece's own start
-        counts, sizes, begins, values = torch.tensor(
-            [(each.changed, each.raw[0], each.run.start // width, each.run.values) for each in group], device=device
+        counts, sizes, begins, values, low_bits = torch.tensor(
+            [
+                (each.changed, each.raw[0], each.run.start // width, each.run.values, LOW_BITS * bool(len(each.lows)))
+                for each in group
+            ],
+            device=device,
         ).T
+        onward = gaps.long()
+        if (lows := lows_of(group)) is not None:
+            onward <<= torch.repeat_interleave(low_bits, sizes, output_size=len(gaps))
+            onward[ends] += torch.from_numpy(lows).to(device)
+        passed = torch.cumsum(onward + ends, dim=0)  # places count from each piece's own start
         before = torch.cat([passed.new_zeros(1), passed[torch.cumsum(sizes, dim=0)[:-1] - 1]])
         at_C = passed[ends] + torch.repeat_interleave(begins - 1 - before, counts, output_size=len(steps))
         if bool((at_C[torch.cumsum(counts, dim=0) - 1] >= begins + values).any()):
