@@ -39,7 +39,7 @@ def build(
     optim: dict[str, Any] | None = None,
     parallel: RankGroup | None = None,
 ) -> Trained:
-    torch.manual_seed(3)  # as the programs do
+    torch.manual_seed(3)
     config = model_config(model, settings or {})
     return Trained.by(
         build_learner(config, parallel=parallel or RankGroup(), seed=3),

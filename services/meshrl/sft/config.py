@@ -10,12 +10,10 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig
-from meshrl.core.private_folders import ReadableBy
+from meshrl.core.config.shared import ModelConfig, WandbConfig
 from meshrl.core.slurm.config import DeploymentType, SlurmConfig
 from meshrl.sft.data.config import DataConfig
-from meshrl.training.bench.config import BenchConfig
-from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.config import CheckpointConfig, OptimConfig, TrainingConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
 
@@ -110,7 +108,7 @@ class TextSettings:
     learned_roles: frozenset[str]
 
 
-class SFTConfig(BaseConfig):
+class SFTConfig(TrainingConfig):
     """Fine-tunes a model on conversations."""
 
     model: TrainerModelConfig = TrainerModelConfig()
@@ -139,17 +137,11 @@ class SFTConfig(BaseConfig):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The optimizer."""
 
-    scheduler: SchedulerConfig = SchedulerConfig()
-    """The learning rate over the steps."""
-
     deployment: SFTDeploymentConfig = SFTDeploymentConfig()
     """The processes that train together."""
 
     slurm: SlurmConfig | None = None
     """Submit the program as a SLURM job; None starts it here."""
-
-    bench: BenchConfig | None = None
-    """Measure steps on fake data and end; off unless given."""
 
     max_steps: int = Field(default=100, ge=1)
     """Steps to train."""
@@ -157,31 +149,17 @@ class SFTConfig(BaseConfig):
     ckpt: CheckpointConfig | None = None
     """Checkpoints to resume from; without it only the weights after the last step are written."""
 
-    max_logits_mib: int | None = Field(default=None, ge=1)
-    """Memory for logits, in MiB. Where gradients of a row's logits fit on a GPU, they are kept for the backward pass;
-    otherwise logits are computed in pieces, and again in backward. None chooses by the device."""
-
-    torch_threads: int | None = Field(default=None, ge=1)
-    """Threads for torch kernels; None means torch's own choice."""
-
     seed: int = 0
     """Seed of everything random in training but the order of the data."""
 
     output_dir: Path = Path("outputs")
     """Folder for weights, checkpoints, metrics and logs."""
 
-    readable_by: ReadableBy = "owner"
-    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
-    machine. Credentials stay for the owner."""
-
     clean_output_dir: bool = False
     """Empty output_dir first. Refused for a folder that does not look like a run's."""
 
     dry_run: bool = False
     """Check the configuration and the first rows of the data, write the resolved file to output_dir/configs and end."""
-
-    log: LogConfig = LogConfig()
-    """Logging."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""
@@ -204,11 +182,6 @@ class SFTConfig(BaseConfig):
         """Files that a run reads: clean_output_dir must not delete them."""
         validation = [self.val.data.name] if self.val is not None else []
         return [Path(name) for name in (self.model.name, self.tokenizer.name, self.data.name, *validation) if name]
-
-    @model_validator(mode="after")
-    def _horizon(self) -> Self:
-        self.scheduler.check_horizon(self.max_steps)
-        return self
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:

@@ -20,7 +20,7 @@ from meshrl.core.private_folders import short_socket_paths
 from meshrl.core.program import exit_code_of, leave, raise_open_file_limit
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.core.telemetry.sinks import open_monitor
-from meshrl.models.load import ModelError, resolve_device, resolve_dtype
+from meshrl.models.load import ModelError
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.data.batches import DataProgress
 from meshrl.sft.data.check import DataCheck, check_data
@@ -29,14 +29,10 @@ from meshrl.sft.data.feed import Feed
 from meshrl.sft.data.rendering import load_sft_tokenizer
 from meshrl.sft.extras import Extras
 from meshrl.sft.loop import SFTLoop
-from meshrl.training.auto_settings import choose_layout, resolve_auto
-from meshrl.training.build import build_learner
-from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
-from meshrl.training.checkpoints.weights_folder import separate_adapters
-from meshrl.training.learner import Learner, StepError, UpdateError
-from meshrl.training.memory_estimate import check_fits, check_has_device
+from meshrl.training.checkpoints.checkpointer import CheckpointError
+from meshrl.training.learner import StepError, UpdateError
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.training.run_state import RunState
+from meshrl.training.start import join_group, load_run, open_checkpoints
 
 
 def run_rank(config: SFTConfig, rank: int) -> None:
@@ -46,12 +42,8 @@ def run_rank(config: SFTConfig, rank: int) -> None:
         raise_open_file_limit()
         if rank == 0:
             dump_toml(config, Layout(config.output_dir).config("sft"))
-        device = resolve_device(config.model.device)
-        check_has_device(device, os.environ)
         try:
-            row_tokens = config.data.seq_len * config.data.micro_batch_size
-            layout = choose_layout(config.model, os.environ, seq_len=row_tokens)
-            parallel = RankGroup.start(os.environ, device=device, **layout)
+            parallel = join_group(config, os.environ, row_tokens=config.data.row_tokens)
         except ValueError as error:
             raise ModelError(str(error)) from error
         lifeline = Lifeline.tie(parallel, os.environ)
@@ -76,28 +68,23 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     Raises ModelError, DataError, CheckpointError, StepError or UpdateError.
     """
     layout = Layout(config.output_dir)
-    torch.manual_seed(config.seed)
-    if config.torch_threads is not None:
-        torch.set_num_threads(config.torch_threads)
     tokenizer = load_sft_tokenizer(config.text)
     checks: list[DataCheck] = []
     if parallel.plan.leads:
         checks = check_data(config.text, config.data, show=config.show_rows, validated=config.validated)
         for line in (line for check in checks for line in check.lines()):
             logger.info("{}", line)
-    learner, run = _build(config, parallel)
-    checkpointer = Checkpointer(
-        learner,
-        run,
-        config.output_dir,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        snapshot_dtype=resolve_dtype(config.model),
-        base=config.model,
-        adapters_of=separate_adapters(config.ckpt, config.model),
-    )
-    if config.ckpt is not None and config.ckpt.resume_step is not None:
-        logger.info("resumed from step {}", checkpointer.restore(config.ckpt.resume_step))
+    try:
+        learner, run, _ = load_run(
+            config,
+            parallel,
+            Objective(loss=cross_entropy_loss, name="cross_entropy"),
+            row_tokens=config.data.row_tokens,
+            seq_len=config.data.seq_len,
+        )
+    except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend
+        raise ModelError(str(error)) from error
+    checkpointer = open_checkpoints(config, learner, run, tokenizer)
     saved = checkpointer.progress.data
     unused = frozenset[str]().union(*(check.unused for check in checks))
     feed = Feed(
@@ -130,29 +117,3 @@ def train(config: SFTConfig, signals: Sequence[str], parallel: RankGroup) -> Non
     finally:
         feed.close()
         monitor.close()
-
-
-def _build(config: SFTConfig, parallel: RankGroup) -> tuple[Learner, RunState]:
-    try:
-        check_fits(config.model, config.optim, parallel)
-        model, logits_bytes = resolve_auto(
-            config.model,
-            config.optim,
-            parallel,
-            seq_len=config.data.seq_len * config.data.micro_batch_size,
-            max_logits_mib=config.max_logits_mib,
-        )
-        learner = build_learner(
-            model, parallel=parallel, seed=config.seed, seq_len=config.data.seq_len, max_logits_bytes=logits_bytes
-        )
-        run = RunState.of(
-            learner.model,
-            objective=Objective(loss=cross_entropy_loss, name="cross_entropy"),
-            optim=config.optim,
-            scheduler=config.scheduler,
-            max_steps=config.max_steps,
-            optim_cpu_offload=model.optim_cpu_offload,
-        )
-    except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend
-        raise ModelError(str(error)) from error
-    return learner, run

@@ -14,21 +14,18 @@ from transformers import PreTrainedTokenizerBase
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ModelConfig
 from meshrl.core.orphans import Lifeline
-from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
+from meshrl.models.load import ModelError, load_tokenizer, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
-from meshrl.training.auto_settings import choose_layout, resolve_auto
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
-from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
-from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner
-from meshrl.training.memory_estimate import check_fits, check_has_device
 from meshrl.training.model_config import CompileConfig
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.run_state import RunState
+from meshrl.training.start import join_group, load_run, open_checkpoints
 from meshrl.wire.types import RoutedShape
 
 
@@ -84,53 +81,25 @@ def replayed_shape(wanted: bool, policy: PackedPolicy) -> RoutedShape | None:
 
 def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:
     """Joins the group, loads the model and, when asked to resume, a checkpoint. Collective. Raises ConfigError."""
-    if config.torch_threads is not None:
-        torch.set_num_threads(config.torch_threads)
-    torch.manual_seed(config.seed)
     try:
-        device, compute_dtype = resolve_device(config.model.device), resolve_dtype(config.model)
-        check_has_device(device, environment)
-        layout = choose_layout(config.model, environment, seq_len=config.seq_len)
-        parallel = RankGroup.start(environment, device=device, **layout)
+        parallel = join_group(config, environment, row_tokens=config.seq_len)
         lifeline = Lifeline.tie(parallel, environment)
-        check_fits(config.model, config.optim, parallel, publishes=True)
-        model, logits_bytes = resolve_auto(
-            config.model,
-            config.optim,
+        started = time.perf_counter()
+        learner, run, model = load_run(
+            config,
             parallel,
+            build_objective(config.loss),
+            row_tokens=config.seq_len,
             seq_len=config.seq_len,
-            max_logits_mib=config.max_logits_mib,
+            run_id=config.run_id,
             publishes=True,
             beside_engine=config.release_memory,
         )
-        started = time.perf_counter()
-        learner = build_learner(
-            model, parallel=parallel, seed=config.seed, seq_len=config.seq_len, max_logits_bytes=logits_bytes
-        )
-        run = RunState.of(
-            learner.model,
-            run_id=config.run_id,
-            objective=build_objective(config.loss),
-            optim=config.optim,
-            scheduler=config.scheduler,
-            max_steps=config.max_steps,
-            optim_cpu_offload=model.optim_cpu_offload,
-        )
         logger.info("the model is loaded, in {:.1f} s", time.perf_counter() - started)
-        if isinstance(model.compile, CompileConfig) and device.type == "cuda":
+        if isinstance(model.compile, CompileConfig) and parallel.device.type == "cuda":
             compile_kernels(learner, seq_len=config.seq_len)
-        checkpointer = Checkpointer(
-            learner,
-            run,
-            config.output_dir,
-            tokenizer=_tokenizer(config.model) if parallel.plan.leads else None,
-            seed=config.seed,
-            snapshot_dtype=compute_dtype,
-            base=config.model,
-            adapters_of=separate_adapters(config.ckpt, config.model),
-        )
-        if config.ckpt is not None and config.ckpt.resume_step is not None:
-            logger.info("resumed from the checkpoint of step {}", checkpointer.restore(config.ckpt.resume_step))
+        tokenizer = _tokenizer(config.model) if parallel.plan.leads else None
+        checkpointer = open_checkpoints(config, learner, run, tokenizer)
     # What a changed configuration mends.
     except (ModelError, CheckpointError, ValueError, torch.OutOfMemoryError) as error:
         raise ConfigError(str(error)) from error
@@ -138,10 +107,10 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         learner=learner,
         run=run,
         checkpointer=checkpointer,
-        compute_dtype=compute_dtype,
+        compute_dtype=resolve_dtype(config.model),
         parallel=parallel,
         lifeline=lifeline,
-        release=releaser(device, wanted=config.release_memory),
+        release=releaser(parallel.device, wanted=config.release_memory),
     )
 
 

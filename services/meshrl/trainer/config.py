@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
-from meshrl.core.private_folders import ReadableBy
+from meshrl.core.config.shared import ServerConfig, TlsConfig, WeightBroadcastConfig
 from meshrl.trainer.loss_config import LossConfig
 from meshrl.trainer.runs.hooks import RunHooksConfig
-from meshrl.training.bench.config import BenchConfig
-from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
-from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.deployment import DeploymentConfig
+from meshrl.training.config import TrainingConfig
 
 
-class TrainerConfig(BaseConfig):
+class TrainerConfig(TrainingConfig):
     """The trainer: turns batches into weight versions."""
-
-    model: TrainerModelConfig = TrainerModelConfig()
-    """The model to train. Master weights are float32; dtype is what it computes in and publishes."""
 
     server: ServerConfig = ServerConfig(port=50052)
     """Where TrainerService listens."""
-
-    optim: OptimConfig = OptimConfig()
-    """The optimizer."""
-
-    scheduler: SchedulerConfig = SchedulerConfig()
-    """The learning rate over the steps."""
 
     loss: LossConfig = LossConfig()
     """The policy loss."""
@@ -39,23 +24,11 @@ class TrainerConfig(BaseConfig):
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     """How new versions leave the trainer."""
 
-    ckpt: CheckpointConfig | None = None
-    """Checkpoints; off unless given."""
-
-    deployment: DeploymentConfig = DeploymentConfig()
-    """The processes that the trainer runs as."""
-
-    bench: BenchConfig | None = None
-    """Measure steps on fake data and end; off unless given."""
-
     run_id: str = Field(default="main", min_length=1)
     """Name of the trainer's own run."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Most tokens in one micro-batch."""
-
-    max_steps: int | None = Field(default=None, ge=1)
-    """Steps to train; batches beyond are refused. None means no end."""
 
     max_concurrent_runs: int = Field(default=1, ge=1)
     """Most runs that train at once. 1: the trainer's own. More, with model.lora: so many beside its own, each with an
@@ -87,10 +60,6 @@ class TrainerConfig(BaseConfig):
     """Step events kept for watchers that reconnect: three a step, and one of them holds the step's metrics, about 10
     kB."""
 
-    max_logits_mib: int | None = Field(default=None, ge=1)
-    """Memory for logits, in MiB. Where gradients of a row's logits fit on a GPU, they are kept for the backward pass;
-    otherwise logits are computed in pieces, and again in backward. None chooses by the device."""
-
     share_prefixes: bool | Literal["auto"] = "auto"
     """Have the samples of a group share their prompt, which is then computed once, with the same loss and gradients.
     auto: on a CPU, if the prompt is long enough to pay. true: always. false: never. Models with sliding windows, capped
@@ -110,12 +79,6 @@ class TrainerConfig(BaseConfig):
     """Release torch's cached GPU memory at the end of each step, before the version is published, so that an engine on
     the same GPU finds room when it wakes. rl sets it with inference.sleep_while_training."""
 
-    torch_threads: int | None = Field(default=None, ge=1)
-    """Threads for torch kernels; None means torch's own choice."""
-
-    seed: int = 0
-    """Seed of everything random in training."""
-
     hub_deadline_s: float = Field(default=240.0, ge=0.0)
     """At start, how long to look for the weight hub and, with `weight_broadcast.type` auto, for a first engine.
 
@@ -132,19 +95,8 @@ class TrainerConfig(BaseConfig):
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""
 
-    output_dir: Path = Path("outputs")
-    """Folder for logs, traces, checkpoints, weights and broadcasts."""
-
-    readable_by: ReadableBy = "owner"
-    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
-    machine. Credentials stay for the owner."""
-
-    log: LogConfig = LogConfig()
-    """Logging."""
-
     @model_validator(mode="after")
-    def _horizon(self) -> Self:
-        self.scheduler.check_horizon(self.max_steps)
+    def _adapters(self) -> Self:
         if self.max_concurrent_runs > 1 and self.model.lora is None:
             raise ValueError(
                 "trainer.max_concurrent_runs above 1 needs trainer.model.lora: only adapters of one model train side by"

@@ -38,7 +38,7 @@ from meshrl.models.experts import Experts, expert_layers
 from meshrl.models.load import empty_model, resolve_dtype
 from meshrl.models.logprobs import KEPT_SHARE
 from meshrl.training.config import OptimConfig
-from meshrl.training.memory_estimate import MemoryNeed, available_bytes, memory_need
+from meshrl.training.memory_estimate import MemoryNeed, available_bytes, check_fits, memory_need
 from meshrl.training.model_config import (
     AcMode,
     ActivationCheckpointConfig,
@@ -212,18 +212,19 @@ def resolve_auto(
     """The configuration with every `auto` resolved, and the bytes of logits at once; the same on every rank.
 
     `seq_len` counts the tokens of a row, of which each of the ranks that share it has its part. `publishes` as in
-    `memory_need`, `beside_engine` as in `choose`. Collective. Raises ModelError when there is no such model, and
-    ValueError for adapters that do not fit it.
+    `memory_need`, `beside_engine` as in `choose`. Collective. Raises ModelError when there is no such model or it does
+    not fit in the memory there is, and ValueError for adapters that do not suit it.
     """
     row_tokens, seq_len = seq_len, -(-seq_len // parallel.plan.cp)
     on_gpu = parallel.device.type == "cuda"
     dtype = resolve_dtype(config)
+    need, there = memory_need(config, optim, parallel, publishes=publishes), available_bytes(parallel.device)
+    check_fits(config.name, need, there, parallel)
     free = np.zeros(parallel.plan.world_size, dtype=np.int64)
-    free[parallel.plan.rank] = available_bytes(parallel.device) or 0
+    free[parallel.plan.rank] = there or 0
     ranks = 1 if on_gpu else parallel.plan.world_size  # processes that share this memory
     least = int(parallel.sum(free).min()) // ranks or None  # where nothing reports it
     model = empty_model(config, dtype=torch.bfloat16)
-    need = memory_need(config, optim, parallel, publishes=publishes)
     shape = BlockShape.of(model, parallel.plan.tp)
     planned = functools.partial(
         choose, shape, on_gpu=on_gpu, free_bytes=least, itemsize=dtype.itemsize, beside_engine=beside_engine
@@ -270,10 +271,10 @@ def resolve_auto(
     if max_logits_mib is None:
         decisions.append(f"max_logits_mib {logits_bytes // 2**20}")
     if decisions and parallel.plan.leads:
-        there = "unknown" if least is None else f"{least / 2**30:.0f} GiB"
+        free_words = "unknown" if least is None else f"{least / 2**30:.0f} GiB"
         logger.info(
             "auto: {} for {} tokens of a row on each rank, {} free on {}",
-            ", ".join(decisions), seq_len, there, parallel.device,
+            ", ".join(decisions), seq_len, free_words, parallel.device,
         )  # fmt: skip
     return config.model_copy(update=changes), logits_bytes
 

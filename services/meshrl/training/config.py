@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import LogConfig
+from meshrl.core.private_folders import ReadableBy
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.deployment import DeploymentConfig
 
 
 class OptimConfig(BaseConfig):
@@ -100,4 +106,54 @@ class CheckpointConfig(BaseConfig):
             raise ValueError(
                 "ckpt.resume_step must be a saved step (1 or more) or -1 for the newest; leave it out to start afresh"
             )
+        return self
+
+
+class TrainingConfig(BaseConfig):
+    """What the configuration of each program that trains has."""
+
+    model: TrainerModelConfig = TrainerModelConfig()
+    """The model to train. Master weights are float32; dtype is what it computes in and publishes."""
+
+    optim: OptimConfig = OptimConfig()
+    """The optimizer."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The learning rate over the steps."""
+
+    ckpt: CheckpointConfig | None = None
+    """Checkpoints; off unless given."""
+
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The processes that the trainer runs as."""
+
+    bench: BenchConfig | None = None
+    """Measure steps on fake data and end; off unless given."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps to train; batches beyond are refused. None means no end."""
+
+    max_logits_mib: int | None = Field(default=None, ge=1)
+    """Memory for logits, in MiB. Where gradients of a row's logits fit on a GPU, they are kept for the backward pass;
+    otherwise logits are computed in pieces, and again in backward. None chooses by the device."""
+
+    torch_threads: int | None = Field(default=None, ge=1)
+    """Threads for torch kernels; None means torch's own choice."""
+
+    seed: int = 0
+    """Seed of everything random in training."""
+
+    output_dir: Path = Path("outputs")
+    """Folder for logs, traces, checkpoints, weights and broadcasts."""
+
+    readable_by: ReadableBy = "owner"
+    """Who may read what this program writes: its own user alone, also the group of the files, or everyone on the
+    machine. Credentials stay for the owner."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    @model_validator(mode="after")
+    def _horizon(self) -> Self:
+        self.scheduler.check_horizon(self.max_steps)
         return self

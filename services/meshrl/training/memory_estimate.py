@@ -98,22 +98,19 @@ def memory_need(
     )
 
 
-def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup, *, publishes: bool = False) -> None:
-    """Raises ModelError, on every rank, when the model cannot be trained on some rank's device. Collective.
+def check_fits(name: str, need: MemoryNeed, there: int | None, parallel: RankGroup) -> None:
+    """Raises ModelError, on every rank, when the model of that name needs more than is `there` on some rank's device.
 
-    `publishes` as in `memory_need`. Raises ValueError for adapters that do not fit the model.
+    Collective. `there` None: nothing reports it.
     """
-    need = memory_need(config, optim, parallel, publishes=publishes)
     device = parallel.device
-    there = available_bytes(device)
     ranks = parallel.plan.world_size if device.type == "cpu" else 1  # processes that share this memory
-    too_large = there is not None and need.total * ranks > there
-    if not parallel.any(too_large):
+    if not parallel.any(there is not None and need.total * ranks > there):
         return
     snapshot = f", snapshot {_gib(need.snapshot)}" if need.snapshot else ""
     each = f", by each of {ranks} processes" if ranks > 1 else ""
     raise ModelError(
-        f"model.name {config.name!r} does not fit: to train its {need.parameters / 1e9:.3g} billion parameters takes "
+        f"model.name {name!r} does not fit: to train its {need.parameters / 1e9:.3g} billion parameters takes "
         f"{_gib(need.total)} of memory on {device}{each} (weights {_gib(need.weights)}, gradients "
         f"{_gib(need.gradients)}, optimizer {_gib(need.optimizer)}{snapshot}; activations not counted), and "
         f"{_gib(there or 0)} are free here; shard it over more GPUs (deployment.num_train_gpus), train adapters "

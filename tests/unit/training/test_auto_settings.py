@@ -176,7 +176,8 @@ def test_a_cpu_without_room_for_activations_computes_them_again() -> None:
     assert [one.ac for one in chosen("0.6b", 40, on_gpu=False)] == [None, "selective", "full"]
 
 
-def test_what_a_user_gave_stays_and_the_rest_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_user_gave_stays_and_the_rest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_settings, "available_bytes", lambda device: int(79e9))
     name = str(SHAPES / "qwen3-0.6b")
     given = TrainerModelConfig(
         name=name,

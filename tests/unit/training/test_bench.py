@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
@@ -12,7 +11,7 @@ from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.run import BenchReport, bench_rank
-from meshrl.training.config import OptimConfig
+from meshrl.training.config import TrainingConfig
 from meshrl.training.model_config import TrainerModelConfig
 from tiny_qwen3 import SHAPE
 
@@ -25,14 +24,8 @@ def report(folder: Path, bench: BenchConfig, *, dense: bool = False) -> BenchRep
     shape = {**SHAPE, "num_hidden_layers": LAYERS, "layer_types": kinds}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     (Qwen3Config(**shape) if dense else Qwen3MoeConfig(**shape, **experts)).save_pretrained(folder / "shape")
-    config = SimpleNamespace(
-        model=TrainerModelConfig(name=str(folder / "shape"), device="cpu"),
-        optim=OptimConfig(),
-        output_dir=folder,
-        seed=0,
-        max_logits_mib=None,
-        torch_threads=None,
-    )
+    model = TrainerModelConfig(name=str(folder / "shape"), device="cpu")
+    config = TrainingConfig(model=model, output_dir=folder)
     return bench_rank(config, bench, objective=Objective(loss=cross_entropy_loss), seq_len=64, environment={})
 
 

@@ -20,9 +20,9 @@ from meshrl.models.lora import adapter_state, peft_state
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
-from meshrl.training.checkpoints.weights_folder import separate_adapters
-from meshrl.training.config import CheckpointConfig, SnapshotConfig
+from meshrl.training.config import CheckpointConfig, SnapshotConfig, TrainingConfig
 from meshrl.training.learner import StepError
+from meshrl.training.start import open_checkpoints
 from meshrl.versions import peft
 from meshrl.wire.saved_steps import pin_step, steps_in, unpin_step
 
@@ -84,14 +84,16 @@ def test_adapters_are_merged_and_also_written_on_their_own(model: str, tmp_path:
     trained = kit.build(model, LORA)
     kit.train(trained, 2)
     ckpt = CheckpointConfig(weights=SnapshotConfig(save_adapter_separately=True))
-    base = separate_adapters(ckpt, kit.model_config(model, LORA))
-    assert base == model
-    assert separate_adapters(ckpt, kit.model_config(model, {})) is None
-    folder = Checkpointer(*trained, tmp_path, tokenizer=None, adapters_of=base).save(weights_only=True)
+    config = TrainingConfig(model=kit.model_config(model, LORA), ckpt=ckpt, output_dir=tmp_path)
+    folder = open_checkpoints(config, trained.learner, trained.run, None).save(weights_only=True)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     kit.assert_same(gather_state(loaded), gather_state(trained.model))
     _, adapters = peft.read_folder(folder / "lora_adapters")
     kit.assert_same(adapters, peft_state(adapter_state(trained.model)))
+    whole, dense = tmp_path / "whole", kit.build(model)
+    config = TrainingConfig(model=kit.model_config(model, {}), ckpt=ckpt, output_dir=whole)
+    folder = open_checkpoints(config, dense.learner, dense.run, None).save(weights_only=True)
+    assert not (folder / "lora_adapters").exists()
 
 
 def test_a_big_snapshot_is_split_into_files(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

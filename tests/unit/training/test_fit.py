@@ -7,7 +7,8 @@ import torch
 from transformers import Qwen3Config
 
 from meshrl.models.load import ModelError
-from meshrl.training import memory_estimate as fit
+from meshrl.training import auto_settings
+from meshrl.training.auto_settings import resolve_auto
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import available_bytes, check_fits, check_has_device, memory_need
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
@@ -116,16 +117,19 @@ def test_this_machine_has_some_memory() -> None:
 
 
 def test_a_model_that_fits_passes(folder: str) -> None:
-    check_fits(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), RankGroup())
+    need = memory_need(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), RankGroup())
+    for there in (need.total, None):
+        check_fits(folder, need, there, RankGroup())
 
 
 def test_a_model_that_does_not_fit_is_refused_with_both_sizes_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, hidden=8192)
-    monkeypatch.setattr(fit, "available_bytes", lambda device: 2**30)
+    monkeypatch.setattr(auto_settings, "available_bytes", lambda device: 2**30)
+    config = TrainerModelConfig(name=str(tmp_path), device="cpu")
     with pytest.raises(ModelError) as caught:
-        check_fits(TrainerModelConfig(name=str(tmp_path), device="cpu"), OptimConfig(), RankGroup())
+        resolve_auto(config, OptimConfig(), RankGroup(), seq_len=64, max_logits_mib=None)
     message = str(caught.value)
     assert "to train its 1.34 billion parameters takes 20 GiB of memory on cpu" in message
     assert "(weights 5 GiB, gradients 5 GiB, optimizer 10 GiB; activations not counted), and 1 GiB" in message

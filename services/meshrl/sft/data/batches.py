@@ -113,8 +113,7 @@ def training_batches(
         last = chosen[-1].draw
         if last.cursor.epoch > chosen[0].draw.cursor.epoch + 1:
             usable.warn_of_small_data(data)
-        row_tokens = data.seq_len * data.micro_batch_size
-        packing = pack_samples([each.sample for each in chosen], seq_len=row_tokens, dp_size=dp_size)
+        packing = pack_samples([each.sample for each in chosen], seq_len=data.row_tokens, dp_size=dp_size)
         yield SFTBatch(
             packing=packing,
             samples=len(chosen),
@@ -189,4 +188,4 @@ def validation_rows(drawn: Sequence[DrawnSample], data: DataConfig, *, dp_size: 
     usable = [each.sample for each in drawn if each.usable]
     if not usable:
         raise nothing_to_learn(data, len(drawn))
-    return pack_samples(usable, seq_len=data.seq_len * data.micro_batch_size, dp_size=dp_size)
+    return pack_samples(usable, seq_len=data.row_tokens, dp_size=dp_size)

@@ -71,6 +71,11 @@ class DataConfig(BaseConfig):
     input_ids: Literal["increasing", "random"] = "random"
     """fake: tokens of a sample are a run of consecutive numbers, which a model learns, or drawn at random."""
 
+    @property
+    def row_tokens(self) -> int:
+        """Most tokens of a packed row."""
+        return self.seq_len * self.micro_batch_size
+
     def parts(self) -> list[tuple[str | None, str]]:
         subsets: list[str | None] = [*self.subsets] if self.subsets else [self.subset]
         splits = self.splits or [self.split]

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from loguru import logger
@@ -26,17 +25,15 @@ from torch.profiler import ProfilerActivity, profile
 from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
 from meshrl.models.experts import active_parameters
-from meshrl.models.load import ModelError, model_shape, resolve_device
-from meshrl.training.auto_settings import choose_layout, resolve_auto
+from meshrl.models.load import ModelError, model_shape
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
-from meshrl.training.build import build_learner
-from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.config import SchedulerConfig, TrainingConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.run_state import RunState
+from meshrl.training.start import join_group, load_run
 from meshrl.wire.text_table import plain_table
 from meshrl.wire.types import MicroBatch
 
@@ -103,37 +100,13 @@ class BenchReport:
         path.write_text(json.dumps({**asdict(self), "settings": dict(settings)}, indent=2) + "\n")
 
 
-class BenchedConfig(Protocol):
-    """What the configuration of a program that trains has, as far as a benchmark reads it."""
-
-    @property
-    def model(self) -> TrainerModelConfig: ...
-
-    @property
-    def optim(self) -> OptimConfig: ...
-
-    @property
-    def output_dir(self) -> Path: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def max_logits_mib(self) -> int | None: ...
-
-    @property
-    def torch_threads(self) -> int | None: ...
-
-
 def bench_program(
-    config: BenchedConfig, bench: BenchConfig, *, objective: Callable[[], Objective], seq_len: int
+    config: TrainingConfig, bench: BenchConfig, *, objective: Callable[[], Objective], seq_len: int
 ) -> None:
     """`trainer --bench` and `sft --bench`: measures as one rank of the group, with what the configuration builds.
 
     Exits with 2 where a changed configuration would help.
     """
-    if config.torch_threads is not None:
-        torch.set_num_threads(config.torch_threads)
     try:
         bench_rank(config, bench, objective=objective(), seq_len=seq_len, environment=os.environ)
     except (ModelError, ConfigError, ValueError) as error:  # what a changed configuration mends
@@ -142,7 +115,7 @@ def bench_program(
 
 
 def bench_rank(
-    config: BenchedConfig,
+    config: TrainingConfig,
     bench: BenchConfig,
     *,
     objective: Objective,
@@ -153,45 +126,19 @@ def bench_rank(
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
-    with cut_shape(config.model, bench.num_layers) as given:
-        return _bench(config, given, bench, objective=objective, seq_len=seq_len, environment=environment)
-
-
-def _bench(
-    config: BenchedConfig,
-    given: TrainerModelConfig,
-    bench: BenchConfig,
-    *,
-    objective: Objective,
-    seq_len: int,
-    environment: Mapping[str, str],
-) -> BenchReport:
-    layout = choose_layout(given, environment, seq_len=seq_len * bench.micro_batch_size)
-    parallel = RankGroup.start(environment, device=resolve_device(given.device), **layout)
-    model, logits_bytes = resolve_auto(
-        given,
-        config.optim,
-        parallel,
-        seq_len=seq_len * bench.micro_batch_size,
-        max_logits_mib=config.max_logits_mib,
-    )
-    learner = build_learner(
-        model,
-        parallel=parallel,
-        seed=config.seed,
-        max_logits_bytes=logits_bytes,
-        random_weights=bench.random_weights or bench.num_layers is not None,
-    )
-    run = RunState.of(
-        learner.model,
-        objective=objective,
-        optim=config.optim,
-        scheduler=SchedulerConfig(),
-        max_steps=None,
-        optim_cpu_offload=model.optim_cpu_offload,
-    )
-    layers = "" if bench.num_layers is None else f" ({bench.num_layers} layers)"
-    report = run_bench(learner, run, bench, name=config.model.name + layers, seq_len=seq_len)
+    row_tokens, layers = seq_len * bench.micro_batch_size, bench.num_layers
+    with cut_shape(config.model, layers) as given:
+        cut = config.model_copy(update={"model": given, "scheduler": SchedulerConfig()})
+        parallel = join_group(cut, environment, row_tokens=row_tokens)
+        learner, run, model = load_run(
+            cut,
+            parallel,
+            objective,
+            row_tokens=row_tokens,
+            random_weights=bench.random_weights or layers is not None,
+        )
+    name = config.model.name + ("" if layers is None else f" ({layers} layers)")
+    report = run_bench(learner, run, bench, name=name, seq_len=seq_len)
     if parallel.plan.leads:
         path = bench.json_path or config.output_dir / "bench" / "trainer.json"
         settings = {"bench": bench, "model": model, "optim": config.optim}

@@ -20,16 +20,9 @@ from meshrl.models.folder import GENERATION_CONFIG, ModelFolder
 from meshrl.models.lora import adapter_config, save_adapter
 from meshrl.models.state import keep_float32, stored_tensors
 from meshrl.training.checkpoints.files import CheckpointError
-from meshrl.training.config import CheckpointConfig
-from meshrl.training.model_config import TrainerModelConfig
 
 MAX_FILE_SIZE = "5GB"
 ADAPTERS = "lora_adapters"
-
-
-def separate_adapters(ckpt: CheckpointConfig | None, model: TrainerModelConfig) -> str | None:
-    """The name to give a checkpointer as `adapters_of`; None when adapters are not written on their own."""
-    return model.name if ckpt is not None and ckpt.weights.save_adapter_separately and model.lora is not None else None
 
 
 class AdapterWriter:

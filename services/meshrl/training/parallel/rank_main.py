@@ -9,29 +9,19 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from meshrl.core.heap import loading
 from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
-from meshrl.core.program import GROUP_LOG, ProgramConfig, keep_private, log_as, run_log
+from meshrl.core.program import GROUP_LOG, keep_private, log_as, run_log
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.torch_environment import grow_segments, wait_briefly
 from meshrl.training.bench.config import BenchConfig
-from meshrl.training.parallel.deployment import DeploymentConfig, is_rank, own_rank
+from meshrl.training.config import TrainingConfig
+from meshrl.training.parallel.deployment import is_rank, own_rank
 
-
-class RankConfig(ProgramConfig, Protocol):
-    """What the configuration of a program that trains has."""
-
-    @property
-    def deployment(self) -> DeploymentConfig: ...
-
-    @property
-    def bench(self) -> BenchConfig | None: ...
-
-
-ConfigT = TypeVar("ConfigT", bound=RankConfig)
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 
 def rank_main(
