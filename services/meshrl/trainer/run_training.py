@@ -61,6 +61,7 @@ class RunVersions:
 class _StepAtHand:
     """The step that a run is at. `busy_s` is what it has taken so far, without the turns of other runs."""
 
+    batch: Batch
     work: BatchStep
     span: TrainSpan
     wait_s: float
@@ -182,10 +183,11 @@ class RunTraining:
                 raise
             self._suspend(Reason.CHECKPOINT_FAILED, str(error))
         began = time.perf_counter()
-        self._commands.send(TrainCommand(run_id=self.state.run_id, batch=batch))
+        self._commands.send(TrainCommand(run_id=self.state.run_id, micro_batches=batch.micro_batches))
         broadcast_s = time.perf_counter() - began
         self._step = _StepAtHand(
-            work=BatchStep(self.state, batch),
+            batch=batch,
+            work=BatchStep(self.state, batch.micro_batches),
             span=self._spans.start(batch),
             wait_s=began - self._free_since,
             began=began,
@@ -237,7 +239,7 @@ class RunTraining:
     def _fail(self, step: _StepAtHand, message: str) -> None:
         logger.error("run {!r}: {}", self.state.run_id, message)
         step.span.fail(message)
-        batch = step.work.batch
+        batch = step.batch
         self._step, self._free_since = None, time.perf_counter()
         self._failed_steps += 1
         suspension = None
@@ -272,7 +274,7 @@ class RunTraining:
             "gather_weights": ended - published_before,
             "step": step.wait_s + ended - step.began,
         }
-        batch = step.work.batch
+        batch = step.batch
         metrics = self._metrics(batch, result, timings_s, train_s)
         logprobs = rollout_logprobs(batch, result.tokens.logprobs, step.work.passes)
         entropies = result.tokens.entropies[spread(len(result.tokens.entropies), MOST_ENTROPIES)]

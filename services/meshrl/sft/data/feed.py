@@ -6,7 +6,6 @@ A row is tokenized once for the whole group, and while a step trains where proce
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +17,10 @@ from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.loader import TokenizedRows, drawn_samples, fake_samples
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.v1 import trainer_pb2 as pb
-from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
+from meshrl.training.parallel.sent_rows import decode_rows, encode_rows
 from meshrl.wire.types import MicroBatch
 
 AUTO_WORKERS = 2  # where a GPU trains; a CPU's cores have enough to do
-_LENGTH = struct.Struct("<Q")
 _ROWS, _ERROR = b"R", b"E"
 
 
@@ -76,12 +73,12 @@ class Feed:
         def deal() -> bytes:
             assert self._batches is not None, "start was not called"
             dealt.append(next(self._batches))
-            return b"" if self._parallel.plan.is_alone else _encode(dealt[0].packing.micro_batches)
+            return b"" if self._parallel.plan.is_alone else encode_rows(dealt[0].packing.micro_batches)
 
         sent = self._from_first(deal)
         if dealt:
             return StepRows(micro_batches=dealt[0].packing.micro_batches, batch=dealt[0])
-        return StepRows(micro_batches=_decode(sent), batch=None)
+        return StepRows(micro_batches=decode_rows(sent), batch=None)
 
     def validation(self) -> Sequence[MicroBatch]:
         """Tokenized when first asked for. Raises DataError, on all ranks."""
@@ -93,10 +90,10 @@ class Feed:
                 assert data is not None
                 drawn = TokenizedRows(self._text, data, unused=self._unused).in_order()
                 rows.append(validation_rows(drawn, data, dp_size=self._parallel.plan.dp_size).micro_batches)
-                return b"" if self._parallel.plan.is_alone else _encode(rows[0])
+                return b"" if self._parallel.plan.is_alone else encode_rows(rows[0])
 
             sent = self._from_first(read)
-            self._validation = rows[0] if rows else _decode(sent)
+            self._validation = rows[0] if rows else decode_rows(sent)
         return self._validation
 
     def close(self) -> None:
@@ -143,18 +140,3 @@ class Feed:
             raise
         self._parallel.broadcast(_ROWS + made)
         return made
-
-
-def _encode(rows: Sequence[MicroBatch]) -> bytes:
-    messages = [micro_batch_to_proto(row).SerializeToString() for row in rows]
-    return b"".join(_LENGTH.pack(len(message)) + message for message in messages)
-
-
-def _decode(data: bytes) -> list[MicroBatch]:
-    rows: list[MicroBatch] = []
-    rest = memoryview(data)
-    while rest:
-        (length,) = _LENGTH.unpack_from(rest)
-        rows.append(micro_batch_from_proto(pb.MicroBatch.FromString(bytes(rest[_LENGTH.size : _LENGTH.size + length]))))
-        rest = rest[_LENGTH.size + length :]
-    return rows

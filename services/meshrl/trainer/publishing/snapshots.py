@@ -6,10 +6,9 @@ rank captures each version at the same place in the order of collectives.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -103,13 +102,6 @@ class PublicationSettings:
     deadline_s: float
     store_address: str = ""
     probe_tokens: int = 0
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> PublicationSettings:
-        return cls(**json.loads(data))
 
 
 class Snapshotter:

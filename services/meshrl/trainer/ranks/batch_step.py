@@ -13,7 +13,7 @@ from loguru import logger
 from meshrl.algorithms.objective import count
 from meshrl.training.learner import Learner, RunRows, StepError, StepResult, UpdateError
 from meshrl.training.run_state import RunState
-from meshrl.wire.types import Batch, MicroBatch
+from meshrl.wire.types import MicroBatch
 
 Outcome = StepResult | StepError | UpdateError | None
 
@@ -25,11 +25,12 @@ class BatchStep:
     two slices; the run's gradient waits where it is.
     """
 
-    def __init__(self, run: RunState, batch: Batch) -> None:
-        self.run, self.batch = run, batch
-        self.passes: list[list[int]] = []  # rows by pass, as indices of the batch's micro-batches
-        self._counts = count(batch.micro_batches)
-        self._left = slices_of(batch.micro_batches)
+    def __init__(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> None:
+        self.run = run
+        self.passes: list[list[int]] = []  # rows by pass, as indices of the micro-batches
+        self._rows = micro_batches
+        self._counts = count(micro_batches)
+        self._left = slices_of(micro_batches)
 
     @property
     def slices_left(self) -> int:
@@ -37,14 +38,14 @@ class BatchStep:
 
     def next_rows(self) -> list[MicroBatch]:
         """The rows of the next slice."""
-        return [self.batch.micro_batches[row] for row in self._left[0]]
+        return [self._rows[row] for row in self._left[0]]
 
     def take(self, slices: int) -> RunRows:
         """The rows of the next slices, to be passed."""
         rows = sorted(row for each in self._left[:slices] for row in each)
         del self._left[:slices]
         self.passes.append(rows)
-        return RunRows(run=self.run, micro_batches=[self.batch.micro_batches[row] for row in rows], counts=self._counts)
+        return RunRows(run=self.run, micro_batches=[self._rows[row] for row in rows], counts=self._counts)
 
 
 def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -> list[Outcome]:

@@ -1,29 +1,27 @@
 """Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in order.
 
 Rank 0's training loop sends a command and carries it out itself; every other rank (`worker`) receives it over the
-group's broadcast and carries it out too. A command is one byte for its kind; one for a run goes on with the run's id,
-preceded by its length (uint64, little-endian), and with its payload. That of a TrainCommand is the batch as protobuf
-messages, each preceded by its length too, as are the other runs of a PassCommand; that of a PublishSetupCommand its
-settings as JSON.
+group's broadcast and carries it out too. A command travels as the length of its JSON (uint64, little-endian), that JSON
+and, of a TrainCommand, its rows.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from google.protobuf.message import Message
+from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
 
 from meshrl.trainer.publishing.snapshots import PublicationSettings
-from meshrl.v1 import trainer_pb2 as pb
+from meshrl.trainer.runs.settings import RunSettings
+from meshrl.training.parallel.sent_rows import decode_rows, encode_rows
 from meshrl.versions.progress import Progress
-from meshrl.wire.convert import from_proto, to_proto
-from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
-from meshrl.wire.types import Batch, BatchHeader
+from meshrl.wire.types import MicroBatch
 
 HEARTBEAT_S = 5.0  # far below the time after which a collective that a rank does not join fails
 
@@ -33,8 +31,10 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainCommand:
+    """Begin a step of the run with the rows of a batch, those of all ranks."""
+
     run_id: str
-    batch: Batch
+    micro_batches: Sequence[MicroBatch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class PassCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CreateCommand:
-    """Make a run with an adapter of its own. `settings` are RunSettings as JSON."""
+    """Make a run with an adapter of its own."""
 
     run_id: str
-    settings: bytes
+    settings: RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,100 +95,31 @@ WorkCommand = (
 )
 Command = WorkCommand | HeartbeatCommand | StopCommand
 
-_CREATE, _DELETE, _TRAIN, _PASS, _PUBLISH_SETUP, _SNAPSHOT, _SAVE = b"N", b"D", b"T", b"P", b"O", b"G", b"C"
-_HEARTBEAT, _STOP = b"B", b"S"
+_KINDS: dict[str, type[Command]] = {
+    kind.__name__: kind
+    for kind in (
+        CreateCommand, DeleteCommand, PublishSetupCommand, TrainCommand, PassCommand, SnapshotCommand, SaveCommand,
+        HeartbeatCommand, StopCommand,
+    )
+}  # fmt: skip
 
 
 def encode(command: Command) -> bytes:
-    match command:
-        case HeartbeatCommand():
-            return _HEARTBEAT
-        case StopCommand():
-            return _STOP
-        case TrainCommand():
-            kind, payload = _TRAIN, b"".join(_frames(command.batch))
-        case PassCommand():
-            beside = b"".join(_framed(run_id.encode()) for run_id in command.beside)
-            kind, payload = _PASS, _LENGTH.pack(command.slices) + beside
-        case CreateCommand():
-            kind, payload = _CREATE, command.settings
-        case DeleteCommand():
-            kind, payload = _DELETE, b""
-        case PublishSetupCommand():
-            kind, payload = _PUBLISH_SETUP, command.settings.to_json()
-        case SnapshotCommand():
-            kind, payload = _SNAPSHOT, b""
-        case SaveCommand():
-            kind, payload = _SAVE, bytes([command.weights_only, command.in_background])
-    return kind + _framed(command.run_id.encode()) + payload
+    values = {"kind": type(command).__name__, **vars(command)}
+    rows: Sequence[MicroBatch] = values.pop("micro_batches", ())
+    head = to_json(values)
+    return _LENGTH.pack(len(head)) + head + encode_rows(rows)
 
 
 def decode(data: bytes) -> Command:
-    """The command of some bytes. A batch's arrays are views into them; its digest is not computed a second time."""
-    kind = data[:1]
-    if kind == _HEARTBEAT:
-        return HeartbeatCommand()
-    if kind == _STOP:
-        return StopCommand()
-    first, payload = _unframed(memoryview(data)[1:])
-    run_id = first.decode()
-    if kind == _CREATE:
-        return CreateCommand(run_id=run_id, settings=bytes(payload))
-    if kind == _DELETE:
-        return DeleteCommand(run_id=run_id)
-    if kind == _PASS:
-        beside = tuple(each.decode() for each in _all_unframed(payload[_LENGTH.size :]))
-        return PassCommand(run_id=run_id, slices=_LENGTH.unpack_from(payload)[0], beside=beside)
-    if kind == _SNAPSHOT:
-        return SnapshotCommand(run_id=run_id)
-    if kind == _SAVE:
-        return SaveCommand(run_id=run_id, weights_only=bool(payload[0]), in_background=bool(payload[1]))
-    if kind == _PUBLISH_SETUP:
-        return PublishSetupCommand(run_id=run_id, settings=PublicationSettings.from_json(bytes(payload)))
-    messages = list(_all_unframed(payload))
-    header = from_proto(BatchHeader, pb.BatchHeader.FromString(messages[0]))
-    return TrainCommand(
-        run_id=run_id,
-        batch=Batch(
-            run_id=header.run_id,
-            step=header.step,
-            micro_batches=tuple(micro_batch_from_proto(pb.MicroBatch.FromString(message)) for message in messages[1:]),
-            loss_tokens=header.loss_tokens,
-            environments=header.environments,
-            traceparent=header.traceparent,
-        ),
-    )
-
-
-def _frames(batch: Batch) -> Iterator[bytes]:
-    header = BatchHeader(
-        run_id=batch.run_id,
-        step=batch.step,
-        digest="",
-        num_micro_batches=len(batch.micro_batches),
-        loss_tokens=batch.loss_tokens,
-        environments=batch.environments,
-        traceparent=batch.traceparent,
-    )
-    messages: list[Message] = [to_proto(header), *map(micro_batch_to_proto, batch.micro_batches)]
-    for message in messages:
-        yield _framed(message.SerializeToString())
-
-
-def _framed(data: bytes) -> bytes:
-    return _LENGTH.pack(len(data)) + data
-
-
-def _unframed(data: memoryview) -> tuple[bytes, memoryview]:
     (length,) = _LENGTH.unpack_from(data)
     end = _LENGTH.size + length
-    return bytes(data[_LENGTH.size : end]), data[end:]
-
-
-def _all_unframed(data: memoryview) -> Iterator[bytes]:
-    while data:
-        frame, data = _unframed(data)
-        yield frame
+    values = from_json(data[_LENGTH.size : end])
+    kind = _KINDS[values.pop("kind")]
+    if kind is TrainCommand:
+        return TrainCommand(run_id=values["run_id"], micro_batches=decode_rows(data[end:]))
+    command: Command = TypeAdapter(kind).validate_python(values)
+    return command
 
 
 class Broadcaster(Protocol):

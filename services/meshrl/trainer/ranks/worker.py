@@ -21,7 +21,6 @@ from meshrl.trainer.ranks.commands import (
     receive_commands,
 )
 from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
-from meshrl.trainer.runs.settings import RunSettings
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.wire.errors import MeshError, Reason
@@ -57,8 +56,7 @@ class RankWorker:
     def _carry_out(self, command: WorkCommand) -> None:
         if isinstance(command, CreateCommand):
             try:
-                settings = RunSettings.model_validate_json(command.settings)
-                self._runs[command.run_id] = self._maker.make(command.run_id, settings)
+                self._runs[command.run_id] = self._maker.make(command.run_id, command.settings)
             except ValueError as error:  # all ranks raised it, and rank 0 reports it
                 logger.error("{}", error)
             return
@@ -68,7 +66,7 @@ class RankWorker:
                 del self._runs[command.run_id]
                 self._maker.forget(run, next(iter(self._runs.values())))
             case TrainCommand():
-                run.step = BatchStep(run.state, command.batch)
+                run.step = BatchStep(run.state, command.micro_batches)
             case PassCommand():
                 steps = [self._run(run_id).step for run_id in (command.run_id, *command.beside)]
                 assert all(steps), "rank 0 sends a batch before its passes"

@@ -350,7 +350,7 @@ class RunHost:
                 f" {_mib(self.room_bytes)} for adapters {_mib(self.room_bytes - used)} are free;"
                 " lower its rank, delete a run, or raise trainer.max_adapters_gib",
             )
-        self._commands.send(CreateCommand(run_id=run_id, settings=settings.model_dump_json().encode()))
+        self._commands.send(CreateCommand(run_id=run_id, settings=settings))
         return self._maker.make(run_id, settings), needed
 
     def _remove(self, added: _Added) -> None:
