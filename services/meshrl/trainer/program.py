@@ -29,6 +29,7 @@ from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
 from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix, replayed_shape
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import Joining, TrainerLoop
+from meshrl.trainer.loss_config import CONSTANTS
 from meshrl.trainer.publishing.build import (
     Publication,
     PublishOptions,
@@ -52,7 +53,7 @@ from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
-from meshrl.trainer.service import TrainerFacts, TrainerServicer
+from meshrl.trainer.service import TrainerServicer, max_message_bytes
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import Learner, UpdateError
@@ -61,6 +62,7 @@ from meshrl.training.model_config import TrainerModelConfig
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError
+from meshrl.wire.types import TrainerInfo
 
 SERVICE = "meshrl.v1.TrainerService"
 DRAIN_GRACE_S = 5.0
@@ -108,21 +110,26 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
         )
         table = RunTable(own, held=True, complete=config.max_concurrent_runs == 1)
         learner, plan = parts.learner, parts.parallel.plan
-        facts = TrainerFacts(
+        replayed = replayed_shape(config.enable_router_replay, learner.policy)
+        info = TrainerInfo(
             world_size=plan.world_size,
             dp_size=plan.dp_size,
             seq_len=config.seq_len,
-            vocab_size=int(learner.model.config.get_text_config().vocab_size),
+            pad_multiple=1,
             objective=config.loss.type,
             model=config.model.name,
+            runs=(),
             max_queued_batches=config.max_queued_batches,
+            vocab_size=int(learner.model.config.get_text_config().vocab_size),
+            max_message_bytes=(largest := max_message_bytes(config.seq_len, replayed)),
             min_shared_prefix=min_shared_prefix(config.share_prefixes, learner.policy),
-            takes_prefixes=learner.policy.prefix_reason is None,
-            router_replay=replayed_shape(config.enable_router_replay, learner.policy),
+            router_replay=replayed,
+            losses=tuple(name for name in CONSTANTS if name != "custom"),
         )
-        server = GrpcServer(config.server, max_message_bytes=facts.max_message_bytes, tracer=tracer)
+        server = GrpcServer(config.server, max_message_bytes=largest, tracer=tracer)
         quotas = await asyncio.to_thread(Quotas, config.output_dir / "runs" / "quotas.json")
-        servicer = TrainerServicer(table, facts, on_drained=stop.set, quotas=quotas)
+        takes_prefixes = learner.policy.prefix_reason is None
+        servicer = TrainerServicer(table, info, takes_prefixes=takes_prefixes, on_drained=stop.set, quotas=quotas)
         server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
         address = f"{config.server.host}:{await server.start()}"
         waits.serves = (address,)

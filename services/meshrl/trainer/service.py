@@ -6,10 +6,9 @@ A batch is checked against the model before it is queued, so that none can break
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from loguru import logger
@@ -18,7 +17,6 @@ from meshrl.core.rpc.first_answers import FirstAnswers
 from meshrl.core.rpc.guard import CALLER
 from meshrl.core.rpc.paging import page_of
 from meshrl.core.rpc.watches import with_bookmarks
-from meshrl.trainer.loss_config import CONSTANTS
 from meshrl.trainer.runs.checkpoint_list import CheckpointList, key_of
 from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.quotas import Quotas
@@ -46,24 +44,10 @@ MAX_ADAPTER_RANK = 1024  # no limit but memory; a rank as large as a layer is no
 BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerFacts:
-    world_size: int
-    dp_size: int
-    seq_len: int
-    vocab_size: int
-    objective: str
-    model: str
-    max_queued_batches: int
-    min_shared_prefix: float | None = None  # what batches are asked for; None asks for none
-    router_replay: RoutedShape | None = None  # of the routes that batches are asked for; None: they are left out
-    takes_prefixes: bool = False  # whether batches with shared prefixes can be trained: an earlier one may come again
-
-    @property
-    def max_message_bytes(self) -> int:
-        """Of a message to or from the trainer: a micro-batch of `seq_len` tokens fits."""
-        routes = 0 if self.router_replay is None else bytes_per_token(self.router_replay)
-        return max(MIN_MESSAGE_BYTES, self.seq_len * (BYTES_PER_TOKEN + routes))
+def max_message_bytes(seq_len: int, replayed: RoutedShape | None) -> int:
+    """Of a message to or from the trainer: a micro-batch of `seq_len` tokens, with their routes, fits."""
+    routes = 0 if replayed is None else bytes_per_token(replayed)
+    return max(MIN_MESSAGE_BYTES, seq_len * (BYTES_PER_TOKEN + routes))
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
@@ -72,15 +56,19 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     def __init__(
         self,
         runs: RunTable,
-        facts: TrainerFacts,
+        info: TrainerInfo,
         *,
+        takes_prefixes: bool = False,
         on_drained: Callable[[], None],
         host: RunHost | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        """`host` adds and deletes runs; a trainer without one has its own run only, until `host` is set."""
+        """`info` is what GetTrainer returns, but for the runs and what the host has. `takes_prefixes`: batches with
+        shared prefixes can be trained, as an earlier one may come again. `host` adds and deletes runs; a trainer
+        without one has its own run only, until `host` is set.
+        """
         self._runs = runs
-        self._facts = facts
+        self._trainer, self._takes_prefixes = info, takes_prefixes
         self._on_drained = on_drained
         self.host, self._quotas = host, quotas
         self._changes: FirstAnswers[RunInfo | None] = FirstAnswers()
@@ -90,27 +78,16 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self._told_unreplayed = False
 
     async def GetTrainer(self, request: pb.GetTrainerRequest, context: object) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
-        facts = self._facts
-        info = TrainerInfo(
-            world_size=facts.world_size,
-            dp_size=facts.dp_size,
-            seq_len=facts.seq_len,
-            pad_multiple=1,
-            objective=facts.objective,
-            model=facts.model,
-            runs=tuple(self._info(run) for run in self._runs),
-            max_queued_batches=facts.max_queued_batches,
-            vocab_size=facts.vocab_size,
-            max_message_bytes=facts.max_message_bytes,
-            min_shared_prefix=facts.min_shared_prefix,
-            router_replay=facts.router_replay,
-            max_runs=1 + (0 if self.host is None else self.host.max_runs),
-            max_adapter_rank=None if self.host is None else MAX_ADAPTER_RANK,
-            adapter_bytes_total=None if self.host is None else self.host.room_bytes,
-            adapter_bytes_used=None if self.host is None else self.host.used_bytes,
-            losses=tuple(name for name in CONSTANTS if name != "custom"),
-            default_adapter=None if self.host is None else self.host.own_settings.spec.adapter,
-        )
+        info = replace(self._trainer, runs=tuple(self._info(run) for run in self._runs), max_runs=1)
+        if self.host is not None:
+            info = replace(
+                info,
+                max_runs=1 + self.host.max_runs,
+                max_adapter_rank=MAX_ADAPTER_RANK,
+                adapter_bytes_total=self.host.room_bytes,
+                adapter_bytes_used=self.host.used_bytes,
+                default_adapter=self.host.own_settings.spec.adapter,
+            )
         answer: pb.GetTrainerResponse = to_proto(
             info, contract_version=CONTRACT_VERSION, capabilities=capabilities.TRAINER
         )
@@ -119,7 +96,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def SubmitBatch(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.SubmitBatchRequest], context: object
     ) -> pb.SubmitBatchResponse:
-        reader = BatchReader(seq_len=self._facts.seq_len, dp_size=self._facts.dp_size)
+        reader = BatchReader(seq_len=self._trainer.seq_len, dp_size=self._trainer.dp_size)
         run: TrainingQueue | None = None
         async for message in request_iterator:
             reader.feed(message)
@@ -128,11 +105,16 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 answer = run.book.admit(reader.header.step, reader.header.digest)
                 if answer is not None:  # a repetition need not send its tensors again
                     return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
-        batch, facts = await asyncio.to_thread(reader.finish), self._facts
-        if facts.router_replay is None:  # which no client was asked to send
+        batch, routed = await asyncio.to_thread(reader.finish), self._trainer.router_replay
+        if routed is None:  # which no client was asked to send
             batch = batch.without_routes()
-        check = functools.partial(check_batch, vocab_size=facts.vocab_size, takes_prefixes=facts.takes_prefixes)
-        await asyncio.to_thread(check, batch, routed=facts.router_replay)
+        await asyncio.to_thread(
+            check_batch,
+            batch,
+            vocab_size=self._trainer.vocab_size,
+            takes_prefixes=self._takes_prefixes,
+            routed=routed,
+        )
         assert reader.header is not None  # finish raises without one
         assert run is not None  # found by the header
         tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
@@ -148,7 +130,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     def _tell_unreplayed(self, batch: Batch) -> None:
         without = sum(row.routed_experts is None for row in batch.micro_batches)
-        if self._facts.router_replay is not None and without and not self._told_unreplayed:
+        if self._trainer.router_replay is not None and without and not self._told_unreplayed:
             self._told_unreplayed = True
             logger.warning(
                 "step {}: {} of {} rows carry no routes of experts and train without router replay; rollouts from"
@@ -288,28 +270,23 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
 
 def check_batch(
-    batch: Batch, *, vocab_size: int, takes_prefixes: bool = True, routed: RoutedShape | None = None
+    batch: Batch, *, vocab_size: int | None, takes_prefixes: bool = True, routed: RoutedShape | None = None
 ) -> None:
-    """Raises INVALID_REQUEST with every violation. Shapes and lengths are already known to be right."""
-    violations = [
-        FieldViolation(f"micro_batches[{index}].{name}", problem)
-        for index, row in enumerate(batch.micro_batches)
-        for name, problem in _problems(row, vocab_size, takes_prefixes)
-    ]
-    if routed is not None:
-        problems = (
-            (index, routes_problem(row.routed_experts, routed)) for index, row in enumerate(batch.micro_batches)
-        )
-        violations += [
-            FieldViolation(f"micro_batches[{index}].routed_experts", told)
-            for index, told in problems
-            if told is not None
-        ]
+    """Raises INVALID_REQUEST with every violation. Shapes and lengths are already known to be right.
+
+    `vocab_size` None: token ids have no bound.
+    """
+    violations = []
+    for index, row in enumerate(batch.micro_batches):
+        problems = list(_problems(row, vocab_size, takes_prefixes))
+        if routed is not None and (told := routes_problem(row.routed_experts, routed)) is not None:
+            problems.append(("routed_experts", told))
+        violations += [FieldViolation(f"micro_batches[{index}].{name}", problem) for name, problem in problems]
     if violations:
         raise invalid(violations, f"the batch of step {batch.step}")
 
 
-def _problems(row: MicroBatch, vocab_size: int, takes_prefixes: bool) -> Iterator[tuple[str, str]]:
+def _problems(row: MicroBatch, vocab_size: int | None, takes_prefixes: bool) -> Iterator[tuple[str, str]]:
     lengths, first = np.diff(row.sample_offsets), row.sample_offsets[:-1]
     if row.prefix_tokens is not None:
         first = first - row.prefix_tokens
@@ -329,7 +306,7 @@ def _problems(row: MicroBatch, vocab_size: int, takes_prefixes: bool) -> Iterato
     if row.ref_logprobs is not None and not are_logprobs(row.ref_logprobs[row.ref_kl_weights != 0]):
         yield "ref_logprobs", "must be logprobs, so finite and not above 0"
     if row.ref_top_ids is not None and row.ref_top_logprobs is not None:
-        if (row.ref_top_ids >= vocab_size).any():
+        if vocab_size is not None and (row.ref_top_ids >= vocab_size).any():
             yield "ref_top_ids", f"must be below the vocabulary's {vocab_size} tokens"
         if not are_logprobs(row.ref_top_logprobs[row.ref_top_ids >= 0]):
             yield "ref_top_logprobs", "must be logprobs, so finite and not above 0"

@@ -32,7 +32,7 @@ from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
-from meshrl.trainer.service import TrainerFacts, TrainerServicer
+from meshrl.trainer.service import TrainerServicer
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig
@@ -41,7 +41,7 @@ from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError, from_rpc_error
-from meshrl.wire.types import Batch, StepEvent, StepState
+from meshrl.wire.types import Batch, StepEvent, StepState, TrainerInfo
 from tiny_qwen3 import tiny_qwen3
 from trained import Trained
 
@@ -94,6 +94,20 @@ def build() -> Trained:
     )
 
 
+def trainer_info(*, dp_size: int, max_queued_batches: int) -> TrainerInfo:
+    return TrainerInfo(
+        world_size=1,
+        dp_size=dp_size,
+        seq_len=32,
+        pad_multiple=1,
+        objective="aipo",
+        model="tiny",
+        runs=(),
+        max_queued_batches=max_queued_batches,
+        vocab_size=VOCAB,
+    )
+
+
 @asynccontextmanager
 async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
     """A trainer of one process, whatever it says of its `dp_size`, that keeps its checkpoints in `output_dir`."""
@@ -118,17 +132,9 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         ckpt=None,
     )
     loop = TrainerLoop(table, [training], commands)
-    facts = TrainerFacts(
-        world_size=1,
-        dp_size=dp_size,
-        seq_len=32,
-        vocab_size=VOCAB,
-        objective="aipo",
-        model="tiny",
-        max_queued_batches=1,
-    )
+    info = trainer_info(dp_size=dp_size, max_queued_batches=1)
     server = GrpcServer(ServerConfig(port=0))
-    servicer = TrainerServicer(table, facts, on_drained=drained.set)
+    servicer = TrainerServicer(table, info, on_drained=drained.set)
     server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
     address = f"127.0.0.1:{await server.start()}"
     thread = threading.Thread(target=loop.run, daemon=True)  # a test that fails must not hang the others

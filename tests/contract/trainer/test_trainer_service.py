@@ -18,13 +18,13 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.trainer.runs.quotas import Quotas
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.service import TrainerFacts, TrainerServicer
+from meshrl.trainer.service import TrainerServicer
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.convert import batch_to_messages
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import StepState
-from served_trainer import VOCAB, Mesh, batch
+from served_trainer import Mesh, batch, trainer_info
 
 
 async def test_trainer_says_what_it_is(mesh: Mesh) -> None:
@@ -83,11 +83,9 @@ async def test_drain_finishes_the_queue_refuses_more_and_ends_watches(mesh: Mesh
 
 def counting(file: Path) -> TrainerServicer:
     """A service of the run main that trains nothing and counts what tenants send in a file."""
-    facts = TrainerFacts(
-        world_size=1, dp_size=1, seq_len=32, vocab_size=VOCAB, objective="aipo", model="tiny", max_queued_batches=2
-    )
+    info = trainer_info(dp_size=1, max_queued_batches=2)
     table = RunTable(StepBook(run_id="main", epoch=1))
-    return TrainerServicer(table, facts, on_drained=lambda: None, quotas=Quotas(file))
+    return TrainerServicer(table, info, on_drained=lambda: None, quotas=Quotas(file))
 
 
 async def test_the_batches_of_a_token_are_counted_by_the_token_over_a_real_channel(tmp_path: Path) -> None:

@@ -33,16 +33,21 @@ class Accepted:
     queue_position: int
 
 
-class _Filled(TypedDict, total=False):
-    version: int
+class Done(TypedDict, total=False):
+    """What a step's DONE event carries, as StepEvent."""
+
     metrics: Mapping[str, float]
     timings_s: Mapping[str, float]
     logprobs: Mapping[str, NDArray[np.float32]]
     entropies: NDArray[np.float32] | None
-    reason: str
-    message: str
     traceparent: str
     artifact_id: str
+
+
+class _Filled(Done, total=False):
+    version: int
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,34 +216,14 @@ class StepBook:
         self._move(batch.step, StepState.RUNNING, traceparent=batch.traceparent)
         return batch
 
-    def finish(
-        self,
-        step: int,
-        *,
-        metrics: Mapping[str, float],
-        timings_s: Mapping[str, float],
-        traceparent: str = "",
-        logprobs: Mapping[str, NDArray[np.float32]] | None = None,
-        entropies: NDArray[np.float32] | None = None,
-        artifact_id: str = "",
-    ) -> None:
+    def finish(self, step: int, **done: Unpack[Done]) -> None:
         """The step is trained and its version sealed. Only the newest events keep `logprobs` and `entropies`: they are
         large.
         """
         assert step in self._unfinished, f"step {step} is not running"
         self._unfinished.remove(step)
         self.step, self._update_time = step, time.time()
-        self._move(
-            step,
-            StepState.DONE,
-            version=step,
-            metrics=dict(metrics),
-            timings_s=dict(timings_s),
-            traceparent=traceparent,
-            logprobs=dict(logprobs or {}),
-            entropies=entropies,
-            artifact_id=artifact_id,
-        )
+        self._move(step, StepState.DONE, version=step, **done)
         large = [place for place, event in enumerate(self._events) if event.logprobs or event.entropies is not None]
         for place in large[:-LARGE_EVENTS]:
             self._events[place] = replace(self._events[place], logprobs={}, entropies=None)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Unpack
 
 from meshrl.core.waiting import Pulse
-from meshrl.trainer.runs.steps import Accepted, StepBook
+from meshrl.trainer.runs.steps import Accepted, Done, StepBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunPhase, StepEvent, Suspension
 
@@ -126,31 +124,12 @@ class TrainingQueue:
 
     # --- on the training thread ---------------------------------------------------------------
 
-    def finished(
-        self,
-        step: int,
-        *,
-        metrics: Mapping[str, float],
-        timings_s: Mapping[str, float],
-        traceparent: str,
-        logprobs: Mapping[str, NDArray[np.float32]],
-        entropies: NDArray[np.float32],
-        tokens: int = 0,
-        artifact_id: str = "",
-    ) -> None:
-        """Reports a step as DONE; `logprobs` are those of rollouts that its batch asked for, `tokens` the run's."""
+    def finished(self, step: int, *, tokens: int, **done: Unpack[Done]) -> None:
+        """Reports a step as DONE; `tokens` are those that the run has trained in all."""
 
         def finish() -> None:
             self.book.tokens = tokens
-            self.book.finish(
-                step,
-                metrics=metrics,
-                timings_s=timings_s,
-                traceparent=traceparent,
-                logprobs=logprobs,
-                entropies=entropies,
-                artifact_id=artifact_id,
-            )
+            self.book.finish(step, **done)
 
         self._report(finish)
 
