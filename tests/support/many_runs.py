@@ -149,11 +149,11 @@ class Publishing:
             self.waiting.pop(run_id).set_result(PublishReport(version=0, artifact_id="", root=b"", num_bytes=0))
 
 
-class First:
-    """The publication of a run's first version."""
+class Opened:
+    """A run that is open, as trainer.opening.OpenRun without a hub."""
 
-    def __init__(self, publishing: Publishing, run_id: str) -> None:
-        self._publishing, self._run_id = publishing, run_id
+    def __init__(self, training: RunTraining, publishing: Publishing) -> None:
+        self.training, self._publishing, self._run_id = training, publishing, training.state.run_id
 
     async def first(self) -> None:
         self._publishing.firsts.append(self._run_id)
@@ -226,10 +226,10 @@ class ManyRuns:
         except BaseException as error:  # noqa: BLE001 - the test looks at whatever ended the thread
             self.error = error
 
-    def _open(self, run: RankRun, queue: TrainingQueue, of: RunSettings, epoch: int) -> tuple[First, RunTraining]:
+    def _open(self, run: RankRun, queue: TrainingQueue, of: RunSettings, epoch: int) -> Opened:
         if self.publishing.closed:
             raise MeshError(Reason.UNREACHABLE, "no hub")
-        return First(self.publishing, run.state.run_id), self._training(run, queue, of, own=False)
+        return Opened(self._training(run, queue, of, own=False), self.publishing)
 
     def _training(self, run: RankRun, queue: TrainingQueue, of: RunSettings, *, own: bool) -> RunTraining:
         run_id = run.state.run_id

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import signal
-import time
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,27 +21,22 @@ from meshrl.core.heap import freeze_loaded
 from meshrl.core.program import exit_code_of, leave, run_traced, say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.start import start_of
-from meshrl.core.telemetry.waits import Waits, waits_of
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
-from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix, replayed_shape
+from meshrl.trainer.build import build_parts, min_shared_prefix, replayed_shape
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import Joining, TrainerLoop
 from meshrl.trainer.loss_config import CONSTANTS
+from meshrl.trainer.opening import RunOpener
 from meshrl.trainer.publishing.build import (
-    Publication,
     PublishOptions,
     decide,
-    open_publication,
-    open_run,
-    settings_of_added,
 )
-from meshrl.trainer.publishing.publisher import PublishReport, next_epoch
-from meshrl.trainer.publishing.snapshots import PublicationSettings
+from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
 from meshrl.trainer.ranks.thread import TrainingThread
 from meshrl.trainer.ranks.worker import RankWorker
-from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.discovery import Discovery
 from meshrl.trainer.runs.hooks import RunHooks, RunHooksConfig
 from meshrl.trainer.runs.host import RunHost
@@ -52,7 +44,6 @@ from meshrl.trainer.runs.quotas import Quotas
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerServicer, max_message_bytes
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import CheckpointError
@@ -60,8 +51,6 @@ from meshrl.training.learner import Learner, UpdateError
 from meshrl.training.memory_estimate import available_bytes
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
-from meshrl.versions.snapshot import Captured
-from meshrl.wire.errors import MeshError
 from meshrl.wire.types import TrainerInfo
 
 SERVICE = "meshrl.v1.TrainerService"
@@ -98,7 +87,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
         with waits.waiting("start", loading), start_of(tracer).phase("model"):  # and its kernels
             parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
         epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
-        own = StepBook(
+        book = StepBook(
             run_id=config.run_id,
             epoch=epoch,
             start_step=parts.run.step_done,
@@ -108,7 +97,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             history_events=config.history_events,
             checkpoints=config.output_dir / "checkpoints",
         )
-        table = RunTable(own, held=True, complete=config.max_concurrent_runs == 1)
+        table = RunTable(book, held=True, complete=config.max_concurrent_runs == 1)
         learner, plan = parts.learner, parts.parallel.plan
         replayed = replayed_shape(config.enable_router_replay, learner.policy)
         info = TrainerInfo(
@@ -143,27 +132,18 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             )
             commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
             decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, epoch, waits), loop)
-            spans = TrainSpans(tracer)
-            with start_of(tracer).phase("engines"):
-                publication, initial = await unless_stopped(
-                    stop, thread.call(lambda: open_publication(decided, options, parts, commands, hub, os.environ))
-                )
-            training = RunTraining(
-                learner,
-                parts.run,
-                table.own,
-                parts.checkpointer,
-                versions_of(publication, loop, stall_s=config.publish_deadline_s),
-                commands,
-                spans,
-                ckpt=config.ckpt,
-                waits=waits,
-                release=parts.release,
+            opener = RunOpener(
+                parts, options, commands, hub, TrainSpans(tracer), waits, max_failed_steps=config.max_failed_steps
             )
+            own, settings = RankRun(state=parts.run, checkpointer=parts.checkpointer), RunSettings.own(config)
+            with start_of(tracer).phase("engines"):
+                opened = await unless_stopped(
+                    stop, thread.call(lambda: opener.open_own(decided, own, table.own, settings, os.environ))
+                )
             quantum = config.seq_len * plan.dp_size if config.max_concurrent_runs > 1 else None
             training_loop = TrainerLoop(
                 table,
-                [training],
+                [opened.training],
                 commands,
                 quantum_tokens=quantum,
                 joining=joining(config.join_rows, config.seq_len, learner.device),
@@ -172,35 +152,22 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             )
             maker, discovering = run_maker(learner, config.model, config.output_dir, config.run_hooks), None
             if config.max_concurrent_runs > 1:
-                open_added = functools.partial(
-                    open_added_run,
-                    config.max_failed_steps, parts, options, decided.result(), commands, hub, spans, waits,
-                )  # fmt: skip
                 servicer.host = RunHost(
                     table,
                     training_loop,
                     maker,
                     commands,
-                    RankRun(state=parts.run, checkpointer=parts.checkpointer),
-                    RunSettings.own(config),
+                    own,
+                    settings,
                     max_runs=config.max_concurrent_runs,
                     room_bytes=room_for_adapters(config.max_adapters_gib, learner.device),
                     history_events=config.history_events,
-                    open_run=lambda *run: open_added(loop, *run),
+                    open_run=opener.open,
                 )
             trained = thread.call(training_loop.run)
             try:
-                first = _publish_when_hub_is_up(
-                    publication,
-                    parts.run.step_done,
-                    initial,
-                    address=options.broadcast.address,
-                    for_s=config.hub_deadline_s,
-                )
-                del initial  # the first version's weights must not live as long as this function
                 with start_of(tracer).phase("version"):
-                    await unless_stopped(stop, first)
-                del first
+                    await unless_stopped(stop, opened.first())
                 freeze_loaded()
                 table.own.open()
                 if servicer.host is not None:
@@ -224,7 +191,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
                     discovering.cancel()
                 if servicer.host is not None:
                     await servicer.host.close()
-                await publication.close()
+                await opened.close()
     return 0
 
 
@@ -250,97 +217,6 @@ def room_for_adapters(max_gib: float | None, device: torch.device) -> int | None
         return int(max_gib * 2**30)
     free = available_bytes(device)
     return None if free is None else free // 2
-
-
-def open_added_run(
-    max_failed_steps: int,
-    parts: TrainerParts,
-    options: PublishOptions,
-    decided: PublicationSettings,
-    commands: CommandSender,
-    hub: WeightSyncClient,
-    spans: TrainSpans,
-    waits: Waits,
-    loop: asyncio.AbstractEventLoop,
-    run: RankRun,
-    queue: TrainingQueue,
-    settings: RunSettings,
-    epoch: int,
-) -> tuple[AddedPublication, RunTraining]:
-    """Prepares the publication of a run that is added, and its training; on the training thread."""
-    publication, initial = open_run(
-        settings_of_added(decided, epoch=epoch, folder=options.output_dir),
-        options,
-        parts,
-        run.state,
-        commands,
-        hub,
-    )
-    training = RunTraining(
-        parts.learner,
-        run.state,
-        queue,
-        run.checkpointer,
-        versions_of(publication, loop, stall_s=options.publish_deadline_s),
-        commands,
-        spans,
-        ckpt=settings.ckpt,
-        own=False,
-        max_failed_steps=max_failed_steps,
-        waits=waits,
-        release=parts.release,
-    )
-    first = run.state.step_done
-    return AddedPublication(publication, run.state.run_id, epoch, first, initial, options, hub), training
-
-
-class AddedPublication:
-    def __init__(
-        self,
-        publication: Publication,
-        run_id: str,
-        epoch: int,
-        version: int,
-        initial: Captured,
-        options: PublishOptions,
-        hub: WeightSyncClient,
-    ) -> None:
-        self._publication, self._run_id, self._epoch = publication, run_id, epoch
-        self._version, self._options, self._hub = version, options, hub
-        self._initial: Captured | None = initial
-
-    async def first(self) -> None:
-        """Publishes the version that the run starts with. Raises MeshError and OSError."""
-        if self._initial is not None:
-            await _publish_when_hub_is_up(
-                self._publication,
-                self._version,
-                self._initial,
-                address=self._options.broadcast.address,
-                for_s=self._options.hub_deadline_s,
-            )
-            self._initial = None
-
-    async def retire(self) -> None:
-        """Has the hub and the engines let go of the run. Raises MeshError."""
-        await self._hub.close_run(self._run_id, self._epoch)
-
-    async def close(self) -> None:
-        await self._publication.close()
-
-
-def versions_of(publication: Publication, loop: asyncio.AbstractEventLoop, *, stall_s: float) -> RunVersions:
-    """The versions of a run; their publications run on the event loop."""
-
-    def publish(version: int, captured: Captured, traceparent: str) -> Future[PublishReport]:
-        return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, captured, traceparent), loop)
-
-    return RunVersions(
-        capture=publication.snapshotter.capture,
-        publish=publish,
-        progress=publication.publisher.progress,
-        stall_s=stall_s,
-    )
 
 
 async def _until_drained(
@@ -373,20 +249,3 @@ async def _until_drained(
         return exit_code_of(error, told=told, doing="training ended: ", defect=f"training ended: {error}")
     logger.info("trainer: finished at version {}", table.own.book.info().version)
     return code
-
-
-async def _publish_when_hub_is_up(
-    publication: Publication, version: int, initial: Captured, *, address: str, for_s: float
-) -> None:
-    """Publishes the version the trainer starts with. Programs start in any order, so a hub that is away may come."""
-    deadline = time.monotonic() + for_s
-    while True:
-        try:
-            await publication.publisher.publish(version, initial)
-        except MeshError as error:
-            if not error.retryable or time.monotonic() > deadline:
-                raise
-            logger.warning("no hub at {} yet: {}", address, error)
-            await asyncio.sleep(max(1.0, error.retry_after_s or 0.0))
-        else:
-            return

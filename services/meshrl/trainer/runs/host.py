@@ -10,20 +10,21 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loguru import logger
+from pydantic import BaseModel
 
 from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
 from meshrl.trainer.loop import TrainerLoop
+from meshrl.trainer.opening import OpenRun
 from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.trainer.ranks.commands import CommandSender, CreateCommand, DeleteCommand
 from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
-from meshrl.trainer.run_training import RunTraining
 from meshrl.trainer.runs.settings import RunSettings, StartFrom
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
@@ -38,22 +39,9 @@ EPOCH = "epoch"
 CLOSE_S = 10.0
 
 
-class RunPublication(Protocol):
-    async def first(self) -> None:
-        """Publishes the version that the run starts with. Raises MeshError and OSError."""
+class _Row(BaseModel):
+    """A run of the index."""
 
-    async def retire(self) -> None:
-        """Has the hub and the engines let go of the run. Raises MeshError."""
-
-    async def close(self) -> None:
-        """Ends it."""
-
-
-Opened = tuple[RunPublication, RunTraining]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
     run_id: str
     settings: RunSettings
     create_time: float
@@ -61,24 +49,13 @@ class _Row:
     account: str = ""  # the token whose bearer made it
     suspension: Suspension | None = None
 
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> _Row:
-        """Raises ValueError for settings that this trainer does not take."""
-        suspension = None if values["suspension"] is None else Suspension(**values["suspension"])
-        return cls(**{**values, "settings": RunSettings.model_validate(values["settings"]), "suspension": suspension})
-
-    def written(self) -> dict[str, Any]:
-        suspension = None if self.suspension is None else vars(self.suspension)
-        return {**vars(self), "settings": self.settings.model_dump(mode="json"), "suspension": suspension}
-
 
 @dataclass(kw_only=True, eq=False)
 class _Added:
     row: _Row
     queue: TrainingQueue
     rank_run: RankRun
-    training: RunTraining
-    publication: RunPublication
+    run: OpenRun
     opening: asyncio.Task[None] | None = None
 
 
@@ -95,7 +72,7 @@ class RunHost:
         max_runs: int,
         room_bytes: int | None,
         history_events: int,
-        open_run: Callable[[RankRun, TrainingQueue, RunSettings, int], Opened],
+        open_run: Callable[[RankRun, TrainingQueue, RunSettings, int], OpenRun],
     ) -> None:
         """`settings` are the own run's, `max_runs` the most that are added, `room_bytes` for their adapters (None: not
         known). `open_run`, on the training thread, prepares a run's publication in an epoch, and its training.
@@ -201,14 +178,14 @@ class RunHost:
         run_id = queue.book.run_id
         if queue.book.suspension is not None:
             added = self._added.get(run_id)
-            if added is not None and added.training.lost:
+            if added is not None and added.run.training.lost:
                 await self._make_anew(run_id)
                 return self.info(self._table.find(run_id))
             queue.resume()
             if added is not None and queue.book.phase is RunPhase.CREATING:
                 self._begin(added)
             elif added is not None:
-                await self._table.call(added.training.resume)
+                await self._table.call(added.run.training.resume)
             await self._write_index()
         return self.info(queue)
 
@@ -232,10 +209,10 @@ class RunHost:
         queue.close()
         self._table.remove(run_id)
         try:
-            await added.publication.retire()
+            await added.run.retire()
         except MeshError as error:  # the hub forgets the run with its log
             logger.warning("the hub could not let go of run {!r}: {}", run_id, error)
-        await added.publication.close()
+        await added.run.close()
         await self._write_index()
         if not keep_checkpoints:
             await asyncio.to_thread(shutil.rmtree, self._maker.folder(run_id, added.row.settings), ignore_errors=True)
@@ -247,7 +224,7 @@ class RunHost:
         """Makes the runs of the index again, each at its newest checkpoint. One that cannot be made is left out."""
         for row in await asyncio.to_thread(self._read_index):
             try:
-                await self._make(_Row.read(row))
+                await self._make(_Row.model_validate(row))
             except (ValueError, MeshError) as error:
                 logger.error("run {!r} is not brought back: {}; its folder stays", row["run_id"], error)
 
@@ -256,7 +233,7 @@ class RunHost:
             if added.opening is not None:
                 added.opening.cancel()
             added.queue.close()
-            await added.publication.close()
+            await added.run.close()
         if self._tasks:  # a training thread that is stuck answers none of them
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
@@ -287,8 +264,8 @@ class RunHost:
         before = self._added[run_id]
         try:
             await self._table.call(lambda: self._remove(before))
-            await before.publication.close()
-            await self._open(replace(before.row, suspension=None))
+            await before.run.close()
+            await self._open(before.row.model_copy(update={"suspension": None}))
         finally:
             self._making.discard(run_id)
         before.queue.close()  # its watchers come again, and find the new epoch
@@ -322,18 +299,17 @@ class RunHost:
         )
         queue = TrainingQueue(book, self._table.changed, held=True)
 
-        def open_run() -> Opened:
+        def open_run() -> OpenRun:
             try:
-                publication, training = self._open_run(rank_run, queue, settings, epoch)
+                run = self._open_run(rank_run, queue, settings, epoch)
             except BaseException:  # whatever it is, the name is free again
                 self._forget(rank_run)
                 raise
-            self._loop.add(training, settings.share)
-            return publication, training
+            self._loop.add(run.training, settings.share)
+            return run
 
-        publication, training = await self._table.call(open_run)
+        added = _Added(row=row, queue=queue, rank_run=rank_run, run=await self._table.call(open_run))
         self._table.put(queue)
-        added = _Added(row=row, queue=queue, rank_run=rank_run, training=training, publication=publication)
         queue.on_suspended = lambda: self._after_suspension(added)
         self._added[run_id] = added
         logger.info("run {!r} is added at step {} (epoch {})", run_id, book.step, epoch)
@@ -366,7 +342,7 @@ class RunHost:
 
         async def begin() -> None:
             try:
-                await added.publication.first()
+                await added.run.first()
             except (MeshError, OSError) as error:
                 reason = error.reason.name if isinstance(error, MeshError) else Reason.INTERNAL.name
                 message = f"version {book.step} could not be published: {error}"
@@ -385,7 +361,7 @@ class RunHost:
             try:
                 if self._added.get(added.row.run_id) is not added:  # it is gone, or was made anew
                     return
-                if added.training.lost and added.queue.book.durable_step:
+                if added.run.training.lost and added.queue.book.durable_step:
                     await self._make_anew(added.row.run_id)
                 else:
                     await self._write_index()
@@ -400,7 +376,8 @@ class RunHost:
     async def _write_index(self) -> None:
         async with self._index_lock:
             rows = [
-                replace(added.row, suspension=added.queue.book.suspension).written() for added in self._added.values()
+                added.row.model_copy(update={"suspension": added.queue.book.suspension}).model_dump(mode="json")
+                for added in self._added.values()
             ]
             self._index.parent.mkdir(parents=True, exist_ok=True)
             await asyncio.to_thread(write_file, self._index, json.dumps({"runs": rows}, indent=1).encode())
