@@ -9,9 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
 
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
@@ -20,11 +18,11 @@ from meshrl.sft.data.batches import SFTBatch
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.feed import Feed
 from meshrl.sft.extras import Extras
-from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepResult
 from meshrl.training.run_state import RunState
+from meshrl.training.step_metrics import DeviceUse, common_metrics, mean
 
 
 class SFTLoop:
@@ -50,7 +48,7 @@ class SFTLoop:
         self._ckpt = ckpt
         self._validation_interval = validation_interval
         self._extras = extras
-        self._peak_flops = peak_flops(learner.device)
+        self._use = DeviceUse(learner)
 
     def run(self, signals: Sequence[str]) -> Path:
         """Returns the folder of the final weights. Every rank runs the same loop, which ends early once any rank has a
@@ -92,7 +90,7 @@ class SFTLoop:
             interval = self._validation_interval
             if interval is not None and (result.step % interval == 0 or result.step == self._max_steps):
                 record = self._learner.evaluate(self._run, self._feed.validation())  # every rank takes part
-                validated["val/loss"] = -_mean(record.logprobs)
+                validated["val/loss"] = -mean(record.logprobs)
             if rows.batch is not None:  # on rank 0, which has the tokens of all ranks
                 metrics = self._metrics(rows.batch, result, step_s)
                 metrics |= validated | {"time/load_data": data_s, "time/save_ckpt": save_s}
@@ -113,26 +111,14 @@ class SFTLoop:
         progress.samples += batch.samples
         progress.tokens += batch.tokens
         progress.data = batch.progress.to_json()
-        rate = batch.tokens / step_s
-        flops = step_flops(self._learner.model, batch.packing.micro_batches)
         return {
-            "loss/mean": result.loss,
-            "entropy/all/mean": _mean(result.tokens.entropies),
-            "optim/grad_norm": result.grad_norm,
-            "optim/lr": result.lr,
-            "optim/zero_grad_ratio": result.zero_grad_ratio,
-            **result.routing,
+            **common_metrics(result),
+            **self._use.metrics(batch.packing.micro_batches, tokens=batch.tokens, seconds=step_s),
+            **batch.progress.ratios(),
+            "entropy/all/mean": mean(result.tokens.entropies),
             "progress/epoch": batch.epoch,
             "progress/num_samples": float(progress.samples),
             "progress/num_tokens": float(progress.tokens),
-            "perf/throughput": rate,
-            "perf/throughput_per_gpu": rate / self._learner.parallel.plan.world_size,
-            "perf/mfu": flops / step_s / self._peak_flops / self._learner.parallel.plan.world_size,
-            "perf/peak_memory": peak_memory_gib(self._learner.device),
             "time/step": step_s,
             "time/forward_backward": result.forward_backward_s,
-        } | batch.progress.ratios()
-
-
-def _mean(values: NDArray[np.float32]) -> float:
-    return float(values.mean(dtype=np.float64)) if len(values) else 0.0
+        }

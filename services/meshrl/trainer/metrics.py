@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.training.learner import StepResult
+from meshrl.training.step_metrics import common_metrics, mean
 from meshrl.wire.types import Batch
 
 MAX_BYTES = 2**20
@@ -28,13 +29,9 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
     with np.errstate(over="ignore"):  # a token that the sampler thought impossible counts as infinitely far off
         mismatch_kl = np.exp(log_ratio) - log_ratio - 1.0
     metrics = {f"loss/{name}": value for name, value in result.metrics.items()} | {
-        **result.routing,
-        "loss/mean": result.loss,
-        "optim/grad_norm": result.grad_norm,
-        "optim/lr": result.lr,
-        "optim/zero_grad_ratio": result.zero_grad_ratio,
-        "masked_advantage_positive/mean": _mean(tokens.masked & (tokens.advantages > 0)),
-        "masked_advantage_negative/mean": _mean(tokens.masked & (tokens.advantages < 0)),
+        **common_metrics(result),
+        "masked_advantage_positive/mean": mean(tokens.masked & (tokens.advantages > 0)),
+        "masked_advantage_negative/mean": mean(tokens.masked & (tokens.advantages < 0)),
     }
     selections: dict[str, NDArray[np.bool_]] = {
         name: tokens.env_index == index for index, name in enumerate(environments)
@@ -43,17 +40,13 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
     for name, of in selections.items():
         if not of.any():
             continue
-        metrics[f"mismatch_kl/{name}/mean"] = _mean(mismatch_kl[of])
+        metrics[f"mismatch_kl/{name}/mean"] = mean(mismatch_kl[of])
         metrics[f"mismatch_kl/{name}/std"] = float(mismatch_kl[of].std())
         metrics[f"mismatch_kl/{name}/max"] = float(mismatch_kl[of].max())
-        metrics[f"mismatch_abs/{name}/mean"] = _mean(np.abs(log_ratio[of]))
+        metrics[f"mismatch_abs/{name}/mean"] = mean(np.abs(log_ratio[of]))
         metrics[f"mismatch_abs/{name}/max"] = float(np.abs(log_ratio[of]).max())
-        metrics[f"entropy/{name}/mean"] = _mean(tokens.entropies[of])
+        metrics[f"entropy/{name}/mean"] = mean(tokens.entropies[of])
     return metrics
-
-
-def _mean(values: NDArray[np.generic]) -> float:
-    return float(values.mean(dtype=np.float64)) if values.size else 0.0
 
 
 def rollout_logprobs(

@@ -27,12 +27,12 @@ from meshrl.trainer.ranks.batch_step import BatchStep, Outcome, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
 from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue
 from meshrl.trainer.spans import TrainSpan, TrainSpans
-from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops, token_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.joined_rows import kinds
 from meshrl.training.learner import Learner, StepError, StepResult, UpdateError
 from meshrl.training.run_state import RunState
+from meshrl.training.step_metrics import DeviceUse
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError, Reason
@@ -108,8 +108,7 @@ class RunTraining:
         self._published_step = state.step_done  # the last one whose publication began
         self._save_ckpt_s = 0.0  # since the last DONE
         self._saved_step = state.step_done  # a step that is on disk, or needs no checkpoint
-        self._peak_flops = peak_flops(learner.device)
-        self._token_flops: float | None = None  # once its adapters are mounted
+        self._use = DeviceUse(learner)
 
     # --- what the loop asks ---------------------------------------------------------------------
 
@@ -376,15 +375,9 @@ class RunTraining:
         progress = self.checkpointer.progress
         progress.tokens += tokens
         progress.samples += samples
-        if self._token_flops is None:
-            self._token_flops = token_flops(self._learner.model)
-        flops = step_flops(self._learner.model, batch.micro_batches, self._token_flops)
         metrics = step_metrics(result, batch.environments)
+        metrics |= self._use.metrics(batch.micro_batches, tokens=tokens, seconds=train_s)
         metrics |= {
-            "perf/throughput": tokens / train_s,
-            "perf/throughput_per_gpu": tokens / train_s / self._learner.parallel.plan.world_size,
-            "perf/mfu": flops / train_s / self._peak_flops / self._learner.parallel.plan.world_size,
-            "perf/peak_memory": peak_memory_gib(self._learner.device),
             **{f"time/{stage}": length_s for stage, length_s in timings_s.items()},
             "time/save_ckpt": self._save_ckpt_s,
             "progress/step": float(result.step),

@@ -7,7 +7,7 @@ which checkpoints carry.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from loguru import logger
 
@@ -30,22 +30,11 @@ class DataProgress:
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        place = {"epoch": self.next.epoch, "position": self.next.position}
-        return {
-            "next": place,
-            "parts": dict(self.parts),
-            "samples": dict(self.samples),
-            "tokens": dict(self.tokens),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: JsonObject) -> DataProgress:
-        return cls(
-            next=Cursor(**values["next"]),
-            parts=values.get("parts", {}),
-            samples=values["samples"],
-            tokens=values["tokens"],
-        )
+        return cls(**{**values, "next": Cursor(**values["next"])})
 
     def changed(self, parts: Mapping[str, str]) -> str | None:
         """How the data differs from what was trained; None for the same, or where it was not recorded."""
