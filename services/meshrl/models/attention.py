@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshrl.models.kernels.fused_attention import FusedPlan, fused_attention, upload
-from meshrl.models.shared_prefix import PrefixPlan, cpu_attention, fused_prefix_attention
+from meshrl.models.shared_prefix import (
+    PrefixPlan,
+    cpu_prefix_attention,
+    fused_prefix_attention,
+    in_block,
+    repeated,
+)
 from meshrl.models.shares import ContextShare
 
 ATTENTION_NAME = "meshrl_packed"
@@ -125,17 +131,6 @@ class ScoreRule:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
-    """Samples of similar length as one padded block."""
-
-    gather: torch.Tensor  # int64 (B, L): token of the row at each place; padding repeats a sample's last token
-
-    @property
-    def length(self) -> int:
-        return self.gather.shape[1]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
     """Where the samples of a row lie, prepared once a row and used by every layer.
 
@@ -145,7 +140,10 @@ class PackedLayout:
     """
 
     fused: FusedPlan | None
-    blocks: tuple[Block, ...]
+    blocks: tuple[torch.Tensor, ...]
+    """int64 (B, L) each: samples of similar length as a padded block, by the token of the row at each place; padding
+    repeats a sample's last token."""
+
     scatter: torch.Tensor  # int64 (T,): place of each token in the blocks' outputs laid end to end
     offsets: torch.Tensor  # int64 (S + 1,) on the CPU: where each sample begins, and the row ends
     kernels: Kernels
@@ -175,7 +173,7 @@ class PackedLayout:
             nowhere = torch.empty(0, dtype=torch.int64, device=device)
             return cls(fused=plan, blocks=(), scatter=nowhere, offsets=offsets, kernels=kernels, prefixes=prefixes)
         scatter = np.empty(int(sample_offsets[-1]), dtype=np.int64)
-        blocks: list[Block] = []
+        blocks: list[torch.Tensor] = []
         base = 0
         for members in [np.arange(len(lengths))] if kernels.one_block else _similar_lengths(lengths):
             longest = int(lengths[members].max())
@@ -184,7 +182,7 @@ class PackedLayout:
             real = place < lengths[members][:, None]
             scatter[gather[real]] = base + np.flatnonzero(real)
             base += gather.size
-            blocks.append(Block(gather=upload(gather, device)))
+            blocks.append(upload(gather, device))
         place_T = upload(scatter, device)
         return cls(
             fused=None, blocks=tuple(blocks), scatter=place_T, offsets=offsets, kernels=kernels, prefixes=prefixes
@@ -213,11 +211,6 @@ def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
             groups.append(order[first:index])
             first = index
     return groups
-
-
-def enable_packed_attention(model: PreTrainedModel) -> None:
-    """Switches the model's attention to packed rows; each forward then needs `packed_layout=`."""
-    use_attention(model, ATTENTION_NAME, packed_attention)
 
 
 def use_attention(model: PreTrainedModel, name: str, function: Callable[..., Any]) -> None:
@@ -272,46 +265,18 @@ def _attention(
     scale = 1.0 / math.sqrt(query_THD.shape[-1]) if rules["scale"] is None else rules["scale"]
     window = rules["window"]
     if layout.prefixes is not None:
-        return _attention_with_prefixes(
-            query_THD, key_TKD, value_TKD, layout, layout.prefixes, scale=scale, window=window
+        if window is not None:  # families.prefix_reason names such models
+            raise NotImplementedError(f"samples that share their beginning under a sliding window of {window} tokens")
+        if layout.fused is not None:
+            return fused_prefix_attention(query_THD, key_TKD, value_TKD, layout.fused, layout.prefixes, scale=scale)
+        out_THD: torch.Tensor = cpu_prefix_attention(
+            query_THD, key_TKD, value_TKD, layout.blocks, layout.scatter, layout.prefixes, scale
         )
+        return out_THD
     if layout.fused is not None:  # never with dropout: see PackedPolicy
         return fused_attention(query_THD, key_TKD, value_TKD, layout.fused, scale=scale, window=window)
-    out_THD: torch.Tensor = _attention_by_blocks(query_THD, key_TKD, value_TKD, layout, rules)
-    return out_THD
-
-
-def _attention_with_prefixes(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    layout: PackedLayout,
-    prefixes: PrefixPlan,
-    *,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    if window is not None:  # families.prefix_reason names such models
-        raise NotImplementedError(f"samples that share their beginning under a sliding window of {window} tokens")
-    if layout.fused is not None:
-        return fused_prefix_attention(query_THD, key_TKD, value_TKD, layout.fused, prefixes, scale=scale)
-    out_THD: torch.Tensor = _attention_with_prefixes_by_blocks(query_THD, key_TKD, value_TKD, layout, prefixes, scale)
-    return out_THD
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
-def _attention_with_prefixes_by_blocks(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    layout: PackedLayout,
-    prefixes: PrefixPlan,
-    scale: float,
-) -> torch.Tensor:
-    blocks = [block.gather for block in layout.blocks]
-    return cpu_attention(
-        query_THD, key_TKD, value_TKD, blocks=blocks, scatter=layout.scatter, spans=prefixes.spans, scale=scale
-    )
+    blocks_THD: torch.Tensor = _attention_by_blocks(query_THD, key_TKD, value_TKD, layout, rules)
+    return blocks_THD
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # every row's blocks have other shapes: never compiled
@@ -323,7 +288,7 @@ def _attention_by_blocks(
     arguments: Mapping[str, Any],
 ) -> torch.Tensor:
     rule = ScoreRule(**arguments)
-    outputs = [_block_attention(query_THD, key_TKD, value_TKD, block, rule) for block in layout.blocks]
+    outputs = [_block_attention(query_THD, key_TKD, value_TKD, gather, rule) for gather in layout.blocks]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat.index_select(0, layout.scatter)
 
@@ -332,19 +297,14 @@ def _block_attention(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    block: Block,
+    gather_BL: torch.Tensor,
     rule: ScoreRule,
 ) -> torch.Tensor:
     """Causal attention of one padded block; returns (B * L, H, D). Padding comes after every real query's keys."""
-    query_BHLD, key_BKLD, value_BKLD = (
-        tensor.index_select(0, block.gather.flatten()).view(*block.gather.shape, *tensor.shape[1:]).transpose(1, 2)
-        for tensor in (query_THD, key_TKD, value_TKD)
-    )
+    query_BHLD, key_BKLD, value_BKLD = (in_block(tensor, gather_BL) for tensor in (query_THD, key_TKD, value_TKD))
     groups = query_BHLD.shape[1] // key_BKLD.shape[1]
-    if groups > 1:
-        key_BKLD = key_BKLD.repeat_interleave(groups, dim=1)
-        value_BKLD = value_BKLD.repeat_interleave(groups, dim=1)
-    mask_LL = window_mask(block.length, rule.window, query_BHLD.device)
+    key_BKLD, value_BKLD = repeated(key_BKLD, groups), repeated(value_BKLD, groups)
+    mask_LL = window_mask(gather_BL.shape[1], rule.window, query_BHLD.device)
     out_BHLD = rule.attend(query_BHLD, key_BKLD, value_BKLD, mask=mask_LL, causal=mask_LL is None)
     return out_BHLD.transpose(1, 2).flatten(0, 1)
 

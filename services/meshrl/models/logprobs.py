@@ -30,11 +30,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from meshrl.models.attention import (
+    ATTENTION_NAME,
     AttentionName,
     Kernels,
     PackedLayout,
     choose_kernels,
-    enable_packed_attention,
+    packed_attention,
+    use_attention,
 )
 from meshrl.models.families import (
     UNTRAINABLE_TYPES,
@@ -113,7 +115,7 @@ class PackedPolicy(nn.Module):
         dtype = model.dtype if compute_dtype is torch.float32 else compute_dtype
         self.kernels = Kernels(one_block=one_pass)
         if self.packed:
-            enable_packed_attention(model)
+            use_attention(model, ATTENTION_NAME, packed_attention)
             dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
             kernels = choose_kernels("sdpa" if dropout or needs_unfused(model) else attn, device, dtype)
             self.kernels = replace(kernels, context=context)
@@ -223,10 +225,10 @@ class PackedPolicy(nn.Module):
         place_N = row.layout.scatter[sources_N]
         logits_NV: torch.Tensor | None = None
         base = 0
-        for block in row.layout.blocks:
-            routes = None if row.routes is None else row.routes[block.gather].flatten(0, 1)
+        for gather_BL in row.layout.blocks:
+            routes = None if row.routes is None else row.routes[gather_BL].flatten(0, 1)
             with self.routers.replaying(routes):
-                logits_BLV: torch.Tensor = self.model(input_ids=row.token_ids[block.gather], use_cache=False).logits
+                logits_BLV: torch.Tensor = self.model(input_ids=row.token_ids[gather_BL], use_cache=False).logits
             flat_PV = logits_BLV.flatten(0, 1)
             here_N = (place_N >= base) & (place_N < base + len(flat_PV))
             if logits_NV is None:

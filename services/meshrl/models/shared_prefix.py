@@ -124,14 +124,14 @@ def merge(
 # --- the CPU: padded blocks of samples, then span by span ---------------------------------------------
 
 
-def cpu_attention(
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # every row's blocks have other shapes: never compiled
+def cpu_prefix_attention(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    *,
     blocks: Sequence[torch.Tensor],
     scatter: torch.Tensor,
-    spans: Sequence[Span],
+    prefixes: PrefixPlan,
     scale: float,
 ) -> torch.Tensor:
     """Causal attention within each sample and to its prefix, (T, H, D).
@@ -139,7 +139,7 @@ def cpu_attention(
     `blocks` (B, L) and `scatter` (T,) are those of a PackedLayout.
     """
     out_THD: torch.Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]  # torch's way to call a Function
-        query_THD, key_TKD, value_TKD, blocks, scatter, spans, scale
+        query_THD, key_TKD, value_TKD, blocks, scatter, prefixes.spans, scale
     )
     return out_THD
 
@@ -158,7 +158,7 @@ class _CpuAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         outs, lses = [], []
         for gather in blocks:
-            parts = [_block(tensor, gather) for tensor in (query_THD, key_TKD, value_TKD)]
+            parts = [in_block(tensor, gather) for tensor in (query_THD, key_TKD, value_TKD)]
             out_BHLD, lse_BHL = _cpu_forward(*parts, causal=True, scale=scale)
             outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
             lses.append(lse_BHL.transpose(1, 2).flatten(0, 1))
@@ -183,7 +183,7 @@ class _CpuAttention(torch.autograd.Function):
         for gather in ctx.blocks:
             size = gather.numel()
             grad_BLHD = grad_PHD[base : base + size].view(*gather.shape, *grad_PHD.shape[1:])
-            parts = [_block(tensor, gather) for tensor in (query_THD, key_TKD, value_TKD, out_THD)]
+            parts = [in_block(tensor, gather) for tensor in (query_THD, key_TKD, value_TKD, out_THD)]
             lse_BHL = lse_TH.index_select(0, gather.flatten()).view(*gather.shape, -1).transpose(1, 2)
             found = _cpu_backward(grad_BLHD.transpose(1, 2), parts, lse_BHL, causal=True, scale=ctx.scale)
             for kept, part in zip(pieces, found, strict=True):
@@ -204,7 +204,7 @@ def _one(tensor_NHD: torch.Tensor) -> torch.Tensor:
     return tensor_NHD.transpose(0, 1)[None]
 
 
-def _block(tensor_THD: torch.Tensor, gather_BL: torch.Tensor) -> torch.Tensor:
+def in_block(tensor_THD: torch.Tensor, gather_BL: torch.Tensor) -> torch.Tensor:
     """(B, H, L, D) of the block's tokens."""
     return tensor_THD.index_select(0, gather_BL.flatten()).view(*gather_BL.shape, *tensor_THD.shape[1:]).transpose(1, 2)
 
@@ -215,7 +215,7 @@ def _cpu_forward(
     """Output (B, H, L, D) and log-sum-exp (B, H, L) of queries to keys whose K heads are shared by H."""
     groups = query.shape[1] // key.shape[1]
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, _repeated(key, groups), _repeated(value, groups), 0.0, causal, scale=scale
+        query, repeated(key, groups), repeated(value, groups), 0.0, causal, scale=scale
     )
     return out, lse
 
@@ -227,14 +227,14 @@ def _cpu_backward(
     query, key, value, out = parts
     groups, heads = query.shape[1] // key.shape[1], key.shape[1]
     to_query, to_key, to_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, _repeated(key, groups), _repeated(value, groups), out, lse, 0.0, causal, scale=scale
+        grad, query, repeated(key, groups), repeated(value, groups), out, lse, 0.0, causal, scale=scale
     )
     if groups > 1:
         to_key, to_value = (tensor.unflatten(1, (heads, groups)).sum(2) for tensor in (to_key, to_value))
     return to_query, to_key, to_value
 
 
-def _repeated(tensor_BKLD: torch.Tensor, groups: int) -> torch.Tensor:
+def repeated(tensor_BKLD: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor_BKLD if groups == 1 else tensor_BKLD.repeat_interleave(groups, dim=1)
 
 

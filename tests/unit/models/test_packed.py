@@ -214,8 +214,8 @@ def test_blocks_pad_no_sample_beyond_the_growth_bound() -> None:
     lengths = np.array([100, 70, 60, 20, 19, 3])
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     layout = PackedLayout.from_offsets(offsets, torch.device("cpu"))
-    assert [tuple(block.gather.shape) for block in layout.blocks] == [(2, 100), (1, 60), (2, 20), (1, 3)]
-    flat = torch.cat([block.gather.flatten() for block in layout.blocks])
+    assert [tuple(block.shape) for block in layout.blocks] == [(2, 100), (1, 60), (2, 20), (1, 3)]
+    flat = torch.cat([block.flatten() for block in layout.blocks])
     assert flat[layout.scatter].tolist() == list(range(int(lengths.sum())))
 
 
