@@ -51,6 +51,7 @@ from meshrl.models.shares import ContextShare, TensorShare, sum_over_ranks
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+LOGITS_GPU, LOGITS_CPU = 2**31, 2**28  # bytes of the float32 logits that are there at once, unless settings differ
 MOST_PIECE_BYTES = 2**31  # of float32 logits; larger pieces are no faster
 PIECE_STEP = 8  # tokens of a piece are a multiple of it: triton compiles a kernel again for addresses unlike 16 n bytes
 KEPT_SHARE = 0.8  # of the bytes for logits, the most that gradients of logits may take until the backward pass
@@ -83,7 +84,7 @@ class PackedPolicy(nn.Module):
         model: PreTrainedModel,
         *,
         compute_dtype: torch.dtype = torch.float32,
-        max_logits_bytes: int = 1 << 28,
+        max_logits_bytes: int = LOGITS_CPU,
         attn: AttentionName = "auto",
         device: torch.device | None = None,
         autocast: bool = True,

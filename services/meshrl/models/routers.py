@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from meshrl.models.experts import expert_layers
+from meshrl.models.experts import Experts, expert_layers
 from meshrl.wire.types import RoutedShape
 
 UNKNOWN = -1
@@ -63,13 +63,13 @@ class Routers:
         self._wide = wide and model.config.get_text_config().model_type not in NARROW
         self.watchers: list[Callable[[RouterChoice], None]] = []
         self._given: torch.Tensor | None = None
-        found = _router_modules(model)
-        self.experts = [experts for _, experts in found]
+        layers = expert_layers(model, model.config)
         parents = {child: module for module in model.modules() for child in module.children()}
-        self.holders = list(dict.fromkeys(parents[layer.module] for layer in expert_layers(model, model.config)))
+        self.holders = list(dict.fromkeys(parents[layer.module] for layer in layers))
+        found = _router_modules(layers, parents)
+        self.experts = [experts for _, experts in found]
         names = {module: name for name, module in model.named_modules()}
         self.layers = [int(next(part for part in names[module].split(".") if part.isdigit())) for module, _ in found]
-        layers = expert_layers(model, model.config)
         self.shape = (
             RoutedShape(layers=len(found), per_token=layers[0].per_token, experts=max(self.experts)) if found else None
         )
@@ -183,14 +183,13 @@ def _wide_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         return F.linear(hidden.to(dtype).float(), weight.to(dtype).float(), bias)
 
 
-def _router_modules(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+def _router_modules(layers: Sequence[Experts], parents: Mapping[nn.Module, nn.Module]) -> list[tuple[nn.Module, int]]:
     """The modules that choose experts, in order, each with the number of experts that it chooses among.
 
     That is the router's own module where it has one beside the experts, or the module that holds both.
     """
     found: list[tuple[nn.Module, int]] = []
-    parents = {child: module for module in model.modules() for child in module.children()}
-    for layer in expert_layers(model, model.config):
+    for layer in layers:
         parent = parents[layer.module]
         within = set(layer.module.modules())
         routers = [module for module in parent.modules() if module not in within and _is_router(module)]

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from meshrl.models.experts import Experts, expert_layers
 from meshrl.models.load import empty_model, resolve_dtype
-from meshrl.models.logprobs import KEPT_SHARE
+from meshrl.models.logprobs import KEPT_SHARE, LOGITS_CPU, LOGITS_GPU
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import MemoryNeed, available_bytes, check_fits, memory_need
 from meshrl.training.model_config import (
@@ -55,7 +55,7 @@ from meshrl.training.parallel.tensor import divides_attention, divides_vocabular
 
 RESERVE = 0.9  # of the free memory may be planned for
 COMPILE_FROM = 100_000_000  # parameters; 0.6B trains 1.6 times as fast compiled, layers of 30B-A3B 1.5 times
-LOGITS_GPU, LOGITS_CPU, LOGITS_LEAST = 2**31, 2**28, 2**26  # bytes of the float32 logits that are there at once
+LOGITS_LEAST = 2**26  # bytes of the float32 logits that are there at once
 PASS_TOKENS = 16384  # of each rank; rows of 4k of 30B-A3B's layers train 2.2 times as fast so, longer passes 1.04 more
 LOGITS_SHARE = 32  # at most one in so many bytes of what the model leaves free
 

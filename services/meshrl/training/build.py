@@ -11,9 +11,9 @@ from loguru import logger
 from torch import nn
 
 from meshrl.models.adapters import AdapterScale, AdapterSet
-from meshrl.models.families import learned_positions, positions_grow_beyond
+from meshrl.models.families import learned_positions
 from meshrl.models.load import empty_model, fill_at_random, fill_model, resolve_dtype
-from meshrl.models.logprobs import PackedPolicy
+from meshrl.models.logprobs import LOGITS_CPU, LOGITS_GPU, PackedPolicy
 from meshrl.models.lora import coverage, make_set, prepare_lora, reset_lora
 from meshrl.models.shares import TensorShare
 from meshrl.training.checkpoints.random_state import seed_rank
@@ -24,8 +24,6 @@ from meshrl.training.parallel.experts import divide_experts
 from meshrl.training.parallel.fsdp import StepPasses, prepare_blocks, shard
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.parallel.tensor import divide_layers
-
-LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
 
 
 def build_learner(
@@ -46,7 +44,6 @@ def build_learner(
     """
     compute_dtype = resolve_dtype(config)
     on_gpu = parallel.device.type == "cuda"
-    logits_bytes = max_logits_bytes or (LOGITS_BYTES_GPU if on_gpu else LOGITS_BYTES_CPU)
     # Master weights are float32, since small updates drown in bfloat16; weights that adapters leave alone need none.
     stored_dtype = torch.float32 if config.lora is None else compute_dtype
     model = empty_model(config, dtype=stored_dtype)
@@ -58,16 +55,11 @@ def build_learner(
         )
     check_layout(model, config, parallel.plan)
     if config.lora is not None:
-        prepare_lora(
-            model,
-            target_modules=config.lora.target_modules,
-            target_parameters=config.lora.target_parameters,
-            modules_to_save=config.lora.modules_to_save,
-        )
+        prepare(model, config.lora)
     policy = PackedPolicy(
         model,
         compute_dtype=compute_dtype,
-        max_logits_bytes=logits_bytes,
+        max_logits_bytes=max_logits_bytes or (LOGITS_GPU if on_gpu else LOGITS_CPU),
         attn=config.attn,
         device=parallel.device,
         autocast=parallel.mesh is None,
@@ -98,13 +90,22 @@ def build_learner(
             logger.info(coverage(model))
     # Dropout must not fall alike on every rank, but on those that have the same tokens.
     seed_rank(seed, 0, parallel.plan.rank // parallel.plan.tp)
-    joins = policy.packed and positions_grow_beyond(model.config.get_text_config()) is None
     return Learner(
         policy,
         parallel,
         passes,
-        pass_tokens=config.pass_tokens if joins and isinstance(config.pass_tokens, int) else None,
+        pass_tokens=config.pass_tokens if isinstance(config.pass_tokens, int) else None,
         partial=[model.get_parameter(name) for name in partial],
+    )
+
+
+def prepare(model: nn.Module, config: LoraConfig) -> None:
+    """Readies the model for sets as configured, before it is sharded. Raises ValueError as `prepare_lora` does."""
+    prepare_lora(
+        model,
+        target_modules=config.target_modules,
+        target_parameters=config.target_parameters,
+        modules_to_save=config.modules_to_save,
     )
 
 

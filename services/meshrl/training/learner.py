@@ -105,7 +105,6 @@ class Learner:
         together make one; None: each does.
         """
         self.policy = policy
-        self._pass_tokens = pass_tokens
         self._passes = passes
         self.model = policy.model
         self.parallel = parallel or RankGroup(device=self.model.device)
@@ -115,9 +114,10 @@ class Learner:
         self._run: RunState | None = None
         self._partial = partial
         config, plan = self.model.config.get_text_config(), self.parallel.plan
-        self._rows_join = (  # each token is at one place of one row, and no random number depends on others
-            policy.packed
-            and positions_grow_beyond(config) is None
+        joins = policy.packed and positions_grow_beyond(config) is None  # each token is at one place of one row
+        self._pass_tokens = pass_tokens if joins else None
+        self._rows_join = (  # and no random number depends on others
+            joins
             and not policy.routers.experts
             and plan.cp == plan.tp == 1
             and not getattr(config, "attention_dropout", 0.0)
@@ -339,15 +339,10 @@ class Learner:
     def evaluate(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
         """The record of the micro-batches without a gradient (as in StepResult.tokens); nothing changes."""
         whole = [RunRows(run=run, micro_batches=micro_batches, counts=count(micro_batches))]
-        self.take_up(run)
-        self.policy.eval()
-        try:
+        with self._looking(run):
             return self._gathered(
                 record_of([self._forward(whole, [row])[0] for row in self.parallel.plan.own_rows(micro_batches)])
             )
-        finally:
-            self.policy.train()
-            reshard(self.policy)
 
     @torch.no_grad()
     def score(self, run: RunState, row: PackedRow) -> torch.Tensor:
@@ -355,11 +350,17 @@ class Learner:
 
         Every rank gives the same row.
         """
+        with self._looking(run):
+            logprobs: torch.Tensor = self.policy(row)[0]
+            return logprobs
+
+    @contextmanager
+    def _looking(self, run: RunState) -> Iterator[None]:
+        """Passes inside are those of the run as it is used, without dropout."""
         self.take_up(run)
         self.policy.eval()
         try:
-            logprobs: torch.Tensor = self.policy(row)[0]
-            return logprobs
+            yield
         finally:
             self.policy.train()
             reshard(self.policy)

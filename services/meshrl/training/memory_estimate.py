@@ -18,8 +18,8 @@ import torch
 from meshrl.machine.memory import machine_memory
 from meshrl.models.experts import expert_layers
 from meshrl.models.load import ModelError, empty_model, resolve_dtype
-from meshrl.models.lora import prepare_lora, saved_parameters
-from meshrl.training.build import new_set
+from meshrl.models.lora import saved_parameters
+from meshrl.training.build import new_set, prepare
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.rank_group import RankGroup
@@ -73,12 +73,7 @@ def memory_need(
         gathered += parameter.numel() * alike // plan.tp
     lora, adapters, trained = config.lora, 0, held
     if lora is not None:
-        prepare_lora(
-            model,
-            target_modules=lora.target_modules,
-            target_parameters=lora.target_parameters,
-            modules_to_save=lora.modules_to_save,
-        )
+        prepare(model, lora)
         saved = sum(parameter.numel() for parameter in saved_parameters(model).values()) // plan.shards
         base += saved * (torch.float32.itemsize - stored_dtype.itemsize)
         adapters = new_set(model, lora, device=torch.device("meta")).numel

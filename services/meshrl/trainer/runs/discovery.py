@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,22 @@ VALUES = ("max_steps", "seed", "share")
 FULL = (Reason.RUN_LIMIT_REACHED, Reason.NO_ROOM_FOR_RUN)
 
 
+@dataclass
+class _Seen:
+    """What is known of a run's folder."""
+
+    refused: bytes | None = None  # its file, if that was refused as it is
+    waits: bool = False  # for a place, of which the log has a line
+    discovered: bool = False  # its hooks were called
+    evicted: bool = False  # EVICTED is written
+
+
 class Discovery:
     """Follows the folders of runs. Its runs are those of the host whose name a folder has."""
 
     def __init__(self, host: RunHost, hooks: RunHooks, output_dir: Path) -> None:
         self._host, self._hooks, self._output_dir = host, hooks, output_dir
-        self._refused: dict[str, bytes] = {}  # files that were refused, as they were then
-        self._waiting: set[str] = set()  # runs without a place, of which the log has a line
-        self._known: set[str] = set()  # runs whose hooks were called
-        self._told_evicted: set[str] = set()
+        self._seen: defaultdict[str, _Seen] = defaultdict(_Seen)
 
     async def follow(self, every_s: float = EVERY_S) -> None:
         while True:
@@ -61,14 +70,14 @@ class Discovery:
                 await self._host.delete(run_id, keep_checkpoints=True)
                 self._hooks.forgotten(run_id)
                 self._hooks.release(run_id)
-                self._told_evicted.discard(run_id)
-                self._known.discard(run_id)
+                self._seen.pop(run_id, None)
         for run_id, data in sorted(found.items()):
-            if run_id not in self._host.added and self._refused.get(run_id) != data:
+            seen = self._seen[run_id]
+            if run_id not in self._host.added and seen.refused != data:
                 await self._take_up(run_id, data)
             if run_id in self._host.added:
-                if run_id not in self._known:
-                    self._known.add(run_id)
+                if not seen.discovered:
+                    seen.discovered = True
                     self._hooks.discovered(run_id, tomllib.loads(data.decode()))
                 await self._evictions(run_id)
 
@@ -82,7 +91,7 @@ class Discovery:
         return found
 
     async def _take_up(self, run_id: str, data: bytes) -> None:
-        problem = Layout(self._output_dir / run_id).control / INVALID
+        problem, seen = Layout(self._output_dir / run_id).control / INVALID, self._seen[run_id]
         try:
             table = tomllib.loads(data.decode())
             settings = settings_from(table, self._host.own_settings, folder=run_id)
@@ -92,33 +101,32 @@ class Discovery:
             await self._host.create(run_id, settings, request_id=f"{run_id}/{ORCH_TOML} {digest}")
         except (ValueError, MeshError) as error:  # tomllib's and pydantic's are ValueErrors
             if isinstance(error, MeshError) and error.reason in FULL:
-                if run_id not in self._waiting:
+                if not seen.waits:
                     logger.warning("run {!r} waits for a place: {}", run_id, error)
-                self._waiting.add(run_id)
+                seen.waits = True
                 return
             text = explained(error)
             logger.error("run {!r} is not taken up: {}", run_id, text)
-            self._refused[run_id] = data
+            seen.refused = data
             await asyncio.to_thread(write_file, problem, f"{text}\n".encode())
             return
-        self._waiting.discard(run_id)
-        self._refused.pop(run_id, None)
+        seen.waits, seen.refused = False, None
         await asyncio.to_thread(problem.unlink, missing_ok=True)
 
     async def _evictions(self, run_id: str) -> None:
         """Writes why the trainer has suspended a run; once its owner deletes the file, the run goes on."""
-        suspension = self._host.suspension(run_id)
+        suspension, seen = self._host.suspension(run_id), self._seen[run_id]
         file = Layout(self._output_dir / run_id).control / EVICTED
         if suspension is None or not suspension.reason:
-            if run_id in self._told_evicted:
+            if seen.evicted:
                 await asyncio.to_thread(file.unlink, missing_ok=True)
-            self._told_evicted.discard(run_id)
-        elif run_id not in self._told_evicted:
+            seen.evicted = False
+        elif not seen.evicted:
             await asyncio.to_thread(write_file, file, f"{suspension.message}\n".encode())
-            self._told_evicted.add(run_id)
+            seen.evicted = True
         elif not await asyncio.to_thread(file.exists):
             await self._host.resume(run_id)
-            self._told_evicted.discard(run_id)
+            seen.evicted = False
 
 
 def settings_from(table: Mapping[str, Any], own: RunSettings, *, folder: str) -> RunSettings:

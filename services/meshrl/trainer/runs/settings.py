@@ -32,6 +32,8 @@ _SCHEDULE = {
     "type": "type", "warmup_steps": "warmup_steps", "decay_steps": "decay_steps", "min_learning_rate": "min_lr",
 }  # fmt: skip
 
+_CHECKPOINTS = {name: name for name in ("interval", "keep_last", "keep_interval")}
+
 
 class StartFrom(BaseConfig):
     """A checkpoint of another run."""
@@ -148,7 +150,7 @@ class RunSettings(BaseConfig):
         if spec.loss is not None:
             values["loss"] = {"type": spec.loss.name, **spec.loss.constants}
         if spec.checkpoints is not None:
-            given = _given(spec.checkpoints, {name: name for name in ("interval", "keep_last", "keep_interval")})
+            given = _given(spec.checkpoints, _CHECKPOINTS)
             values["ckpt"] = (values["ckpt"] or {}) | {name: value or None for name, value in given.items()}
         for name in ("share", "max_queued_batches"):
             if getattr(spec, name) is not None:
@@ -181,18 +183,14 @@ class RunSettings(BaseConfig):
                 seed=self.adapter_seed,
             ),
             optimizer=OptimizerSpec(
-                type=optim.type,
-                learning_rate=optim.lr,
-                weight_decay=optim.weight_decay,
                 max_grad_norm=optim.max_norm or 0.0,
-                **{name: getattr(optim, _OPTIMIZER[name]) for name in of_type},
+                **{
+                    name: getattr(optim, _OPTIMIZER[name])
+                    for name in ("type", "learning_rate", "weight_decay", *of_type)
+                },
             ),
             schedule=ScheduleSpec(
-                type=schedule.type,
-                warmup_steps=schedule.warmup_steps,
-                decay_steps=schedule.decay_steps,
-                min_learning_rate=schedule.min_lr,
-                max_steps=self.max_steps,
+                max_steps=self.max_steps, **{name: getattr(schedule, key) for name, key in _SCHEDULE.items()}
             ),
             loss=LossSpec(
                 name=self.loss.type,
@@ -206,7 +204,7 @@ class RunSettings(BaseConfig):
             else StartPoint(run_id=start.run_id, step=start.step, with_optimizer=start.with_optimizer),
             checkpoints=None
             if ckpt is None
-            else CheckpointPolicy(interval=ckpt.interval, keep_last=ckpt.keep_last, keep_interval=ckpt.keep_interval),
+            else CheckpointPolicy(**{name: getattr(ckpt, name) for name in _CHECKPOINTS}),
             labels=self.labels,
         )
 

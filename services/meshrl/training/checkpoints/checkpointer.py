@@ -61,9 +61,7 @@ class _Job:
     adapters: Mapping[str, torch.Tensor]  # the same of those that are written on their own
     tensors: Mapping[str, torch.Tensor] | None
     random_state: Mapping[str, torch.Tensor]
-    tokens: int
-    samples: int
-    data: Mapping[str, object]
+    progress: TrainingProgress
 
 
 class Checkpointer:
@@ -331,9 +329,7 @@ class Checkpointer:
             adapters=adapter_state(model, keep=first) if needed[0] and self._adapters else {},
             tensors=train_state.run_tensors(model, self._run) if needed[1:] == b"\1" else None,
             random_state=random_state.random_state(self._learner.device),
-            tokens=self.progress.tokens,
-            samples=self.progress.samples,
-            data=self.progress.data,
+            progress=replace(self.progress),
         )
 
     def _write(self, job: _Job) -> None:
@@ -380,9 +376,7 @@ class Checkpointer:
             ranks=plan.world_size,
             model=type(self._learner.model).__name__,
             optimizer=train_state.optimizer_kind(self._run),
-            tokens=job.tokens,
-            samples=job.samples,
-            data=job.data,
+            **vars(job.progress),
             files={name: FileMark(**mark) for part in parts for name, mark in json.loads(part.tobytes()).items()},
         )
 

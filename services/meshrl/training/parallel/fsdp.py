@@ -77,7 +77,7 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
     if isinstance(config.ac, ActivationCheckpointConfig):  # auto_settings has chosen before
         checkpointed = blocks[:: config.ac.freq]
         for block in checkpointed:
-            _set_forward(block, _checkpointed(block.forward, config.ac, policy.routers))
+            block.forward = _checkpointed(block.forward, config.ac, policy.routers)
     if isinstance(config.compile, CompileConfig):
         # The experts' products have other shapes in each pass, and routers are watched and given choices between them.
         if config.compile.fullgraph and policy.routers.holders:
@@ -86,18 +86,18 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
                 " leave fullgraph out"
             )
         for holder in policy.routers.holders:
-            _set_forward(holder, torch.compiler.disable(holder.forward))  # type: ignore[no-untyped-call]  # torch's
+            holder.forward = torch.compiler.disable(holder.forward)  # type: ignore[no-untyped-call]  # torch's
         from torch._dynamo import config as limits  # takes a second
 
         # Runs with adapters of other ranks and layers have graphs of their own, and so have the rows that they share.
         limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
         for block in blocks:
-            _set_forward(
-                block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)
+            block.forward = torch.compile(
+                block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend
             )
     if config.ac_offloading is not None:  # around what is compiled, which cannot have hooks inside
         for block in checkpointed:
-            _set_forward(block, _offloaded(block.forward, config.ac_offloading))
+            block.forward = _offloaded(block.forward, config.ac_offloading)
 
 
 def shard(
@@ -211,10 +211,6 @@ def reshard(policy: nn.Module) -> None:
 
 def _units(policy: nn.Module) -> list[FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
-
-
-def _set_forward(block: nn.Module, forward: Callable[..., object]) -> None:
-    block.forward = forward  # the block, and so its parameters' names, stays
 
 
 def _checkpointed(
