@@ -4,10 +4,10 @@ With sharded parameters every rank runs as many rows, and at each micro-step all
 What a step costs is therefore the sum over micro-steps of the costliest row: `waiting_cost`. Its lower bound is the
 cost of all samples divided by the number of ranks.
 
-A sample of T tokens costs linear * T + attention * T^2: projections grow with its tokens, causal attention with their
+A sample of T tokens costs T + attention * T^2: projections grow with its tokens, causal attention with their
 square, and packed attention never crosses samples. With N weights in matrices (the head included), L layers, H heads
 of D each, training takes 6 N T FLOPs in the matrices and 6 L H D T^2 in attention (forward 2, backward 4; causal
-counted once), so attention / linear = L H D / N: 1 / 10 400 tokens for Qwen3-0.6B, 1 / 27 000 for Qwen3-4B, 1 / 76 000
+counted once), so attention = L H D / N: 1 / 10 400 tokens for Qwen3-0.6B, 1 / 27 000 for Qwen3-4B, 1 / 76 000
 for Qwen2.5-7B. The default, 1 / 16 384, lies between small models: measured attention is less efficient than matrix
 products, which moves the point where both cost the same to shorter samples.
 """
@@ -16,42 +16,33 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 Rows = list[list[int]]
 """The indices of each row's samples, ascending."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleCost:
-    linear: float = 1.0
-    attention: float = 1.0 / 16384.0
-
-    def __post_init__(self) -> None:
-        if self.linear < 0.0 or self.attention < 0.0 or self.linear + self.attention == 0.0:
-            raise ValueError(f"costs must not be negative nor both 0, got {self.linear} and {self.attention}")
-
-    def __call__(self, tokens: int) -> float:
-        return self.linear * tokens + self.attention * tokens * tokens
+ATTENTION_COST = 1.0 / 16384.0
+"""Of a pair of tokens, where a token's own cost is 1."""
 
 
-def divide(
-    lengths: Sequence[int], *, seq_len: int, dp_size: int, cost: SampleCost, costs: Sequence[float] | None = None
-) -> Rows:
+def sample_cost(tokens: int, attention: float = ATTENTION_COST) -> float:
+    return tokens + attention * tokens * tokens
+
+
+def divide(lengths: Sequence[int], costs: Sequence[float], *, seq_len: int, dp_size: int) -> Rows:
     """Rows of at most seq_len tokens, in the order of their micro-steps: row i belongs to rank i % dp_size.
 
     There are as many rows as first-fit decreasing needs (at most 11/9 of the fewest plus one), rounded up to a multiple
     of dp_size while a row holds several samples. Of three divisions into that many rows the one of least `waiting_cost`
     is taken: first-fit decreasing, each sample, longest first, to the row that costs least, or the latter with the rows
-    beside a very long sample filled up first. For one rank it is first-fit decreasing. `costs` are the samples' if they
-    do not follow from their lengths. Raises ValueError for a sample longer than seq_len.
+    beside a very long sample filled up first. For one rank it is first-fit decreasing. Lengths and costs are those of
+    each sample. Raises ValueError for a sample longer than seq_len.
     """
     if lengths and max(lengths) > seq_len:
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit into a row of {seq_len}; cut it first")
     rows = _split_for_ranks(_first_fit_decreasing(lengths, seq_len), dp_size)
     if dp_size == 1:
         return sorted(rows, key=lambda row: (-sum(lengths[index] for index in row), row))
-    costs = [cost(length) for length in lengths] if costs is None else costs
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     candidates = [
         rows,

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.algorithms.balance import SampleCost, divide, waiting_cost
+from meshrl.algorithms.balance import divide, waiting_cost
 from meshrl.algorithms.prefixes import Beginning, Bundle, bundles
 from meshrl.wire.types import MicroBatch
 from meshrl.wire.types.routes import Routes, joined
@@ -75,15 +75,11 @@ class Packing:
     dropped_samples: int  # had no token to train on, or none left after truncation
 
 
-_DEFAULT_COST = SampleCost()
-
-
 def pack_samples(
     samples: Sequence[TrainSample],
     *,
     seq_len: int,
     dp_size: int = 1,
-    cost: SampleCost = _DEFAULT_COST,
     min_shared_prefix: float | None = None,
 ) -> Packing:
     """Packs samples into about as few rows as can hold them, of like cost across ranks at each micro-step.
@@ -106,7 +102,7 @@ def pack_samples(
     if not kept:
         raise ValueError(f"none of the {len(samples)} samples has a loss token within seq_len {seq_len}")
 
-    rows = _rows(kept, seq_len=seq_len, dp_size=dp_size, cost=cost, min_shared_prefix=min_shared_prefix)
+    rows = _rows(kept, seq_len=seq_len, dp_size=dp_size, min_shared_prefix=min_shared_prefix)
     micro_batches = [_micro_batch(kept, row, rank % dp_size) for rank, row in enumerate(rows)]
     while len(micro_batches) % dp_size:
         micro_batches.append(_without_loss(micro_batches[-1], len(micro_batches) % dp_size))
@@ -124,14 +120,14 @@ def shared_prefix_ratio(micro_batches: Sequence[MicroBatch]) -> float:
 
 
 def _rows(
-    samples: Sequence[TrainSample], *, seq_len: int, dp_size: int, cost: SampleCost, min_shared_prefix: float | None
+    samples: Sequence[TrainSample], *, seq_len: int, dp_size: int, min_shared_prefix: float | None
 ) -> list[list[Bundle]]:
     lengths = [len(sample.token_ids) for sample in samples]
 
     def divided(units: Sequence[Bundle]) -> tuple[list[list[Bundle]], float]:
-        costs = [unit.cost(lengths, cost) for unit in units]
+        costs = [unit.cost(lengths) for unit in units]
         tokens = [unit.tokens(lengths) for unit in units]
-        rows = divide(tokens, seq_len=seq_len, dp_size=dp_size, cost=cost, costs=costs)
+        rows = divide(tokens, costs, seq_len=seq_len, dp_size=dp_size)
         return [[units[index] for index in row] for row in rows], waiting_cost(rows, costs, dp_size)
 
     repeated, repeated_cost = divided([Bundle((index,), (0,)) for index in range(len(samples))])

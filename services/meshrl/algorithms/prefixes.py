@@ -5,7 +5,7 @@ first P tokens of another when both have the same P first tokens and no term of 
 them: its loss would be lost. Sharing is one level deep: the other sample, its root, has all of its tokens.
 
 With a root of R tokens and samples of P_i + L_i, a bundle holds R + sum L_i tokens instead of R + sum (P_i + L_i). What
-is left of a sample costs linear * L + attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
+is left of a sample costs L + attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
 
 Shapes: T tokens of a sample.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.algorithms.balance import SampleCost
+from meshrl.algorithms.balance import sample_cost
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,9 +37,10 @@ class Bundle:
     def tokens(self, lengths: Sequence[int]) -> int:
         return sum(lengths[index] - prefix for index, prefix in zip(self.members, self.prefixes, strict=True))
 
-    def cost(self, lengths: Sequence[int], cost: SampleCost) -> float:
+    def cost(self, lengths: Sequence[int]) -> float:
         return sum(
-            cost(lengths[index]) - cost(prefix) for index, prefix in zip(self.members, self.prefixes, strict=True)
+            sample_cost(lengths[index]) - sample_cost(prefix)
+            for index, prefix in zip(self.members, self.prefixes, strict=True)
         )
 
 
