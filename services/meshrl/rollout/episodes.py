@@ -176,7 +176,7 @@ class GroupEpisodes:
             return rollout_failure(request, error, rollout_id, traceparent_of(span))
         finally:
             for session_id in sessions:
-                self._book.close(session_id)
+                self._book.pop(session_id, None)
             self._playing.pop(index, None)
             span.end()
 
@@ -205,7 +205,7 @@ class GroupEpisodes:
             sessions[trace.id] = session
             if (progress := self._playing.get(index)) is not None:
                 progress.latest = (trace, session)
-            self._book.open(trace.id, session)
+            self._book[trace.id] = session
 
         return open_session
 

@@ -19,7 +19,6 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.model_client import EngineClient
 from meshrl.rollout.engines.router import EngineRouter
-from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.episodes import EpisodePlayer
 from meshrl.rollout.hosting import PolicyClient
 from meshrl.rollout.rendering.renderer import PolicyRenderer, load_renderer
@@ -30,11 +29,10 @@ async def open_players(
     config: RolloutConfig,
     names: Collection[str],
     servers: EngineRouter | ChatServers,
-    book: SessionBook,
     stack: AsyncExitStack,
     tracer: Tracer,
 ) -> dict[str, EpisodePlayer]:
-    """Raises ConfigError. The policy is sampled from `servers`, with sessions in `book`."""
+    """Raises ConfigError. The policy is sampled from `servers`."""
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     client: PolicyClient
     text: TextSamples | None = None
@@ -47,7 +45,7 @@ async def open_players(
         renderer = await asyncio.to_thread(
             load_renderer, config.tokenizer or config.model.name, config.renderer, show_rows=config.show_rows
         )
-        client = EngineClient(PolicyRenderer(renderer), servers, book, tracer, seq_len=config.seq_len)
+        client = EngineClient(PolicyRenderer(renderer), servers, tracer, seq_len=config.seq_len)
     players: dict[str, EpisodePlayer] = {}
     for entry in config.env:
         if entry.resolved_name not in names:
@@ -62,6 +60,6 @@ async def open_players(
             default_sampling=defaults,
         )
         await stack.enter_async_context(hosted.serving(client))
-        players[hosted.name] = EpisodePlayer(hosted, book, tracer, entry.deadlines, text=text)
+        players[hosted.name] = EpisodePlayer(hosted, client.book, tracer, entry.deadlines, text=text)
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
     return players

@@ -27,7 +27,6 @@ from meshrl.prime_rl import PrimeRLKeys
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
-from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.group_runner import GroupRunner
@@ -117,8 +116,7 @@ async def _dial(
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
     """Connects the engines and brings up what plays; `stack` closes both. Raises ConfigError."""
     log_environments(config.env, config.output_dir)
-    book = SessionBook()
-    servers = await connect_servers(config.client, config.engine_urls, config.weights, book, stack, tracer)
+    servers = await connect_servers(config.client, config.engine_urls, config.weights, stack, tracer)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
     table = GroupTable(
         max_concurrent=limit.rollouts, max_queued=config.max_queued, max_per_run=config.max_concurrent_per_run
@@ -138,7 +136,7 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
         with loading():
             from meshrl.rollout.local import open_players  # imports verifiers, which takes seconds
 
-        players |= await open_players(config, here, servers, book, stack, tracer)
+        players |= await open_players(config, here, servers, stack, tracer)
     return GroupRunner({name: players[name] for name in names}, table, servers, limit, in_flight=fleet.in_flight)
 
 

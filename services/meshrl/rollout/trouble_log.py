@@ -9,6 +9,7 @@ a worker process plays is reported by the worker, and logged by its front.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -71,12 +72,6 @@ LONG_S = 30.0
 MOST_NAMED = 3
 
 
-@dataclass
-class _Waiting:
-    count: int = 0
-    longest_s: float = 0.0
-
-
 def log_waiting(environment: str, line: str) -> None:
     logger.bind(env=environment).warning("{}", line)
 
@@ -92,21 +87,18 @@ class WaitingReport:
         """`doing` is each rollout that is being played: its environment and its stage."""
         if now_s - self._said_s < SAY_EVERY_S:
             return
-        waits: dict[tuple[str, str], _Waiting] = {}
+        waits: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for environment, stage in doing:
             seconds = stage.seconds(now_s)
-            if seconds < LONG_S or stage.worker:
-                continue
-            wait = waits.setdefault((environment, stage.what), _Waiting())
-            wait.count += 1
-            wait.longest_s = max(wait.longest_s, seconds)
+            if seconds >= LONG_S and not stage.worker:
+                waits[environment, stage.what].append(seconds)
         if not waits:
             return
         self._said_s = now_s
-        ordered = sorted(waits.items(), key=lambda item: item[1].longest_s, reverse=True)
-        for (environment, what), wait in ordered[:MOST_NAMED]:
+        ordered = sorted(waits.items(), key=lambda item: max(item[1]), reverse=True)
+        for (environment, what), waited_s in ordered[:MOST_NAMED]:
             self._say(
                 environment,
-                f"waiting for environment {environment}: {wait.count} rollouts {what}, the longest for"
-                f" {wait.longest_s:.0f} s; its deadlines (setup_s, turn_s, scoring_s, rollout_s) would end them",
+                f"waiting for environment {environment}: {len(waited_s)} rollouts {what}, the longest for"
+                f" {max(waited_s):.0f} s; its deadlines (setup_s, turn_s, scoring_s, rollout_s) would end them",
             )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meshrl.rollout.engines.sessions import Call, Session, SessionBook
+from meshrl.rollout.engines.sessions import Call, Session
 from meshrl.wire.types.routes import Routes
 
 
@@ -12,16 +12,6 @@ def test_the_first_call_has_the_seed_of_its_rollout_and_every_other_call_its_own
     assert seeds[0] == 7
     assert len({*seeds, first.next_seed(8), Session().next_seed(8)}) == 7
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_book_forgets_closed_sessions():
-    book = SessionBook()
-    book.open("a", Session())
-    assert book.get("a") is not None
-    book.close("a")
-    book.close("a")
-    assert book.get("a") is None
-    assert len(book) == 0
 
 
 def routed(tokens: list[int], start: int, salt: int = 0) -> Call:

@@ -65,12 +65,12 @@ def refuse_without_tokens(rollouts: Sequence[Rollout]) -> None:
 class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
     """The policy behind `client.base_url`. `engines` lists the servers for the status; none of them has versions."""
 
-    def __init__(self, config: ClientConfig, book: SessionBook, tracer: Tracer, *, api_key: str | None) -> None:
+    def __init__(self, config: ClientConfig, tracer: Tracer, *, api_key: str | None) -> None:
         urls = [api_url(url) for url in config.base_url]
         self.engines = EngineTable(urls, config.pool)
         self.on_look: Callable[[], None] = lambda: None  # nothing about such a server is found out by looking
         self._config = config
-        self.book = book
+        self.book = SessionBook()
         self._tracer = tracer
         timeout = ClientTimeoutConfig(connect=config.connect_deadline_s, read=config.call_deadline_s)
         self._clients: dict[str, EvalClient] = {}

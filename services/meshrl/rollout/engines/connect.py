@@ -17,7 +17,6 @@ from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.keys import why_all_locked_out
 from meshrl.rollout.engines.router import Discovery, EngineRouter
-from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ async def connect_servers(
     client: ClientConfig,
     urls: Sequence[str],
     hub_address: str | None,
-    book: SessionBook,
     stack: AsyncExitStack,
     tracer: Tracer,
     *,
@@ -46,7 +44,7 @@ async def connect_servers(
         from meshrl.rollout.engines.chat_servers import ChatServers, api_url  # imports verifiers, which takes seconds
 
         await _refuse_without_key(client, list(map(api_url, client.base_url)), api_key)
-        return await stack.enter_async_context(ChatServers(client, book, tracer, api_key=api_key))
+        return await stack.enter_async_context(ChatServers(client, tracer, api_key=api_key))
     known = [url.rstrip("/").removesuffix("/v1") for url in urls]
     turned = first % len(known) if known else 0
     engines = EngineTable([*known[turned:], *known[:turned]], client.pool)

@@ -46,13 +46,11 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
     """Samples the policy's turns from the engines, and keeps which version sampled which token. `seq_len` bounds prompt
     plus completion, in tokens. `pace` is what the rollouts of this process share the loop by."""
 
-    def __init__(
-        self, renderer: PolicyRenderer, router: EngineRouter, book: SessionBook, tracer: Tracer, *, seq_len: int
-    ) -> None:
+    def __init__(self, renderer: PolicyRenderer, router: EngineRouter, tracer: Tracer, *, seq_len: int) -> None:
         self._renderer = renderer
         self._tracer = tracer
         self._router = router
-        self.book = book
+        self.book = SessionBook()
         self._seq_len = seq_len
         self.pace = Pace()
 

@@ -115,18 +115,8 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-class SessionBook:
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def open(self, session_id: str, session: Session) -> None:
-        self._sessions[session_id] = session
-
-    def get(self, session_id: str) -> Session | None:
-        return self._sessions.get(session_id)
-
-    def close(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
+class SessionBook(dict[str, Session]):
+    """The sessions of a model client, by the ids of the agents' traces."""
 
     def doing(self, session_id: str, what: str) -> None:
         """Notes what the agent's harness waits for; "" when that is over."""
@@ -137,6 +127,3 @@ class SessionBook:
         """The agent has got the address for its model calls; its tool servers start next."""
         if (session := self.get(session_id)) is not None:
             session.reachable = True
-
-    def __len__(self) -> int:
-        return len(self._sessions)

@@ -32,7 +32,6 @@ from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
-from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.local import open_players
@@ -155,12 +154,11 @@ async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.
         waits, registry = waits_of(tracer), registry_of(tracer)
         name = f"rollout_worker_{settings.number}"
         stack.enter_context(observed(name, waits, registry, log, config.output_dir))
-        book = SessionBook()
         try:
             servers = await connect_servers(
-                config.client, config.engine_urls, config.weights, book, stack, tracer, first=settings.number - 1
+                config.client, config.engine_urls, config.weights, stack, tracer, first=settings.number - 1
             )
-            players = await open_players(config, settings.names, servers, book, stack, tracer)
+            players = await open_players(config, settings.names, servers, stack, tracer)
         except ConfigError as error:
             report(reports, "unusable", why=str(error))
             await asyncio.wait({left}, timeout=CLOSE_S)
