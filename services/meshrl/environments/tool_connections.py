@@ -22,7 +22,7 @@ from meshrl.wire.values import JsonObject
 
 IDLE_AT_MOST = 512
 KEPT_S = 60.0
-"""After so long the server is asked again which tools it has, by one connection for all of them."""
+"""After so long a connection is opened anew, which asks the server again which tools it has."""
 
 Servers = Mapping[str, Mapping[str, object]]
 """Tool servers by name: `url` and `timeout` of each."""
@@ -37,6 +37,7 @@ class ToolConnection:
     tools: list[JsonObject]
     dispatch: dict[str, tuple[str, str]]
     servers: dict[str, MCPConnection]
+    opened_s: float
 
     @property
     def without_sessions(self) -> bool:
@@ -53,15 +54,6 @@ class ToolConnection:
         )
 
 
-@dataclass
-class _Listing:
-    """The tools that the servers of one key listed last, and when they were asked."""
-
-    tools: list[JsonObject]
-    dispatch: dict[str, tuple[str, str]]
-    asked_s: float
-
-
 class ToolConnections:
     """Connections that wait for their next rollout. `shared`: addresses that are the same for all rollouts."""
 
@@ -69,34 +61,19 @@ class ToolConnections:
         self._shared = shared
         self._clock = clock
         self._idle: defaultdict[str, list[ToolConnection]] = defaultdict(list)
-        self._listed: dict[str, _Listing] = {}
 
     async def take(self, servers: Servers) -> ToolConnection:
         """Connections to `servers`: kept ones, or new ones. Raises what connecting raises."""
         key = repr(sorted((name, *sorted(spec.items())) for name, spec in servers.items()))
         while idle := self._idle[key]:
-            kept, again = idle.pop(), self._asks_again(key)
-            if kept.without_sessions and not again:
-                listed = self._listed[key]
-                kept.tools, kept.dispatch = listed.tools, listed.dispatch
+            kept = idle.pop()
+            if kept.without_sessions and self._clock() - kept.opened_s < KEPT_S:
                 return kept
             await kept.stack.aclose()
-            if again:
-                break
         _share_certificates()
         async with AsyncExitStack() as stack:
             tools, dispatch, opened = await connect_mcp({"mcpServers": servers}, stack)
-            if self._are_shared(opened):
-                self._listed[key] = _Listing(tools, dispatch, self._clock())
-            return ToolConnection(key, stack.pop_all(), tools, dispatch, opened)
-
-    def _asks_again(self, key: str) -> bool:
-        """True for one that takes a connection after KEPT_S; what was listed stands for the others until it is back."""
-        listed, now_s = self._listed[key], self._clock()
-        if now_s - listed.asked_s < KEPT_S:
-            return False
-        listed.asked_s = now_s
-        return True
+            return ToolConnection(key, stack.pop_all(), tools, dispatch, opened, self._clock())
 
     async def give_back(self, connection: ToolConnection) -> None:
         """Keeps connections for the next rollout where that cannot matter to it; else closes them."""

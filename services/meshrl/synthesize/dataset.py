@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -22,25 +21,18 @@ from meshrl.wire.values import JsonObject
 REASONING = "reasoning_content"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowFilter:
-    """Which rollouts are kept."""
-
-    min_reward: float | None
-    keep_truncated: bool
-
-    def why_dropped(self, row: JsonObject) -> str | None:
-        if self.min_reward is not None and row["reward"] < self.min_reward:
-            return "reward"
-        if row["truncated"] and not self.keep_truncated:
-            return "truncated"
-        return None if row.get("conversations") else "empty"
-
-
 class ConversationDataset:
-    """The file at `path`, appended to. A context manager."""
+    """The file at `path`, appended to. A context manager. Rollouts below `min_reward` are not kept."""
 
-    def __init__(self, path: Path, *, model: str, keep: RowFilter, reasoning_field: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        model: str,
+        min_reward: float | None,
+        keep_truncated: bool,
+        reasoning_field: str | None,
+    ) -> None:
         self.dropped: Counter[str] = Counter()
         """Rollouts of this command that are not kept, by reason."""
         self.kept = 0
@@ -48,7 +40,7 @@ class ConversationDataset:
         self.path = path
         self._file = RowFile(path)
         self._model = model
-        self._keep = keep
+        self._min_reward, self._keep_truncated = min_reward, keep_truncated
         self._reasoning_field = reasoning_field
         self._there: set[str] = set()
         self._open = ExitStack()
@@ -67,7 +59,7 @@ class ConversationDataset:
     def take(self, rows: Iterable[JsonObject]) -> None:
         """Appends what is to be kept of these rollouts and not there yet. Raises OSError."""
         for row in rows:
-            if (why := self._keep.why_dropped(row)) is not None:
+            if (why := self._why_dropped(row)) is not None:
                 self.dropped[why] += 1
                 continue
             self.kept += 1
@@ -99,6 +91,13 @@ class ConversationDataset:
         pq.write_table(table, unfinished)
         unfinished.replace(path)
         return path
+
+    def _why_dropped(self, row: JsonObject) -> str | None:
+        if self._min_reward is not None and row["reward"] < self._min_reward:
+            return "reward"
+        if row["truncated"] and not self._keep_truncated:
+            return "truncated"
+        return None if row.get("conversations") else "empty"
 
     def _row(self, row: JsonObject, said: JsonObject) -> dict[str, object]:
         fields: dict[str, object] = {"messages": [self._message(message) for message in said["messages"]]}

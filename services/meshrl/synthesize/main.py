@@ -12,7 +12,7 @@ from meshrl.core.durable import write_file
 from meshrl.prime_rl import PrimeRLKeys
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
-from meshrl.synthesize.dataset import ConversationDataset, RowFilter
+from meshrl.synthesize.dataset import ConversationDataset
 from meshrl.trials.plan import Trial
 from meshrl.trials.play import TrialRun
 from meshrl.trials.program import run_trials
@@ -75,7 +75,8 @@ def main() -> None:
     dataset = ConversationDataset(
         config.dataset_path,
         model=config.model.name,
-        keep=RowFilter(min_reward=config.min_reward, keep_truncated=config.keep_truncated),
+        min_reward=config.min_reward,
+        keep_truncated=config.keep_truncated,
         reasoning_field=config.reasoning_field,
     )
     run_trials("synthesize", config, results, Synthesis(dataset).run, conversations=True)

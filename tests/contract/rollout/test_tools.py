@@ -117,20 +117,20 @@ async def test_rollouts_share_the_connection_to_a_shared_tool_server(
     assert len(opened) == 2
 
 
-async def test_one_connection_asks_for_all_again_which_tools_there_are(tools_url):
+async def test_a_kept_connection_asks_again_after_a_while_which_tools_there_are(tools_url):
     now_s = 0.0
     connections = ToolConnections(frozenset({tools_url}), clock=lambda: now_s)
     servers = {"text": {"url": tools_url, "timeout": 60.0}}
     try:
-        kept = [await connections.take(servers) for _ in range(2)]
-        for connection in kept:
-            await connections.give_back(connection)
+        first = await connections.take(servers)
+        await connections.give_back(first)
+        now_s = KEPT_S - 1.0
+        assert await connections.take(servers) is first
+        await connections.give_back(first)
         now_s = KEPT_S + 1.0
-        asked, other = [await connections.take(servers) for _ in range(2)]
-        assert asked not in kept
-        assert other is kept[0]
-        assert other.tools is asked.tools
-        for connection in (asked, other):
-            await connections.give_back(connection)
+        again = await connections.take(servers)
+        assert again is not first
+        assert again.tools == first.tools
+        await connections.give_back(again)
     finally:
         await connections.close()

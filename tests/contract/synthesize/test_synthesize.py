@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from http_servers import chat_answer, serving_http
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.synthesize.config import SynthesisConfig
-from meshrl.synthesize.dataset import ConversationDataset, RowFilter
+from meshrl.synthesize.dataset import ConversationDataset
 from meshrl.synthesize.main import Synthesis
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import serve_trials
@@ -84,7 +84,8 @@ async def run(config: SynthesisConfig, results: Stopping) -> int:
     dataset = ConversationDataset(
         config.dataset_path,
         model=config.model.name,
-        keep=RowFilter(min_reward=config.min_reward, keep_truncated=config.keep_truncated),
+        min_reward=config.min_reward,
+        keep_truncated=config.keep_truncated,
         reasoning_field=config.reasoning_field,
     )
     return await serve_trials(config, results, Synthesis(dataset).run, results.stop, tracer, conversations=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshrl.core.config import ConfigError
-from meshrl.synthesize.dataset import ConversationDataset, RowFilter
+from meshrl.synthesize.dataset import ConversationDataset
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -29,12 +29,8 @@ def rollout(number: int, reward: float = 1.0, **changes: Any) -> dict[str, Any]:
 
 
 def dataset(path: Path, *, reasoning_field: str | None = "reasoning_content", **keep: Any) -> ConversationDataset:
-    return ConversationDataset(
-        path,
-        model="m",
-        keep=RowFilter(**{"min_reward": None, "keep_truncated": False, **keep}),
-        reasoning_field=reasoning_field,
-    )
+    options = {"min_reward": None, "keep_truncated": False, **keep}
+    return ConversationDataset(path, model="m", reasoning_field=reasoning_field, **options)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
+import aiohttp
 from opentelemetry.trace import Tracer
 
 from meshrl.client import ChannelOptions, WeightSyncClient
@@ -15,7 +16,7 @@ from meshrl.core.credentials.secret import read_secret
 from meshrl.core.rpc.engine_http import engine_session
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.engine_table import EngineTable
-from meshrl.rollout.engines.keys import why_all_locked_out
+from meshrl.rollout.engines.keys import why_locked_out
 from meshrl.rollout.engines.router import Discovery, EngineRouter
 from meshrl.wire.errors import MeshError
 
@@ -62,9 +63,18 @@ async def connect_servers(
 
 
 async def _refuse_without_key(config: ClientConfig, apis: Sequence[str], api_key: str | None) -> None:
+    """Raises ConfigError where every server refuses the key; one that does not answer may take it."""
+    refusal = ""
     async with engine_session(api_key) as http:
-        if refusal := await why_all_locked_out(http, apis, config, has_key=api_key is not None):
-            raise ConfigError(refusal)
+        for api in apis:
+            try:
+                refusal = await why_locked_out(http, api, config, has_key=api_key is not None)
+            except (aiohttp.ClientError, TimeoutError):
+                return
+            if not refusal:
+                return
+    if refusal:
+        raise ConfigError(refusal)
 
 
 def _routable(hub: WeightSyncClient) -> Discovery:

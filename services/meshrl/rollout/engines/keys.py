@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import aiohttp
 
 from meshrl.rollout.config import ClientConfig
@@ -26,18 +24,3 @@ async def why_locked_out(http: aiohttp.ClientSession, api: str, config: ClientCo
     timeout = aiohttp.ClientTimeout(total=config.probe_deadline_s)
     async with http.get(f"{api}/models", timeout=timeout) as reply:
         return key_refusal(api, reply.status, config, has_key=has_key) if reply.status in LOCKED else ""
-
-
-async def why_all_locked_out(
-    http: aiohttp.ClientSession, apis: Sequence[str], config: ClientConfig, *, has_key: bool
-) -> str:
-    """Why no server takes a call; empty where one takes the key, where one does not answer, and where there is none."""
-    refusal = ""
-    for api in apis:
-        try:
-            refusal = await why_locked_out(http, api, config, has_key=has_key)
-        except (aiohttp.ClientError, TimeoutError):
-            return ""
-        if not refusal:
-            return ""
-    return refusal

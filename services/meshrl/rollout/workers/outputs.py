@@ -10,8 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -41,38 +40,27 @@ def log_environments(entries: Iterable[EnvConfig], output_dir: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class WorkerLogs:
-    """The files of worker `number`: one for each environment by name, and one for the rest."""
-
-    number: int
-    by_environment: Mapping[str, Path]
-    rest: Path
-
-    @classmethod
-    def of(cls, entries: Iterable[EnvConfig], number: int, output_dir: Path) -> WorkerLogs:
-        file = f"env_worker_{number}.log"
-        hosted = {entry.resolved_name: env_folder(output_dir, entry) / file for entry in entries}
-        alone = next(iter(hosted.values())) if len(hosted) == 1 else None
-        return cls(number, {} if alone else hosted, alone or log_place(Layout(output_dir), "envs", file))
-
-
-def take_over_output(logs: WorkerLogs, config: LogConfig) -> None:
-    """Leads stdout, stderr and the log of this process into its files."""
-    logs.rest.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(logs.rest, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def take_over_output(entries: Sequence[EnvConfig], number: int, output_dir: Path, config: LogConfig) -> None:
+    """Leads stdout, stderr and the log of this process, worker `number` that hosts `entries`, into its files."""
+    file = f"env_worker_{number}.log"
+    hosted = {entry.resolved_name: env_folder(output_dir, entry) / file for entry in entries}
+    rest = log_place(Layout(output_dir), "envs", file)
+    if len(hosted) == 1:  # all of it is the one environment's
+        rest, hosted = next(iter(hosted.values())), {}
+    rest.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(rest, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
     faulthandler.enable(sys.stderr)
-    setup_logging(f"worker {logs.number}", config.level, json_logging=config.json_logging)
-    for name, path in logs.by_environment.items():
+    setup_logging(f"worker {number}", config.level, json_logging=config.json_logging)
+    for name, path in hosted.items():
         logger.add(
             path, filter=_only(name), level=config.level.upper(), delay=True, format=with_trace(LINE), colorize=False
         )
-    if logs.by_environment:
-        sys.stdout = _ByEnvironment(sys.stdout, logs.by_environment)
-        sys.stderr = _ByEnvironment(sys.stderr, logs.by_environment)
+    if hosted:
+        sys.stdout = _ByEnvironment(sys.stdout, hosted)
+        sys.stderr = _ByEnvironment(sys.stderr, hosted)
 
 
 class _ByEnvironment:

@@ -36,7 +36,7 @@ from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.local import open_players
 from meshrl.rollout.workers.link import FrameKind, Link
-from meshrl.rollout.workers.outputs import WorkerLogs, take_over_output
+from meshrl.rollout.workers.outputs import take_over_output
 from meshrl.rollout.workers.process import WorkerSettings
 from meshrl.rollout.workers.watchdog import Watchdog, playing, report
 from meshrl.v1 import rollout_pb2 as pb
@@ -60,8 +60,7 @@ def main(link: socket.socket, reports: socket.socket, settings: WorkerSettings) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = settings.config
     layout = Layout(config.output_dir)
-    logs = WorkerLogs.of(settings.entries, settings.number, config.output_dir)
-    take_over_output(logs, config.log)
+    take_over_output(settings.entries, settings.number, config.output_dir, config.log)
     raise_open_file_limit()
     name = f"rollout_worker_{settings.number}"
     tracing = setup_tracing(name, layout.traces, config.log.traces_max_mib)
