@@ -34,9 +34,8 @@ from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.metrics import RolloutMetrics
 from meshrl.rollout.player import Player
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
-from meshrl.rollout.workers.fleet import WorkerFleet
+from meshrl.rollout.workers.fleet import PooledPlayer, WorkerFleet
 from meshrl.rollout.workers.outputs import log_environments
-from meshrl.rollout.workers.pool import PooledPlayer
 
 STOP_GRACE_S = 5.0
 DELIVER_S = 10.0

@@ -1,6 +1,6 @@
 """The interface between `group_runner` and what plays rollouts: players, the groups they open, and what comes back.
 
-`episodes` implements it for this process, `workers.pool` for worker processes; the runner does not know which.
+`episodes` implements it for this process, `workers.fleet` for worker processes; the runner does not know which.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decides whose doing it was that a worker was lost or left, and which of its rollouts are played again. No I/O.
 
-Used by the pool of workers. The rollout that did it fails. A rollout beside it that belongs to another environment is
+Used by the fleet of workers. The rollout that did it fails. A rollout beside it that belongs to another environment is
 played again as often as it takes, until the deadline of its group. One of the same environment, or of any environment
 where nobody knows who did it, may be the next to do it, so its losses are counted.
 """
