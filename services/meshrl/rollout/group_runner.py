@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, roll
 from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
 from meshrl.rollout.stages import BEGINNING, RolloutStage
 from meshrl.rollout.trouble_log import LOOK_EVERY_S, FailureLog, WaitingReport, log_waiting
+from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 
@@ -33,8 +34,12 @@ if TYPE_CHECKING:
     from meshrl.rollout.engines.chat_servers import ChatServers
     from meshrl.rollout.engines.router import EngineRouter
 
-Emit = Callable[[RolloutEvent | bytes], None]
-"""Gets the events of a group as they come. Bytes are a RunRolloutsResponse."""
+Emit = Callable[[bytes], None]
+"""Gets the events of a group as they come, each as a RunRolloutsResponse."""
+
+
+def serialized(*events: RolloutEvent) -> Iterator[bytes]:
+    return (message.SerializeToString() for event in events for message in convert.rollout_messages(event))
 
 
 @dataclass(eq=False)
@@ -106,7 +111,8 @@ class GroupRunner:
             await running.over.wait()
             if running.refusal is not None:
                 raise running.refusal
-            emit(running.group.summary)
+            for message in serialized(running.group.summary):
+                emit(message)
         finally:
             timer.cancel()
             self._cancel(running)
@@ -258,17 +264,17 @@ class GroupRunner:
             return
         running.has_begun = True
         if isinstance(played, RolloutFailure):
-            self._emit(running, played)
+            self._emit(running, serialized(played))
             self._failures.add(running.group.request.environment, played, now)
         else:
-            self._emit(running, *(played.messages if isinstance(played, SerializedRollouts) else played))
+            self._emit(running, played.messages if isinstance(played, SerializedRollouts) else serialized(*played))
         if group.over:
             running.over.set()
 
-    def _emit(self, running: _RunningGroup, *events: RolloutEvent | bytes) -> None:
+    def _emit(self, running: _RunningGroup, messages: Iterable[bytes]) -> None:
         try:
-            for event in events:
-                running.emit(event)
+            for message in messages:
+                running.emit(message)
         except Exception as error:  # noqa: BLE001  # such as text that no message can hold; raised by `run`
             self._refuse(running, error)
 
@@ -286,9 +292,9 @@ class GroupRunner:
             "{} rollouts of group {} of {} were late: {}",
             request.group_size, request.group_id, request.environment, error.message,
         )  # fmt: skip
-        for _ in range(request.group_size):
-            emit(rollout_failure(request, error, str(uuid.uuid4())))
-        emit(group.summary)
+        failures = [rollout_failure(request, error, str(uuid.uuid4())) for _ in range(request.group_size)]
+        for message in serialized(*failures, group.summary):
+            emit(message)
 
     def _end_late(self, running: _RunningGroup) -> None:
         if running.group.over:
@@ -302,7 +308,7 @@ class GroupRunner:
         )
         for index in lost:
             error = MeshError(reason, f"{late(request)}: {running.doing(index)}")
-            self._emit(running, rollout_failure(request, error, str(uuid.uuid4())))
+            self._emit(running, serialized(rollout_failure(request, error, str(uuid.uuid4()))))
         self._stop(running, playing)
         self._start_waiting()
 

@@ -20,9 +20,8 @@ from loguru import logger
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.group_runner import Emit
 from meshrl.v1 import rollout_pb2 as pb
-from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import RolloutEvent, RolloutRequest
+from meshrl.wire.types import RolloutRequest
 
 KEPT_BYTES = 256 * 2**20
 
@@ -126,12 +125,10 @@ class _GroupStream:
             self.over = True
             self._changed.beat()
 
-    def _add(self, event: RolloutEvent | bytes) -> None:
-        for message in [event] if isinstance(event, bytes) else convert.rollout_messages(event):
-            data = message if isinstance(message, bytes) else message.SerializeToString()
-            number = pb.RunRolloutsResponse(seq=self._first + len(self._kept))
-            self._kept.append(data + number.SerializeToString())  # one more field, behind the others
-            self._count(len(self._kept[-1]))
+    def _add(self, message: bytes) -> None:
+        number = pb.RunRolloutsResponse(seq=self._first + len(self._kept))
+        self._kept.append(message + number.SerializeToString())  # one more field, behind the others
+        self._count(len(self._kept[-1]))
         self._changed.beat()
 
     async def read(self, after_seq: int) -> AsyncGenerator[bytes, None]:

@@ -11,6 +11,7 @@ import pytest
 
 from cut_link import CutLink
 from meshrl.client import RolloutClient
+from meshrl.rollout.group_runner import serialized
 from meshrl.rollout.streams import GroupStreams
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire import convert
@@ -147,9 +148,8 @@ async def test_kept_bytes_have_a_bound_and_what_nobody_has_read_stays(make_group
     failure = RolloutFailure(rollout_id="r", group_id="g", reason="INTERNAL", message="x" * 1000, retryable=False)
 
     async def run(asked, emit):
-        for _ in range(8):
-            emit(failure)
-        emit(RolloutSummary(finished=0, failed=8, cancelled=0, sampled_tokens=0))
+        for message in serialized(*[failure] * 8, RolloutSummary(finished=0, failed=8, cancelled=0, sampled_tokens=0)):
+            emit(message)
 
     streams = GroupStreams(run, most_bytes=3000)
     messages = [message async for message in streams.follow(request)]

@@ -12,6 +12,7 @@ from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import MAX_RUNS, RATE_WINDOW_S, REMEMBERED_S, GroupTable, Outcome
 from meshrl.rollout.metrics import RolloutMetrics
+from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest
 
@@ -172,7 +173,7 @@ async def test_a_run_at_its_limit_does_not_have_the_groups_of_another_run_refuse
     servers, limit = SimpleNamespace(engines=EngineTable([]), require=require, on_look=None), RolloutLimit(8)
     groups = GroupTable(max_concurrent=8, max_queued=8, max_per_run=1)
     runner = GroupRunner({"e": Held()}, groups, servers, limit)
-    events: list[object] = []
+    events: list[bytes] = []
     async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
         tasks.create_task(runner.run(asked("r1", "g1", 1), events.append))
         while not playing:  # noqa: ASYNC110  # the runner starts it in one of the next rounds
@@ -181,7 +182,7 @@ async def test_a_run_at_its_limit_does_not_have_the_groups_of_another_run_refuse
         while len(playing) < 2:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0.0)
         gate.set()
-    assert [event.finished for event in events] == [1, 1]
+    assert [pb.RunRolloutsResponse.FromString(event).summary.finished for event in events] == [1, 1]
 
 
 def test_the_rollouts_of_each_run_and_the_reasons_of_failures_are_counted_for_prometheus():

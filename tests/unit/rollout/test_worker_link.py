@@ -58,12 +58,12 @@ def test_frames_that_come_in_any_pieces_are_put_together():
 
         source.connection_made(Wire())
         for number, size in enumerate((5, 0, 40)):
-            source.send(FrameKind.SUMMARY, number, b"x" * size)
+            source.send(FrameKind.EVENT, number, b"x" * size)
         stream = b"".join(frames)
         for step in (1, 2, 14, len(stream)):
             for at in range(0, len(stream), step):
                 link.data_received(stream[at : at + step])
-        assert got == [(FrameKind.SUMMARY, number, b"x" * size) for number, size in enumerate((5, 0, 40))] * 4
+        assert got == [(FrameKind.EVENT, number, b"x" * size) for number, size in enumerate((5, 0, 40))] * 4
 
     asyncio.run(play())
 
@@ -126,7 +126,8 @@ async def test_a_front_sends_no_call_to_a_worker_that_takes_none_until_it_does_o
     assert not kept.done()
     await taken(worker, b"kept")
     refused = status_pb2.Status(code=13).SerializeToString()
-    process._take(FrameKind.SUMMARY, 1, refused)
+    process._take(FrameKind.EVENT, 1, refused)
+    process._take(FrameKind.END, 1, b"")
     assert await kept == [refused]
     process.close()
     worker.close()

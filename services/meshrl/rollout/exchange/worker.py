@@ -29,7 +29,7 @@ from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import rollout_pb2
 from meshrl.wire import convert, validate
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import CONTRACT_VERSION, RolloutEvent, RolloutRequest
+from meshrl.wire.types import CONTRACT_VERSION, RolloutRequest
 
 FIRST_ANSWER_S = 30.0
 """For the orchestrator to name its terms."""
@@ -290,10 +290,8 @@ class ExchangeWorker:
     async def _play(self, call_id: str, request: rollout_pb2.RunRolloutsRequest) -> None:
         error: MeshError | None = None
 
-        def emit(event: RolloutEvent | bytes) -> None:
-            parse = rollout_pb2.RunRolloutsResponse.FromString
-            for result in [parse(event)] if isinstance(event, bytes) else convert.rollout_messages(event):
-                self._put(call_id, result=result)
+        def emit(message: bytes) -> None:
+            self._put(call_id, result=rollout_pb2.RunRolloutsResponse.FromString(message))
 
         try:
             validate.check(request)

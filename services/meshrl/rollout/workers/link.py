@@ -1,7 +1,7 @@
 """The front's calls of a worker over a socket pair: messages of the contract without gRPC, which costs 30 times more.
 
 A frame is its length, its kind, the number of its call and the bytes of a message. The front sends PLAY with a
-RunRolloutsRequest, and CANCEL. The worker answers a call with RunRolloutsResponses, an EVENT each and the SUMMARY last,
+RunRolloutsRequest, and CANCEL. The worker answers a call with RunRolloutsResponses, an EVENT each, and END behind them,
 or REFUSED with a google.rpc.Status. It sends READY with a ListEnvironmentsResponse once it takes calls, and then STATUS
 with a GetRolloutStatusResponse every second. The pair's end shows each side that the other one has left.
 """
@@ -23,7 +23,7 @@ class FrameKind(enum.IntEnum):
     PLAY = 0
     CANCEL = 1
     EVENT = 2
-    SUMMARY = 3
+    END = 3
     REFUSED = 4
     READY = 5
     STATUS = 6

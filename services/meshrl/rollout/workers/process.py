@@ -285,10 +285,10 @@ class WorkerProcess:
         self.heard_s = time.monotonic()
         call = self.calls.get(number)
         match kind:
-            case FrameKind.EVENT | FrameKind.SUMMARY if call is not None:
+            case FrameKind.EVENT if call is not None:
                 call.messages.append(message)
-                if kind is FrameKind.SUMMARY and not call.ended.done():
-                    call.ended.set_result(None)
+            case FrameKind.END if call is not None and not call.ended.done():
+                call.ended.set_result(None)
             case FrameKind.REFUSED if call is not None:
                 call.fail(from_rpc_status(status_pb2.Status.FromString(message)))
             case FrameKind.STATUS:

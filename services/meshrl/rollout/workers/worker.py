@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from contextlib import AsyncExitStack
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from meshrl.rollout.workers.watchdog import Watchdog, playing, report
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason, to_rpc_status
-from meshrl.wire.types import RolloutEvent, RolloutRequest, RolloutSummary
+from meshrl.wire.types import RolloutRequest
 
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 5.0
@@ -123,17 +124,11 @@ class FrontCalls:
     async def _play(self, number: int, message: bytes) -> None:
         assert self._runner is not None  # the front calls it when it is ready
         request = convert.from_proto(RolloutRequest, pb.RunRolloutsRequest.FromString(message))
-
-        def emit(event: RolloutEvent | bytes) -> None:
-            assert not isinstance(event, bytes)  # no other process plays for a worker
-            kind = FrameKind.SUMMARY if isinstance(event, RolloutSummary) else FrameKind.EVENT
-            for each in convert.rollout_messages(event):
-                self.link.send(kind, number, each.SerializeToString())
-
         with playing(request.environment, str(number)):
             try:
                 await self.link.room.wait()
-                await self._runner.run(request, emit)
+                await self._runner.run(request, partial(self.link.send, FrameKind.EVENT, number))
+                self.link.send(FrameKind.END, number)
             except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is the front's to know
                 if not isinstance(error, MeshError):
                     logger.exception("a rollout of {} broke", request.environment)
