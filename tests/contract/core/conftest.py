@@ -1,6 +1,9 @@
 """A real server on loopback with a scripted RolloutService and TrainerService, and clients of it."""
 # ruff: noqa: N802  # methods are named by the contract
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
 import pytest
 
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
@@ -15,9 +18,9 @@ from meshrl.v1 import trainer_pb2_grpc as trainer_grpc
 class Script(rollout_grpc.RolloutServiceServicer, trainer_grpc.TrainerServiceServicer):
     """A servicer whose methods are what a test puts in: `script.on["GetTrainer"] = handler`."""
 
-    def __init__(self):
-        self.on = {}
-        self.calls = []
+    def __init__(self) -> None:
+        self.on: dict[str, Any] = {}
+        self.calls: list[str] = []
 
     async def _unary(self, name, request, context):
         self.calls.append(name)
@@ -54,15 +57,15 @@ class Script(rollout_grpc.RolloutServiceServicer, trainer_grpc.TrainerServiceSer
 class Mesh:
     """The server under test and the way to it."""
 
-    def __init__(self, server, script):
+    def __init__(self, server: GrpcServer, script: Script) -> None:
         self.server, self.script, self.port = server, script, 0
 
     @property
-    def address(self):
+    def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
 
-async def start_mesh(port=0, **options):
+async def start_mesh(port: int = 0, **options: Any) -> Mesh:
     config = ServerConfig(port=port)
     script = Script()
     mesh = Mesh(GrpcServer(config, **options), script)
@@ -74,19 +77,19 @@ async def start_mesh(port=0, **options):
 
 
 @pytest.fixture
-async def mesh():
+async def mesh() -> AsyncIterator[Mesh]:
     mesh = await start_mesh()
     yield mesh
     await mesh.server.drain(0.0)
 
 
 @pytest.fixture
-async def make_mesh():
+async def make_mesh() -> AsyncIterator[Callable[..., Awaitable[Mesh]]]:
     """Starts meshes of a test's own. Those that the test has not drained, as when it failed, are drained after it: a
     server that is left to the garbage collector fails other tests."""
-    started = []
+    started: list[Mesh] = []
 
-    async def start(port=0, **options):
+    async def start(port: int = 0, **options: Any) -> Mesh:
         started.append(await start_mesh(port, **options))
         return started[-1]
 
@@ -96,19 +99,19 @@ async def make_mesh():
 
 
 @pytest.fixture
-async def rollout_client(mesh):
+async def rollout_client(mesh: Mesh) -> AsyncIterator[RolloutClient]:
     async with RolloutClient(mesh.address, ChannelOptions(unary_deadline_s=60.0, retry_backoff_s=0.02)) as client:
         yield client
 
 
 @pytest.fixture
-async def trainer_client(mesh):
+async def trainer_client(mesh: Mesh) -> AsyncIterator[TrainerClient]:
     async with TrainerClient(mesh.address, ChannelOptions(unary_deadline_s=60.0, reconnect_s=3.0)) as client:
         yield client
 
 
 @pytest.fixture
-def answers():
+def answers() -> dict[str, Any]:
     """The smallest valid answers, by method."""
     return {
         "ListEnvironments": rollout_pb.ListEnvironmentsResponse(contract_version="1.0"),

@@ -1,6 +1,7 @@
 """Bytes that are no message of the method are refused as such, on every kind of call, and leave no traceback."""
 
 import logging
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import grpc
@@ -60,7 +61,7 @@ class Reader(
 
 
 @pytest.fixture
-async def reader(caplog):
+async def reader(caplog: pytest.LogCaptureFixture) -> AsyncIterator[SimpleNamespace]:
     server, servicer = GrpcServer(ServerConfig()), Reader()
     server.add("meshrl.v1.RolloutService", rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer)
     server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)

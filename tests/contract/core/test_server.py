@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import time
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +33,7 @@ async def status_of(channel, service):
 
 
 @pytest.fixture
-async def channel(mesh):
+async def channel(mesh) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(mesh.address) as channel:
         yield channel
 

@@ -1,6 +1,7 @@
 """Chunks, early answers and sessions of WeightSync through a real channel, with raw frames on both sides."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
 
@@ -62,7 +63,7 @@ class Hub(weights_pb2_grpc.WeightSyncServicer):
 
 
 @pytest.fixture
-async def hub():
+async def hub() -> AsyncIterator[SimpleNamespace]:
     server, servicer = GrpcServer(ServerConfig()), Hub()
     server.add(frames.SERVICE, frames.add_weight_sync, servicer)
     port = await server.start()

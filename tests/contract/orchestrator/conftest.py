@@ -1,8 +1,8 @@
 """A mesh of three real gRPC servers on loopback whose rollouts, steps and versions follow a script."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,14 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer, make_journal
+
+Started = tuple[RunLoop, Journal]
 
 
 @dataclass
@@ -97,7 +101,7 @@ async def mesh(script: Script) -> AsyncIterator[RunningMesh]:
 
 
 @pytest.fixture
-def make_config(tmp_path: Path):
+def make_config(tmp_path: Path) -> Callable[..., OrchestratorConfig]:
     def make(services: ServicesConfig, **changes) -> OrchestratorConfig:
         values = {
             "train": TrainEnvsConfig(env=[TrainEnvConfig(id="echo")]),
@@ -121,11 +125,11 @@ def make_config(tmp_path: Path):
 
 
 @pytest.fixture
-def start(tmp_path: Path):
+def start(tmp_path: Path) -> Callable[[OrchestratorConfig], AbstractAsyncContextManager[Started]]:
     """Runs the loop for a config against its services; yields the loop and its ledger."""
 
     @asynccontextmanager
-    async def start(config: OrchestratorConfig):
+    async def start(config: OrchestratorConfig) -> AsyncIterator[Started]:
         services = connect(
             config.services, unreachable_s=config.deadlines.unreachable_s, teachers=config.teacher_services
         )

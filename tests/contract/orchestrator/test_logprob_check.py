@@ -1,5 +1,7 @@
 """What a run does when the engines' logprobs are not the trainer's."""
 
+from collections.abc import Iterator
+
 import pytest
 from loguru import logger
 
@@ -9,7 +11,7 @@ APART = {"mismatch_abs/all/mean": 2.3, "mismatch_abs/all/max": 9.0}
 
 
 @pytest.fixture
-def lines():
+def lines() -> Iterator[list[str]]:
     found: list[str] = []
     sink = logger.add(found.append, format="{level}|{message}")
     yield found

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from loguru import logger
@@ -12,7 +13,7 @@ from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
 
 
 @pytest.fixture
-def said():
+def said() -> Iterator[list[tuple[str, str]]]:
     lines: list[tuple[str, str]] = []
     sink = logger.add(lambda message: lines.append((message.record["level"].name, message.record["message"])))
     yield lines

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,6 +145,14 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
     await scripted.stop()
 
 
+@pytest.fixture
+async def second() -> AsyncIterator[ScriptedEngine]:
+    """Another engine."""
+    scripted = await ScriptedEngine().start()
+    yield scripted
+    await scripted.stop()
+
+
 @dataclass
 class Hub(pb_grpc.WeightSyncServicer):
     """Answers ListEngines on a real port; `engines` are (url, pool, routable)."""
@@ -204,7 +212,7 @@ class Mesh:
         return [event async for event in self.client.run_rollouts(request)]
 
 
-StartMesh = Callable[..., Any]
+StartMesh = Callable[..., Awaitable[Mesh]]
 
 
 @pytest.fixture

@@ -15,13 +15,6 @@ from meshrl.wire.types import Rollout
 PATIENCE_S = 5.0
 
 
-@pytest.fixture
-async def second(make_engine):
-    engine = await make_engine().start()
-    yield engine
-    await engine.stop()
-
-
 async def engines_are(mesh, *urls: str) -> None:
     """Waits until just these engines are known to be up."""
     until = time.monotonic() + PATIENCE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from multiprocessing import forkserver
 
 import pytest
@@ -59,7 +60,7 @@ async def test_a_service_without_the_key_of_the_hubs_engines_does_not_start_also
 
 
 @pytest.fixture
-def new_fork_server():
+def new_fork_server() -> Iterator[None]:
     """Workers have the variables with which their fork server was started, maybe for an earlier test."""
     forkserver._forkserver._stop()
     yield

@@ -10,13 +10,6 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure
 
 
-@pytest.fixture
-async def second(make_engine):
-    engine = await make_engine().start()
-    yield engine
-    await engine.stop()
-
-
 def cut(request: web.Request, body: object) -> None:
     """Drops the connection without an answer."""
     assert request.transport is not None

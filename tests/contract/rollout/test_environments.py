@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -56,9 +57,9 @@ async def test_best_of_n_makes_a_rollout_of_each_attempt(start_mesh, make_group,
 
 
 @pytest.fixture
-async def judge():
+async def judge() -> AsyncIterator[tuple[str, list[tuple[str, Any]]]]:
     """An OpenAI-compatible server that answers yes where the response is "cat"."""
-    bodies = []
+    bodies: list[tuple[str, Any]] = []
 
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ class Said(list):
 
 
 @pytest.fixture
-def said():
+def said() -> Iterator[Said]:
     """What the front logs about environments."""
     lines = Said()
     sink = logger.add(lambda message: lines.add(message.record["message"]), level="INFO")

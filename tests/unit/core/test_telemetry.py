@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -39,7 +40,7 @@ REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def traced(tmp_path):
+def traced(tmp_path: Path) -> Iterator[tuple[Tracing, Callable[[], Any]]]:
     """A tracer that writes to a file, and a function that closes it and reads the spans back."""
     path = tmp_path / "traces" / "trainer.jsonl.zst"
     provider = build_provider("trainer", [JsonLinesSpanExporter(path)])

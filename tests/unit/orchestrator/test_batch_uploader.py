@@ -1,6 +1,7 @@
 """What the loop waits for at the trainer, when a batch is withdrawn that was to come next."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ class RunWithoutBatches:
 
 
 @pytest.fixture
-async def uploader():
+async def uploader() -> AsyncIterator[BatchUploader]:
     """One for a trainer that nobody asks anything."""
     async with TrainerClient("127.0.0.1:1") as client:
         clock = Clock(now=asyncio.get_running_loop().time)

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 
 @pytest.fixture
-def group_of(make_group, make_rollout):
+def group_of(make_group, make_rollout) -> Callable[..., RolloutGroup]:
     def group_of(environment: str, index: int, *lengths: int) -> RolloutGroup:
         ticket = replace(make_group(environment=environment).ticket, task=TaskRef(environment=environment, index=index))
         rollouts = [make_rollout(f"r{place}", sampled=length) for place, length in enumerate(lengths)]

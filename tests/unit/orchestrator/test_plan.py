@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import pytest
@@ -11,7 +11,7 @@ from meshrl.sampling.groups import RolloutGroup
 
 
 @pytest.fixture
-def make_plan():
+def make_plan() -> Callable[..., WorkPlan]:
     def make(
         *,
         level: int,
@@ -47,7 +47,7 @@ def dispatch_all(plan: WorkPlan, prefix: str) -> list[str]:
 
 
 @pytest.fixture
-def finish(make_rollout):
+def finish(make_rollout) -> Callable[..., RolloutGroup]:
     def finish(
         plan: WorkPlan, group_id: str, *, version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)
     ) -> RolloutGroup:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -42,7 +43,7 @@ def step_record(step: int) -> StepRecord:
 
 
 @pytest.fixture
-def past(make_group):
+def past(make_group) -> Callable[..., Past]:
     def make(entries: list[LedgerEntry], *, over: str = "", kept: tuple[int, ...] = (), lost: str = "") -> Past:
         names = sorted({one.group_id for one in entries})
         return Past(

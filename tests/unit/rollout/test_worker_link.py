@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 
 import pytest
 from google.rpc import status_pb2
@@ -69,7 +70,7 @@ def test_frames_that_come_in_any_pieces_are_put_together():
 
 
 @pytest.fixture
-async def full(monkeypatch):
+async def full(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[socket.socket]]:
     """A link whose other side, a bare socket, takes nothing: more waits than may."""
     monkeypatch.setattr(links, "MOST_WAITING_BYTES", 1 << 20)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ ASSISTANT = {"role": "assistant", "content": "ho"}
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Any:
+def write(tmp_path: Path) -> Callable[..., DataConfig]:
     def write_rows(*rows: Any) -> DataConfig:
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))

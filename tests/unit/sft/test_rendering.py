@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from chatml_tokenizer import chatml_tokenizer
 from meshrl.models.load import ModelError
@@ -32,7 +33,7 @@ LEARNED = frozenset({"assistant"})
 
 
 @pytest.fixture(scope="module")
-def qwen() -> Any:
+def qwen() -> PreTrainedTokenizerBase:
     return chatml_tokenizer((TEMPLATES / "qwen3.jinja").read_text())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from meshrl.sft.data.conversations import Conversation, DataError
 from meshrl.sft.data.tokenization import ConversationTokenizer
@@ -20,7 +21,7 @@ MESSAGES = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer() -> PreTrainedTokenizerBase:
     return create_tokenizer()
 
 
