@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -41,7 +41,10 @@ ARRAYS = st.sampled_from(sorted(tensors.DTYPES)).flatmap(
     )
 )
 CHUNKS = st.builds(
-    Chunk, offset=st.integers(0, 2**64 - 1), data=st.binary(max_size=300), crc32c=st.integers(0, 2**32 - 1)
+    Chunk,
+    offset=st.integers(0, 2**64 - 1),
+    data=st.binary(max_size=300) | st.binary(max_size=300).map(memoryview),
+    crc32c=st.integers(0, 2**32 - 1),
 )
 
 
@@ -79,12 +82,13 @@ def test_arbitrary_tensors_decode_or_are_refused(dtype, shape, data):
 
 
 @given(CHUNKS)
+@example(Chunk(offset=2**40, data=b"x" * 300, crc32c=7))  # a length of two bytes, which chance seldom draws
 def test_frames_equal_protobuf_and_parse_back(chunk):
     upload, fetched = frames.frame_upload_chunk(chunk), frames.frame_fetch_chunk(chunk)
     assert upload == pb.CreateVersionRequest(chunk=convert.to_proto(chunk)).SerializeToString()
     assert fetched == pb.FetchResponse(chunk=convert.to_proto(chunk)).SerializeToString()
     for parsed in (frames.parse_upload(upload), frames.parse_fetch(fetched)):
-        assert (parsed.offset, bytes(parsed.data), parsed.crc32c) == (chunk.offset, chunk.data, chunk.crc32c)
+        assert (parsed.offset, bytes(parsed.data), parsed.crc32c) == (chunk.offset, bytes(chunk.data), chunk.crc32c)
 
 
 @given(
@@ -255,6 +259,7 @@ def micro_batches(draw):
         temperatures=np.ones(num_samples, dtype=np.float32),
         env_index=np.zeros(num_samples, dtype=np.int32),
         rollout_ids=tuple(str(index) for index in range(num_samples)),
+        traceparents=draw(st.sampled_from([(), ("t",)])),
         rl_weights=per_token(elements=FINITE) if draw(st.booleans()) else None,
         ce_weights=weights() if draw(st.booleans()) else None,
         ref_kl_weights=weights() if with_ref else None,
@@ -277,6 +282,8 @@ def test_batches_come_back_to_the_bit_or_are_refused_for_having_nothing_to_train
         assert [violation.field for violation in outcome.violations] == ["loss_mask"]
         return
     assert convert.batch_digest(outcome) == convert.batch_digest(batch)
+    assert (outcome.run_id, outcome.step, outcome.environments) == ("r", 1, ("e",))
+    assert outcome.loss_tokens == loss_tokens
     for sent, got in zip(rows, outcome.micro_batches, strict=True):
         for name in MicroBatch.__dataclass_fields__:
             before, after = getattr(sent, name), getattr(got, name)
