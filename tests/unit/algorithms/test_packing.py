@@ -19,12 +19,6 @@ def test_samples_share_a_row_up_to_seq_len() -> None:
     assert packing.loss_tokens == 5 + 3 + 2
 
 
-def test_row_carries_advantage_and_logprobs_of_loss_tokens_only() -> None:
-    (row,) = pack_samples([sample(4, loss_from=2, advantage=0.5)], seq_len=8).micro_batches
-    assert row.advantages.tolist() == [0.0, 0.0, 0.5, 0.5]
-    assert row.inference_logprobs.tolist() == [0.0, 0.0, -2.0, -3.0]
-
-
 def test_long_sample_is_truncated_at_its_tail() -> None:
     packing = pack_samples([sample(9, loss_from=3)], seq_len=5)
     assert packing.micro_batches[0].token_ids.tolist() == [0, 1, 2, 3, 4]
@@ -35,24 +29,6 @@ def test_sample_without_loss_token_is_left_out() -> None:
     packing = pack_samples([sample(4), sample(4, loss_from=4), sample(9, loss_from=6)], seq_len=5)
     assert packing.dropped_samples == 2
     assert [len(row.rollout_ids) for row in packing.micro_batches] == [1]
-
-
-def test_first_token_of_a_sample_never_has_a_loss() -> None:
-    (row,) = pack_samples([sample(3, loss_from=0), sample(3, loss_from=0)], seq_len=8).micro_batches
-    assert row.loss_mask.tolist() == [False, True, True, False, True, True]
-
-
-def test_rows_are_split_until_ranks_share_them() -> None:
-    packing = pack_samples([sample(3, rollout_id=str(i)) for i in range(6)], seq_len=100, dp_size=4)
-    assert sorted(row.dp_rank for row in packing.micro_batches) == [0, 1, 2, 3]
-    assert sorted(i for row in packing.micro_batches for i in row.rollout_ids) == [str(i) for i in range(6)]
-
-
-def test_ranks_without_samples_get_rows_without_loss() -> None:
-    packing = pack_samples([sample(3)], seq_len=8, dp_size=2)
-    assert [row.dp_rank for row in packing.micro_batches] == [0, 1]
-    assert not packing.micro_batches[1].loss_mask.any()
-    assert packing.loss_tokens == 2
 
 
 def test_distinct_traceparents_of_rollouts_travel_with_the_row() -> None:
