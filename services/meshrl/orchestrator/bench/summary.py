@@ -16,11 +16,13 @@ the run. Without them the trainer's is its rate while it trained in this run, an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from loguru import logger
+from numpy.typing import NDArray
 
 from meshrl.wire.text_table import plain_table
 
@@ -109,42 +111,41 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
     measured = [metrics for metrics in records[1:] if metrics.get("time/step", 0.0) > 0.0]
     if not measured:
         return None
-    wall_s = sum(metrics["time/step"] for metrics in measured)
-    sampled = _total(measured, lambda m: m["perf/inference_tokens_per_s"] * m["time/step"])
-    busy_s = _total(measured, _busy_s)
-    trained = _total(measured, lambda m: m["perf/throughput"] * _busy_s(m))
-    computed = _total(
-        measured, lambda m: m["perf/throughput"] * _busy_s(m) * (1.0 - m.get("batch/shared_prefix_ratio", 0.0))
-    )
-    work = _total(measured, lambda m: m["perf/mfu"] * _busy_s(m))
-    train_s = _total(measured, lambda m: m["time/train_step"])
-    waited = _total(measured, lambda m: m["time/wait_for_batch"])
-    none_out = _total(measured, lambda m: m["perf/engines_idle"] * m["time/step"])
-    trainer_alone = alone.trainer if alone.trainer is not None else _over(trained, busy_s)
-    engines = max((m["weights/engines"] for m in measured if "weights/engines" in m), default=1.0)
-    engines_alone = None if alone.engines is None else alone.engines * max(1.0, engines)
-    sampling_s = _over(sampled, engines_alone)  # what each side would take alone for these steps
-    training_s = busy_s if alone.trainer is None else _over(computed, alone.trainer)
-    efficiency = by_turns = None
-    if sampling_s is not None and training_s is not None:
-        efficiency, by_turns = max(sampling_s, training_s) / wall_s, (sampling_s + training_s) / wall_s
-    return BenchSummary(
-        steps=len(measured),
-        step_s=wall_s / len(measured),
-        sampled_tokens_per_s=_over(sampled, wall_s),
-        trained_tokens_per_s=_over(trained, wall_s),
-        trained_tokens_per_s_busy=_over(trained, busy_s),
-        mfu=_over(work, wall_s),
-        mfu_busy=_over(work, busy_s),
-        peak_memory_gib=max((m["perf/peak_memory"] for m in measured if "perf/peak_memory" in m), default=None),
-        trainer_idle=_over(waited, train_s),
-        engines_idle=_over(none_out, wall_s),
-        engines_alone_tokens_per_s=engines_alone,
-        trainer_alone_tokens_per_s=trainer_alone,
-        trainer_alone_measured=alone.trainer is not None,
-        efficiency=efficiency,
-        by_turns=by_turns,
-    )
+
+    def each(name: str, unknown: float = np.nan) -> NDArray[np.float64]:
+        return np.array([metrics.get(name, unknown) for metrics in measured], dtype=np.float64)
+
+    step_s, wait_s = each("time/step"), each("time/wait_for_batch")
+    busy_s = each("time/train_step") - wait_s
+    trained = each("perf/throughput") * busy_s
+    computed = trained * (1.0 - each("batch/shared_prefix_ratio", 0.0))
+    sampled = each("perf/inference_tokens_per_s") * step_s
+    work = each("perf/mfu") * busy_s
+    wall_s = step_s.sum()
+    engines = np.fmax.reduce(each("weights/engines", 1.0))
+    engines_alone = np.nan if alone.engines is None else alone.engines * max(1.0, engines)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        busy_rate = trained.sum() / busy_s.sum()
+        trainer_alone = busy_rate if alone.trainer is None else alone.trainer
+        sampling_s = sampled.sum() / engines_alone  # what each side would take alone for these steps
+        training_s = busy_s.sum() if alone.trainer is None else computed.sum() / alone.trainer
+        return BenchSummary(
+            steps=len(measured),
+            step_s=float(wall_s) / len(measured),
+            sampled_tokens_per_s=_known(sampled.sum() / wall_s),
+            trained_tokens_per_s=_known(trained.sum() / wall_s),
+            trained_tokens_per_s_busy=_known(busy_rate),
+            mfu=_known(work.sum() / wall_s),
+            mfu_busy=_known(work.sum() / busy_s.sum()),
+            peak_memory_gib=_known(np.fmax.reduce(each("perf/peak_memory"))),
+            trainer_idle=_known(wait_s.sum() / each("time/train_step").sum()),
+            engines_idle=_known((each("perf/engines_idle") * step_s).sum() / wall_s),
+            engines_alone_tokens_per_s=_known(engines_alone),
+            trainer_alone_tokens_per_s=_known(trainer_alone),
+            trainer_alone_measured=alone.trainer is not None,
+            efficiency=_known(np.maximum(sampling_s, training_s) / wall_s),
+            by_turns=_known((sampling_s + training_s) / wall_s),
+        )
 
 
 def summary_table(records: Sequence[Mapping[str, float]]) -> str:
@@ -171,19 +172,8 @@ def report_bench(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
     logger.info("bench:\n" + text)
 
 
-def _busy_s(metrics: Mapping[str, float]) -> float:
-    return metrics["time/train_step"] - metrics["time/wait_for_batch"]
-
-
-def _total(measured: Sequence[Mapping[str, float]], value: Callable[[Mapping[str, float]], float]) -> float | None:
-    try:
-        return sum(value(metrics) for metrics in measured)
-    except KeyError:
-        return None
-
-
-def _over(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def _known(value: np.floating | float) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def _number(value: float | None, digits: int = 0) -> str:
