@@ -110,15 +110,13 @@ class GroupPlace:
     retry_s: float = 0.0
     """For so long it is asked for again where hosts refuse it."""
     host: RolloutHost | None = None
-    has_begun: bool = False
-    """Whether something of the group came back in the call that is being made or was made last."""
     limit: asyncio.Timeout | None = None
     """Of the call; brought forward when the host is given up."""
     waits_for: str = ""
     """Why it is at no host."""
     finished_here: int = 0
     failed_here: int = 0
-    """Rollouts that came back in that call."""
+    """Rollouts that came back in the call that is being made or was made last."""
     interrupted: int = 0
     """Calls that brought a part of the group and broke off."""
     avoids_until_s: dict[str, float] = field(default_factory=dict)
@@ -127,6 +125,10 @@ class GroupPlace:
     def __post_init__(self) -> None:
         self.size = self.left
         self.begin_anew()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.finished_here + self.failed_here > 0
 
     def begin_anew(self) -> None:
         """Forgets how long hosts have refused it, or been away."""

@@ -393,7 +393,7 @@ class RolloutPool:
     def at(self, place: GroupPlace, host: RolloutHost, limit: asyncio.Timeout) -> Iterator[None]:
         """A group is played at `host`, in a call that ends with `limit`, for as long as the block runs."""
         host.groups[place.group_id] = place
-        place.host, place.limit, place.waits_for, place.has_begun = host, limit, "", False
+        place.host, place.limit, place.waits_for = host, limit, ""
         place.finished_here = place.failed_here = 0
         host.achievement(place.environment).count(self._clock.now(), begun=place.left)
         try:
@@ -436,7 +436,7 @@ class RolloutPool:
     def came_back(self, place: GroupPlace, *, left: int, failed: bool, tokens: int = 0) -> None:
         """A rollout of a group is back from the service that plays it; `left` of them are not."""
         ended = max(0, place.left - max(0, left))
-        place.left, place.has_begun = place.left - ended, True
+        place.left -= ended
         place.finished_here += not failed
         place.failed_here += failed
         if place.host is not None:
