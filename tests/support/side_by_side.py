@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 ENGINES = "tests/contract/inference/"
-OWN_ENGINES = {"test_adapters.py", "test_bfloat16.py", "test_mixture.py", "test_parallel.py"}
+OWN_ENGINES = {"test_adapters.py", "test_mixture.py", "test_parallel.py"}
 LONGEST_FIRST = ("tests/mesh/", ENGINES, "tests/contract/", "tests/unit/training/", "tests/unit/models/")
 
 

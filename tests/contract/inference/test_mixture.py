@@ -1,45 +1,86 @@
-"""Mixtures of experts: engines keep their weights in forms of their own, and versions must come out the same."""
+"""Mixtures of experts: engines keep their weights in forms of their own, and versions must come out the same.
+
+A version whose bytes are right and whose weights the engine does not compute with is found by its probe: that is
+shown on these engines, whose swaps have the most to get wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import stale_engine
 from engine_mesh import EngineClient, EngineMesh, reference
 from meshrl.models.routers import RouterChoice, Routers
 from meshrl.wire import completion_frame
-from meshrl.wire.types import Transport
+from meshrl.wire.types import ActivationPolicy, AgentState, Transport
 from meshrl.wire.types.routes import Routes
 from plain_checks import check_greedy
 from plain_model import logits_of
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        *(("embedded", family) for family in ("mixtral", "minimax_m2")),  # qwen3_moe is that of `routed_mesh`
-        *(("vllm", family) for family in ("qwen3_moe", "mixtral", "minimax_m2")),
-    ],
-    ids="-".join,
+SLOTS = 2
+LENGTH = 1500
+WELL = 1e-3  # nats
+ENGINES = pytest.mark.parametrize("engine", ["embedded", "vllm"])
+POLICIES = pytest.mark.parametrize(
+    "policy", [ActivationPolicy.ROLLING, ActivationPolicy.GANG], ids=lambda each: each.value
 )
-def mixture_mesh(request: pytest.FixtureRequest, start_mesh: Callable[..., EngineMesh]) -> EngineMesh:
-    """Versions name the experts of a layer as one; files of the last two families have other names in their layers."""
-    engine, family = request.param
-    if (engine, family) == ("vllm", "minimax_m2") and not torch.cuda.is_available():
-        pytest.skip("vLLM 0.32 computes no sigmoid routers on a CPU")
-    mesh = start_mesh(engine, family=family, **({"router_dtype": "float32"} if engine == "vllm" else {}))
-    widened = "routers have logits in float32" in mesh.engine.log.read_text()
-    assert widened == (engine == "vllm")
-    return mesh
+DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")
+Start = Callable[..., EngineMesh]
+
+
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that makes the swaps of the mixtral engines stale while it exists."""
+    return tmp_path_factory.mktemp("fault") / "stale"
+
+
+@pytest.fixture(scope="module")
+def mixture(start_mesh: Start, fault: Path) -> Start:
+    """Starts an engine of a family once: versions name the experts of a layer as one, and files of mixtral and
+    minimax_m2 have other names in their layers. The fault of mixtral's sleeps until its file is made."""
+
+    @functools.cache
+    def start(engine: str, family: str) -> EngineMesh:
+        if (engine, family) == ("vllm", "minimax_m2") and not torch.cuda.is_available():
+            pytest.skip("vLLM 0.32 computes no sigmoid routers on a CPU")
+        more = {"router_dtype": "float32"} if engine == "vllm" else {}
+        with pytest.MonkeyPatch.context() as patch:
+            if can_be_faulty(engine, family):
+                patch.setenv(stale_engine.FAULT, str(fault))
+                patch.setenv("PYTHONPATH", str(Path(stale_engine.__file__).parent))
+                more |= {"module": "stale_engine", "max_num_seqs": SLOTS}
+            mesh = start_mesh(engine, family=family, **more)
+        widened = "routers have logits in float32" in mesh.engine.log.read_text()
+        assert widened == (engine == "vllm")
+        return mesh
+
+    return start
+
+
+def can_be_faulty(engine: str, family: str) -> bool:
+    """vLLM's processes on a GPU are no forks of the program with the fault."""
+    return family == "mixtral" and (engine, DEVICE) != ("vllm", "cuda")
+
+
+@pytest.fixture
+def stale_mesh(mixture: Start, engine: str) -> EngineMesh:
+    if not can_be_faulty(engine, "mixtral"):
+        pytest.skip("vLLM's processes on a GPU are no forks of the program with the fault")
+    return mixture(engine, "mixtral")
 
 
 @pytest.fixture(scope="module", params=["embedded", "vllm"])
-def routed_mesh(request: pytest.FixtureRequest, start_mesh: Callable[..., EngineMesh]) -> EngineMesh:
+def routed_mesh(request: pytest.FixtureRequest, start_mesh: Start) -> EngineMesh:
     if request.param == "vllm" and not torch.cuda.is_available():
         pytest.skip("vLLM reports routes by its second model runner, which needs Triton, and so a GPU")
     return start_mesh(request.param, family="qwen3_moe", enable_return_routed_experts=True)
@@ -54,10 +95,18 @@ async def check_served(mesh: EngineMesh) -> None:
             check_greedy(mesh.kind, logits_of(reference(mesh), prompt, choice["token_ids"]), choice)
 
 
-async def test_each_version_is_the_plain_mixture_of_its_weights(mixture_mesh: EngineMesh) -> None:
+@pytest.mark.parametrize(
+    ("engine", "family"),
+    [
+        *(("embedded", family) for family in ("mixtral", "minimax_m2")),  # qwen3_moe is that of `routed_mesh`
+        *(("vllm", family) for family in ("qwen3_moe", "mixtral", "minimax_m2")),
+    ],
+)
+async def test_each_version_is_the_plain_mixture_of_its_weights(mixture: Start, engine: str, family: str) -> None:
+    mesh = mixture(engine, family)
     for seed, transport in ((0, Transport.FILESYSTEM), (1, Transport.STREAM), (0, Transport.FILESYSTEM)):
-        await mixture_mesh.publish(seed, transport=transport)
-        await check_served(mixture_mesh)
+        await mesh.publish(seed, transport=transport)
+        await check_served(mesh)
 
 
 def plain_routes(mesh: EngineMesh, tokens: list[int]) -> Routes:
@@ -91,3 +140,67 @@ async def test_routes_are_those_of_the_plain_mixture(routed_mesh: EngineMesh) ->
                     assert choice.routed_experts.shape == expected.shape
                     same = np.sort(choice.routed_experts, axis=-1) == np.sort(expected, axis=-1)
                     assert same.mean() > 0.999  # experts whose scores tie but for rounding
+
+
+@contextmanager
+def there(file: Path) -> Iterator[None]:
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+@ENGINES
+async def test_version_is_probed_while_all_slots_are_taken(stale_mesh: EngineMesh) -> None:
+    mesh = stale_mesh
+    await mesh.publish(mesh.other_seed())
+    async with mesh.session() as session:
+        client = EngineClient(session)
+        activated = asyncio.Event()
+
+        async def ask_until_activated() -> int:
+            answered = 0
+            while not activated.is_set():
+                await client.greedy(PROMPTS[0], LENGTH)
+                answered += 1
+            return answered
+
+        askers = [asyncio.create_task(ask_until_activated()) for _ in range(2 * SLOTS)]
+        await client.until_in_flight(2 * SLOTS)
+        activation = await mesh.publish(mesh.other_seed())
+        activated.set()
+        assert all(await asyncio.gather(*askers))
+    error = activation.engines[0].applied.probe_error
+    assert error is not None
+    assert error < WELL
+
+
+@POLICIES
+@ENGINES
+async def test_swap_with_stale_indices_is_refused_and_loaded_anew(
+    stale_mesh: EngineMesh, fault: Path, policy: ActivationPolicy
+) -> None:
+    mesh = stale_mesh
+    for _ in range(2):
+        activation = await mesh.publish(mesh.other_seed(), policy=policy)
+        error = activation.engines[0].applied.probe_error
+        assert error is not None
+        assert error < WELL
+    seed, served = mesh.other_seed(), mesh.version + 1
+    with there(fault):
+        activating = asyncio.create_task(mesh.publish(seed, policy=policy))
+        await mesh.until(lambda engine: engine.state is AgentState.POISONED)
+        async with mesh.session() as session:
+            body = {"model": "tiny", "token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 1}}
+            refused = await EngineClient(session).post("/inference/v1/generate", body)
+        assert refused.status == 503
+        assert f"version {served} is refused: its logprobs of the version's probe are" in refused.message
+    activation = await activating  # the hub has the engine load it until it is served
+    assert (activation.engines[0].applied.version, mesh.version) == (served, served)
+    async with mesh.session() as session:
+        choice = await EngineClient(session).greedy(PROMPTS[0])
+    check_greedy(mesh.kind, logits_of(reference(mesh), PROMPTS[0], choice["token_ids"]), choice)
+    named = [line for line in mesh.engine.tail().splitlines() if f"applying version {served} failed" in line]
+    assert len(named) == 1
+    assert "weight_broadcast.max_probe_error" in named[0]
