@@ -63,13 +63,15 @@ def test_the_command_of_the_example_trains_its_three_runs(model_dir: Path, tmp_p
     command = shlex.split(next(line for line in page.splitlines() if line.startswith("uv run rl ")))
     out = tmp_path / "out"
     small = ["--max-steps", "2", "--output-dir", str(out), "--model.name", str(model_dir)]
+    for run in range(3):
+        small += [f"--runs.{run}.batch-size", "16", f"--runs.{run}.eval.num-examples", "8"]
     done = subprocess.run(
         [sys.executable, "-m", "meshrl.launch.main", *command[3:], *small],
         cwd=ROOT, capture_output=True, text=True, timeout=ENDS_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("reverse_text", "letter_sort", "memory_game"):
-        check_ledger(out / f"run_{name}", steps=2, rollouts=64)
+        check_ledger(out / f"run_{name}", steps=2, rollouts=16)
         assert f"{name} | " in done.stdout  # its lines of the console
         records = map(json.loads, (out / f"run_{name}" / "metrics.jsonl").read_text().splitlines())
         assert {record["step"] for record in records if f"eval/{name}_held_out/avg@1" in record} == {0, 2}
