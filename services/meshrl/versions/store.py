@@ -110,7 +110,8 @@ class VersionStore:
                 continue
             if chain and not self._damaged.intersection(artifact_id_of(part.manifest) for part in chain):
                 return base
-        raise chains.refuse_base(manifest)
+        text = f"version {manifest.version} is a delta from version {manifest.base_version}, which is not at this hub"
+        raise MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")
 
     def steps(self, artifact_id: str, held_root: bytes, *, whole: bool) -> tuple[Manifest, ...]:
         """The manifests that an engine applies one after the other to reach a delta; all of them can be read then.

@@ -8,7 +8,6 @@ when the task that watches the time fails. A restart reads the log.
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -67,6 +66,9 @@ from meshrl.wire.types import (
     VersionState,
 )
 
+Session = asyncio.Queue[AgentCommand | MeshError | None]
+"""What an agent's session gives out next: a command, the error that ends it, or None once the agent hung up."""
+
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.sqlite"
 
@@ -99,9 +101,9 @@ class Hub:
         stopped = partial(logger.warning, "this hub was stopped for {:.1f} s: leases and deadlines go on from there")
         self._now, self._wall = AwakeClock(monotonic, stopped=stopped), wall
         self._actions = ActionQueue(self._perform)
-        self._sessions = Sessions()
-        self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
-        self._until_decided: dict[Key, list[asyncio.Future[Activation]]] = {}  # those who do not wait for more
+        self._sessions: dict[str, Session] = {}  # those that are open, by lease
+        # By version, and whether the decision is all that is waited for.
+        self._waiters: dict[Key, list[tuple[asyncio.Future[Activation], bool]]] = {}
         self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
         self._changed = Pulse()  # a version did
         self._heard = Pulse()  # of an engine, or that time has passed
@@ -147,7 +149,8 @@ class Hub:
     def close_streams(self) -> None:
         """Ends sessions, watches and waits with DRAINING, so that the server can drain."""
         self._draining = True
-        self._sessions.end_all()
+        for session in self._sessions.values():
+            session.put_nowait(MeshError(Reason.DRAINING, "the hub is shutting down; register again"))
         self._changed.beat()
         self._bytes.close()
         self._refuse_waiters(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
@@ -182,7 +185,7 @@ class Hub:
 
     def _refuse_waiters(self, error: MeshError) -> None:
         waiting, self._waiters = self._waiters, {}
-        for outcome in (outcome for outcomes in waiting.values() for outcome in outcomes):
+        for outcome, _ in (waiter for waiters in waiting.values() for waiter in waiters):
             refuse(outcome, error)
         self._actions.refuse_all(error)
 
@@ -195,17 +198,17 @@ class Hub:
                 if action.decision is not None:
                     logger.info("version {} of run {} is decided", action.decision.version, action.decision.run_id)
                     self._actions.put(self.coordinator.decided(action.decision, self._now()))
-                    for future in self._until_decided.pop(action.decision, []):
-                        if not future.done():
+                    for future, until_decided in self._waiters.get(action.decision, []):
+                        if until_decided and not future.done():
                             future.set_result(self.coordinator.record(action.decision).decision())
             case Send():
-                if self._sessions.send(action.lease_id, action.command):
+                if (session := self._sessions.get(action.lease_id)) is not None:
+                    session.put_nowait(action.command)
                     logger.debug("to {}: {}", action.engine_id, action.command)
             case EndSession():
-                self._sessions.end(action.lease_id)
+                self._end_session(action.lease_id)
             case Answer():
-                self._until_decided.pop(action.key, None)
-                for future in self._waiters.pop(action.key, []):
+                for future, _ in self._waiters.pop(action.key, []):
                     if isinstance(action.result, MeshError):
                         refuse(future, action.result)
                     elif not future.done():
@@ -302,9 +305,7 @@ class Hub:
             await self._actions.put(actions)
             return record.decision()
         outcome: asyncio.Future[Activation] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(record.key, []).append(outcome)
-        if request.return_when_decided:
-            self._until_decided.setdefault(record.key, []).append(outcome)
+        self._waiters.setdefault(record.key, []).append((outcome, request.return_when_decided))
         await self._actions.put(actions)
         with self._waits.waiting(
             "commit",
@@ -370,23 +371,27 @@ class Hub:
             raise MeshError(Reason.DRAINING)
         lease_id = first.lease_id
         actions = self.coordinator.report(first, self._now())
-        session = self._sessions.open(lease_id)
+        self._end_session(lease_id)  # an older one of the same lease
+        session = self._sessions[lease_id] = Session()
         await self._actions.put([*actions, *self.coordinator.connect(lease_id, self._now())])
         reader = asyncio.create_task(self._read_reports(reports, lease_id))
-        reader.add_done_callback(lambda _: session.put_nowait(Ended.HUNG_UP))
+        reader.add_done_callback(lambda _: session.put_nowait(None))
         try:
-            while not isinstance(command := await session.get(), Ended):
+            while (command := await session.get()) is not None:
+                if isinstance(command, MeshError):
+                    raise command
                 yield command
-            if command is Ended.HUNG_UP:
-                reader.result()
-                return
-            if self._draining:
-                raise MeshError(Reason.DRAINING, "the hub is shutting down; register again")
-            raise MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again")
+            reader.result()
         finally:
             reader.cancel()
-            if self._sessions.leave(lease_id, session):
+            if self._sessions.get(lease_id) is session:
+                del self._sessions[lease_id]
                 self.coordinator.disconnect(lease_id)
+
+    def _end_session(self, lease_id: str) -> None:
+        session = self._sessions.pop(lease_id, None)
+        if session is not None:
+            session.put_nowait(MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again"))
 
     async def _read_reports(self, reports: AsyncIterator[AgentReport], lease_id: str) -> None:
         async for report in reports:
@@ -497,51 +502,3 @@ def refuse(future: asyncio.Future[_T], error: MeshError) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()  # whoever waits still gets it; the ticker does not wait
-
-
-class Ended(enum.Enum):
-    """Why a session has no more commands."""
-
-    HUNG_UP = enum.auto()  # by the agent
-    LEASE_OVER = enum.auto()
-
-
-Session = asyncio.Queue[AgentCommand | Ended]
-
-
-class Sessions:
-    """The open sessions, by lease."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def open(self, lease_id: str) -> Session:
-        """A new session, in place of an older one of the same lease."""
-        self.end(lease_id)
-        session = self._sessions[lease_id] = Session()
-        return session
-
-    def send(self, lease_id: str, command: AgentCommand) -> bool:
-        """Puts a command into a session; False where the lease has none."""
-        session = self._sessions.get(lease_id)
-        if session is not None:
-            session.put_nowait(command)
-        return session is not None
-
-    def end(self, lease_id: str) -> None:
-        """Ends the session of a lease, where there is one."""
-        session = self._sessions.pop(lease_id, None)
-        if session is not None:
-            session.put_nowait(Ended.LEASE_OVER)
-
-    def end_all(self) -> None:
-        """Ends every session, and keeps them until their agents have left."""
-        for session in self._sessions.values():
-            session.put_nowait(Ended.LEASE_OVER)
-
-    def leave(self, lease_id: str, session: Session) -> bool:
-        """Forgets a session whose call is over; False where the lease has another one, or none, by now."""
-        last = self._sessions.get(lease_id) is session
-        if last:
-            del self._sessions[lease_id]
-        return last

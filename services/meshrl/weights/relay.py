@@ -47,8 +47,7 @@ class Relay:
         self._bytes = ByteServer(self._store, max_chunk_bytes=max_chunk_bytes)
         self._downloader = Downloader(upstream, limits)
         self._keep_versions = keep_versions
-        self._pulls: dict[str, asyncio.Task[None]] = {}
-        self._failed: dict[str, MeshError] = {}
+        self._pulls: dict[str, asyncio.Task[None]] = {}  # under way or failed, by artifact
         self._pull_changed = Pulse()  # a manifest came, or a pull failed
         self._fetches: Counter[str] = Counter()  # under way, by artifact
 
@@ -76,15 +75,13 @@ class Relay:
         """
         self._fetches[artifact_id] += 1
         try:
-            comes = artifact_id in self._pulls  # it is fetched once for all who ask
-            if not comes and (artifact_id not in self._store.artifacts or self._store.held(artifact_id).missing):
-                self._failed.pop(artifact_id, None)
+            held = self._store.artifacts.get(artifact_id)
+            if not self._comes(artifact_id) and (held is None or held.missing):  # it is fetched once for all who ask
                 self._pulls[artifact_id] = pull = asyncio.create_task(self._pull(artifact_id))
                 pull.add_done_callback(lambda task: self._pull_ended(artifact_id, task))
             while artifact_id not in self._store.artifacts:
                 changed = self._pull_changed.upcoming
-                if artifact_id in self._failed:
-                    raise self._failed[artifact_id]
+                self._is_arriving(artifact_id)
                 await changed.wait()
             arriving = partial(self._is_arriving, artifact_id)
             async for message in self._bytes.feed(artifact_id, ranges, chunk_bytes, arriving):
@@ -92,10 +89,18 @@ class Relay:
         finally:
             self._fetches[artifact_id] -= 1
 
+    def _comes(self, artifact_id: str) -> bool:
+        return artifact_id in self._pulls and not self._pulls[artifact_id].done()
+
     def _is_arriving(self, artifact_id: str) -> bool:
-        if artifact_id in self._failed:
-            raise self._failed[artifact_id]
-        return artifact_id in self._pulls
+        """Whether it is fetched now. Raises what its last fetch ended with."""
+        pull = self._pulls.get(artifact_id)
+        if pull is None or not pull.done():
+            return pull is not None
+        error = MeshError(Reason.DRAINING) if pull.cancelled() else pull.exception()
+        if error is None:  # it has just ended
+            return False
+        raise error if isinstance(error, MeshError) else MeshError(Reason.INTERNAL, repr(error))
 
     # --- from upstream ----------------------------------------------------------------------------
 
@@ -113,13 +118,12 @@ class Relay:
         await self._drop_old()
 
     def _pull_ended(self, artifact_id: str, pull: asyncio.Task[None]) -> None:
-        del self._pulls[artifact_id]
         error = None if pull.cancelled() else pull.exception()
         if error is not None:
             logger.warning("artifact {} did not come from {}: {!r}", artifact_id, self._upstream.address, error)
-            trouble = error if isinstance(error, MeshError) else MeshError(Reason.INTERNAL, repr(error))
-            self._failed[artifact_id] = trouble
-            self._pull_changed.beat()
+        elif not pull.cancelled() and self._pulls.get(artifact_id) is pull:
+            del self._pulls[artifact_id]
+        self._pull_changed.beat()
         self._bytes.changed()
 
     async def _drop_old(self) -> None:
@@ -129,7 +133,8 @@ class Relay:
         full = [(m.epoch, m.version) for _, m in by_age if m.kind is VersionKind.FULL]
         kept = {*versions[: self._keep_versions], *full[:1]}
         for artifact_id, manifest in by_age:
-            if (manifest.epoch, manifest.version) in kept or self._fetches[artifact_id] or artifact_id in self._pulls:
+            is_kept = (manifest.epoch, manifest.version) in kept
+            if is_kept or self._fetches[artifact_id] or self._comes(artifact_id):
                 continue
-            self._failed.pop(artifact_id, None)
+            self._pulls.pop(artifact_id, None)
             await asyncio.to_thread(self._store.delete, artifact_id, ())

@@ -236,7 +236,7 @@ def test_a_run_that_is_over_lets_go_of_its_version_and_no_other_does() -> None:
     for run in ("a", "b"):
         machine.command(Commit(run_id=run, version=5, artifact_id=run))
     retire = Retire(run_id="a", version=5, artifact_id="a", epoch=1)
-    assert machine.command(retire) == [CancelFetch(run_id="a"), LetGo(run_id="a", version=5, artifact_id="a")]
+    assert machine.command(retire) == [CancelFetch(run_id="a"), LetGo(run_id="a")]
     assert machine.let_go("a") == [SendReport(run_id="b")]
     assert list(machine.lines) == ["b"]
     assert machine.command(retire) == []

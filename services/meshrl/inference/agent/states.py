@@ -90,11 +90,9 @@ class ResumeEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class LetGo:
-    """Serve a version to no new request, and unload it when its last one ends."""
+    """Serve a run to no new request, and unload it when its last one ends."""
 
     run_id: str
-    version: int
-    artifact_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +168,6 @@ class LineMachine:
             case Resume():
                 held_here = self.held and self._is_named(command)
                 return [self._resume()] if held_here else []
-
-    def retire(self, command: Retire) -> list[Action]:
-        """The run is over: what is fetched for it is dropped, and what is served ends with its requests."""
-        let_go = LetGo(run_id=self.run_id, version=command.version, artifact_id=command.artifact_id)
-        return [CancelFetch(run_id=self.run_id), let_go]
 
     def _prepare(self, command: Prepare) -> list[Action]:
         if self.state is AgentState.APPLYING or (self.target is not None and self.target.committed):
@@ -359,8 +352,8 @@ class AgentMachine:
             case Prepare() | Commit() | Abort() | Resume():
                 return self._line_for(command.run_id).command(command)
             case Retire():
-                line = self.lines.get(command.run_id)
-                return [] if line is None else line.retire(command)
+                run_id = command.run_id  # it is over: what is fetched for it is dropped
+                return [CancelFetch(run_id=run_id), LetGo(run_id=run_id)] if run_id in self.lines else []
             case DrainAgent():
                 self._leaving = True
                 for line in self.lines.values():

@@ -23,7 +23,7 @@ from loguru import logger
 from meshrl.core.durable import write_file
 from meshrl.versions.deltas.codec import DeltaError, merge
 from meshrl.versions.version_bytes import VersionBytes
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id, chunks_of, delta_manifest
 from meshrl.wire.manifest_file import from_json, to_json
 from meshrl.wire.types import Manifest, VersionKind
@@ -130,8 +130,3 @@ def stored(manifest: Manifest, folder: Path) -> VersionBytes:
     part = VersionBytes(manifest, file=folder / PAYLOAD)
     part.missing.clear()
     return part
-
-
-def refuse_base(manifest: Manifest) -> MeshError:
-    text = f"version {manifest.version} is a delta from version {manifest.base_version}, which is not at this hub"
-    return MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")
