@@ -17,7 +17,7 @@ from loguru import logger
 
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.clock import Clock
-from meshrl.core.waiting import Pulse, first_of
+from meshrl.core.waiting import Pulse, first_of, set_within
 from meshrl.sampling.groups import GroupTicket
 from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, describe_hosts, differing
 from meshrl.sampling.retry import RunError, failed
@@ -130,25 +130,23 @@ class RolloutPool:
         those that do host everything that is `wanted`; of workers that dial in, once those that must have done so have.
         Raises RunError when something of it is hosted by none of those that came within `startup_s`, naming who came
         with what."""
-        meeting = {asyncio.create_task(self._meet(host, startup_s)) for host in self.table.hosts}
-        beat: asyncio.Task[None] | None = None
+        meeting = [asyncio.create_task(self._meet(host, startup_s)) for host in self.table.hosts]
+        for task in meeting:
+            task.add_done_callback(lambda _: self.changed.beat())
+        end_s = self._clock.now() + startup_s + LOOK_DEADLINE_S
         try:
-            end_s = self._clock.now() + startup_s + LOOK_DEADLINE_S
-            waiting = set(meeting)
-            while waiting or self.not_dialled_in(wanted):
-                beat = asyncio.create_task(self.changed.next())
-                left_s = max(0.0, end_s - self._clock.now())
-                done, _ = await asyncio.wait({*waiting, beat}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                beat.cancel()
-                for task in done & waiting:
-                    task.result()
-                waiting -= done
-                if not done:
+            while True:
+                upcoming, missing = self.changed.upcoming, self.not_dialled_in(wanted)
+                met = [task.result() for task in meeting if task.done()]
+                if len(met) == len(meeting) and not missing:
                     break
-                if waiting and self.environments().keys() >= set(wanted) and not self.not_dialled_in(wanted):
+                hosted = self.environments().keys()
+                if hosted and hosted >= set(wanted) and not missing:
                     end_s = min(end_s, self._clock.now() + START_GRACE_S)
+                if not await set_within(upcoming, max(0.0, end_s - self._clock.now())):
+                    break
         finally:
-            for task in (*meeting, *([beat] if beat is not None else [])):
+            for task in meeting:
                 task.cancel()
         if missing := self.not_dialled_in(wanted):
             raise RunError(self._nobody_dialled_in(missing, startup_s))
