@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,8 +17,29 @@ BUILD_S = 120.0
 
 
 def built() -> Path:
-    """The package's folder, built as its script `build` does. Raises CalledProcessError with what npm says."""
+    """The package's folder, built as its script `build` does, once for the same sources; tests that run beside each
+    other wait for the one that builds. Raises CalledProcessError with what npm says."""
     HOME.mkdir(parents=True, exist_ok=True)
+    with (HOME / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sources, mark = _digest(), HOME / "built.txt"
+        if not mark.exists() or mark.read_text() != sources:
+            mark.unlink(missing_ok=True)
+            _build()
+            mark.write_text(sources)
+    return HOME
+
+
+def _digest() -> str:
+    made = hashlib.sha256()
+    for root in (SOURCE, ROOT / "proto"):
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and not {"node_modules", "dist", "gen"} & set(path.relative_to(root).parts):
+                made.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return made.hexdigest()
+
+
+def _build() -> None:
     lock, mark = (SOURCE / "package-lock.json").read_text(), HOME / "installed.txt"
     for name in ("package.json", "package-lock.json", "tsconfig.json"):
         shutil.copy(SOURCE / name, HOME)
@@ -40,7 +63,6 @@ def built() -> Path:
             check=True, timeout=BUILD_S, stdin=subprocess.DEVNULL, cwd=folder,
             env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"},
         )  # fmt: skip
-    return HOME
 
 
 def command(*, port: int, hub: str) -> list[str]:
