@@ -101,4 +101,4 @@ async def test_the_typescript_service_keeps_every_rule_and_its_samples_are_what_
 def test_typescript_computes_the_vectors_and_refuses_what_they_refuse() -> None:
     done = node_service.check_vectors()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "pass 5" in done.stdout
+    assert "pass 6" in done.stdout
