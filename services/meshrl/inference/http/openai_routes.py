@@ -37,7 +37,6 @@ from meshrl.wire.errors import MeshError, Reason
 class _Choice:
     index: int
     prompt: int  # which prompt of the request it completes
-    prompt_ids: tuple[int, ...]
     request: GenerateRequest
     text: TextStream
     offsets: TextStream  # the same text, of one token after the other
@@ -45,13 +44,25 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)  # sampled so far, without a stop token
     said: list[str] = field(default_factory=list)
 
+    def add(self, chunk: TokenChunk) -> str:
+        """Returns the text that the chunk adds."""
+        token_ids = chunk.token_ids.tolist()
+        if chunk.stop_token_id is not None:
+            token_ids = token_ids[:-1]
+        self.token_ids += token_ids
+        self.said.append(self.text.push(token_ids, last=chunk.finish_reason is not None))
+        return self.said[-1]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
     choice: _Choice
     text: str
     tokens: TokenChunk
-    finish_reason: str | None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return FinishReason.STOP if self.choice.text.stopped else self.tokens.finish_reason
 
 
 class OpenAIRoutes:
@@ -71,8 +82,7 @@ class OpenAIRoutes:
                 add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
                 continue_final_message=body.continue_final_message,
             )
-        tops = (body.top_logprobs or 0) if body.logprobs else 0
-        return await self._serve(request, body, self._choices(body, [prompt_ids], bool(body.logprobs), tops))
+        return await _Answer(self._serving, self._codec, body, [prompt_ids]).to(request)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._serving.read(request, CompletionBody)
@@ -89,115 +99,134 @@ class OpenAIRoutes:
                 await encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else tuple(each)
                 for each in prompt
             ]
-        choices = self._choices(body, prompts, body.logprobs is not None, body.logprobs or 0)
-        return await self._serve(request, body, choices)
+        return await _Answer(self._serving, self._codec, body, prompts).to(request)
 
-    def _choices(
-        self, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]], logprobs: bool, tops: int
-    ) -> list[_Choice]:
-        kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
-        request_id = f"{kind}-{uuid.uuid4().hex}"
-        stops = body.stop_strings
-        ends: tuple[int, ...] = ()
+
+class _Answer:
+    """One request's answer: its completions, in the shapes of its route."""
+
+    def __init__(
+        self, serving: Serving, codec: TextCodec, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._serving, self._codec, self._body = serving, codec, body
+        self._of_chat = isinstance(body, ChatBody)
+        self._request_id = f"{'chatcmpl' if self._of_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._choices = [
+            self._choice(prompt * body.n + index, prompt, index, prompt_ids)
+            for prompt, prompt_ids in enumerate(prompts)
+            for index in range(body.n)
+        ]
+
+    def _choice(self, place: int, prompt: int, index: int, prompt_ids: tuple[int, ...]) -> _Choice:
+        """The `index`-th completion of a prompt."""
+        body, stops = self._body, self._body.stop_strings
+        if isinstance(body, ChatBody):
+            logprobs, tops = bool(body.logprobs), (body.top_logprobs or 0) if body.logprobs else 0
+        else:
+            logprobs, tops = body.logprobs is not None, body.logprobs or 0
+        most = self._serving.engine.max_model_len
+        params = body.params(most=most, index=index, logprobs=logprobs, top_logprobs=tops)
         if isinstance(body, ChatBody) and self._codec.replies is not None and not body.ignore_eos:
             ends = self._codec.replies.stop_token_ids
-        choices: list[_Choice] = []
-        most = self._serving.engine.max_model_len
-        for prompt, prompt_ids in enumerate(prompts):
-            for index in range(body.n):
-                params = body.params(most=most, index=index, logprobs=logprobs, top_logprobs=tops)
-                params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
-                # with stop strings the text is watched as it grows, so the tokens must come one by one
-                asked = GenerateRequest(
-                    request_id=request_id,
-                    prompt_ids=prompt_ids,
-                    sampling=params,
-                    stream=body.stream or bool(stops),
-                    policy=self._serving.policy(body.model),
-                )
-                text = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops)
-                offsets = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens)
-                choices.append(_Choice(len(choices), prompt, prompt_ids, asked, text, offsets))
-        return choices
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
+        asked = GenerateRequest(
+            request_id=self._request_id,
+            prompt_ids=prompt_ids,
+            sampling=params,
+            # with stop strings the text is watched as it grows, so the tokens must come one by one
+            stream=body.stream or bool(stops),
+            policy=self._serving.policy(body.model),
+        )
+        text = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops)
+        offsets = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens)
+        return _Choice(place, prompt, asked, text, offsets)
 
-    async def _serve(
-        self, request: web.Request, body: ChatBody | CompletionBody, choices: list[_Choice]
-    ) -> web.StreamResponse:
-        if body.stream:
-            return await send_events(self._serving, request, self._events(body, choices))
+    async def to(self, request: web.Request) -> web.StreamResponse:
+        """Whole, or as a stream."""
+        if self._body.stream:
+            return await send_events(self._serving, request, self._events())
         async with self._serving.deadline():
-            pieces = await gather([self._whole(choice) for choice in choices])
-        answer = self._head(body, choices[0])
-        answer["choices"] = [self._choice_json(body, piece) for piece in pieces]
-        answer["usage"] = _usage(choices, sum(len(piece.tokens.token_ids) for piece in pieces))
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = list(choices[0].prompt_ids)
+            pieces = await gather([self._whole(choice) for choice in self._choices])
+        answer = self._head()
+        answer["choices"] = [self._choice_json(piece) for piece in pieces]
+        answer["usage"] = self._usage(sum(len(piece.tokens.token_ids) for piece in pieces))
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = list(self._choices[0].request.prompt_ids)
         return json_answer(json.dumps(answer), pieces[0].tokens.version)
 
     async def _whole(self, choice: _Choice) -> _Piece:
         def stops(chunk: TokenChunk) -> bool:
-            _added_text(choice, chunk)
+            choice.add(chunk)
             return choice.text.stopped
 
         tokens = await self._serving.complete(choice.request, ends=stops)
-        reason = FinishReason.STOP if choice.text.stopped else tokens.finish_reason
-        return _Piece(choice=choice, text="".join(choice.said), tokens=tokens, finish_reason=reason)
+        return _Piece(choice=choice, text="".join(choice.said), tokens=tokens)
 
-    # --- streams ----------------------------------------------------------------------------
-
-    async def _events(self, body: ChatBody | CompletionBody, choices: list[_Choice]) -> AsyncGenerator[str, None]:
+    async def _events(self) -> AsyncGenerator[str, None]:
         made, ended, opened = 0, 0, False
-        async with aclosing(interleave(self._serving.spans, [choice.request for choice in choices])) as chunks:
+        async with aclosing(interleave(self._serving.spans, [each.request for each in self._choices])) as chunks:
             async for index, chunk in chunks:
-                if isinstance(body, ChatBody) and not opened:  # not before: a refusal is answered with its own status
+                if self._of_chat and not opened:  # not before: a refusal is answered with its own status
                     opened = True
-                    for each in choices:
-                        yield self._event(body, each, {"delta": {"role": "assistant", "content": ""}})
-                choice = choices[index]
+                    for each in self._choices:
+                        yield self._event(each, {"delta": {"role": "assistant", "content": ""}})
+                choice = self._choices[index]
                 if choice.text.stopped:
                     continue
-                text = _added_text(choice, chunk)
+                piece = _Piece(choice=choice, text=choice.add(chunk), tokens=join([chunk]))
                 made += len(chunk.token_ids)
-                reason = FinishReason.STOP if choice.text.stopped else chunk.finish_reason
-                piece = _Piece(choice=choice, text=text, tokens=join([chunk]), finish_reason=reason)
-                ended += reason is not None
-                yield self._event(body, choice, self._choice_json(body, piece, delta=True))
-                if ended == len(choices):
+                ended += piece.finish_reason is not None
+                yield self._event(choice, self._choice_json(piece, delta=True))
+                if ended == len(self._choices):
                     break
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield json.dumps({**self._head(body, choices[0]), "choices": [], "usage": _usage(choices, made)})
-
-    def _event(self, body: ChatBody | CompletionBody, choice: _Choice, fields: dict[str, object]) -> str:
-        head = self._head(body, choice)
-        return json.dumps({**head, "choices": [{"index": choice.index, "finish_reason": None, **fields}]})
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield json.dumps({**self._head(), "choices": [], "usage": self._usage(made)})
 
     # --- shapes -----------------------------------------------------------------------------
 
-    def _head(self, body: ChatBody | CompletionBody, choice: _Choice) -> dict[str, object]:
+    def _event(self, choice: _Choice, fields: dict[str, object]) -> str:
+        return json.dumps({**self._head(), "choices": [{"index": choice.index, "finish_reason": None, **fields}]})
+
+    def _head(self) -> dict[str, object]:
         kind = "text_completion"
-        if isinstance(body, ChatBody):
-            kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        if self._of_chat:
+            kind = "chat.completion.chunk" if self._body.stream else "chat.completion"
         return {
-            "id": choice.request.request_id,
+            "id": self._request_id,
             "object": kind,
             "created": int(time.time()),
             "model": self._serving.model_name,
         }
 
-    def _choice_json(self, body: ChatBody | CompletionBody, piece: _Piece, *, delta: bool = False) -> dict[str, object]:
-        fields: dict[str, object] = {"index": piece.choice.index, "finish_reason": piece.finish_reason}
-        fields["stop_reason"] = _stop_reason(body, piece)
-        fields["version_spans"] = spans_json(piece.tokens.version_spans)
-        fields["prompt_version"] = piece.tokens.prompt_version
+    def _usage(self, made: int) -> dict[str, int]:
+        prompts = sum({choice.prompt: len(choice.request.prompt_ids) for choice in self._choices}.values())
+        return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+
+    def _choice_json(self, piece: _Piece, *, delta: bool = False) -> dict[str, object]:
+        body, tokens = self._body, piece.tokens
+        fields: dict[str, object] = {
+            "index": piece.choice.index,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": self._stop_reason(piece),
+            "version_spans": spans_json(tokens.version_spans),
+            "prompt_version": tokens.prompt_version,
+        }
         if body.return_token_ids:
-            fields["token_ids"] = piece.tokens.token_ids.tolist()
+            fields["token_ids"] = tokens.token_ids.tolist()
         if isinstance(body, ChatBody):
             fields |= self._delta(body, piece) if delta else self._message(body, piece)
-            fields["logprobs"] = {"content": self._chat_logprobs(body, piece.tokens)} if body.logprobs else None
+            fields["logprobs"] = {"content": self._chat_logprobs(tokens)} if body.logprobs else None
         else:
             fields["text"] = piece.text
-            fields["logprobs"] = None if body.logprobs is None else self._plain_logprobs(body, piece)
+            fields["logprobs"] = None if body.logprobs is None else self._plain_logprobs(piece)
         return fields
+
+    def _stop_reason(self, piece: _Piece) -> int | str | None:
+        """As vLLM has it: the stop string or stop token of the request that ended the choice, None for the model's
+        own."""
+        if piece.choice.text.stopped:
+            return piece.choice.text.stopped_by
+        return piece.tokens.stop_token_id if piece.tokens.stop_token_id in self._body.stop_token_ids else None
 
     def _message(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
         choice, replies = piece.choice, self._codec.replies
@@ -205,7 +234,7 @@ class OpenAIRoutes:
         if replies is None or not (body.skip_special_tokens or tools):  # who wants special tokens wants all as it is
             return {"message": {"role": "assistant", "content": text}}
         message = replies.reply(
-            choice.prompt_ids, choice.token_ids, text=text, stops=body.stop_strings, tools=tools,
+            choice.request.prompt_ids, choice.token_ids, text=text, stops=body.stop_strings, tools=tools,
             parallel=body.parallel_tool_calls is not False,
         )  # fmt: skip
         if "tool_calls" in message and piece.finish_reason == FinishReason.STOP:
@@ -226,27 +255,28 @@ class OpenAIRoutes:
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         return {"delta": delta, **whole}
 
-    def _name(self, body: ChatBody | CompletionBody, token_id: int) -> str:
-        if body.return_tokens_as_token_ids:
+    def _name(self, token_id: int) -> str:
+        if self._body.return_tokens_as_token_ids:
             return f"token_id:{token_id}"
-        text = self._codec.token_text(token_id)
-        if isinstance(body, CompletionBody) and "\ufffd" in text:  # it has no `bytes` beside the name
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._codec.bytes.of(token_id))
+        raw = self._codec.bytes.of(token_id)
+        text = raw.decode(errors="replace")
+        if not self._of_chat and "\ufffd" in text:  # it has no `bytes` beside the name
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return text
 
-    def _chat_logprobs(self, body: ChatBody, tokens: TokenChunk) -> list[dict[str, object]]:
+    def _chat_logprobs(self, tokens: TokenChunk) -> list[dict[str, object]]:
         def entry(token_id: int, logprob: float) -> dict[str, object]:
-            name, raw = self._name(body, token_id), self._codec.bytes.of(token_id)
+            name, raw = self._name(token_id), self._codec.bytes.of(token_id)
             return {"token": name, "logprob": said(logprob), "bytes": list(raw)}
 
         sampled = zip(tokens.token_ids.tolist(), tokens.logprobs.tolist(), tokens.alternatives, strict=True)
         return [{**entry(*token), "top_logprobs": [entry(*top) for top in tops]} for *token, tops in sampled]
 
-    def _plain_logprobs(self, body: CompletionBody, piece: _Piece) -> dict[str, object]:
+    def _plain_logprobs(self, piece: _Piece) -> dict[str, object]:
         """A token's offset is the place in the text where it begins; parts of one character begin at the same place."""
         tokens, choice = piece.tokens, piece.choice
         token_ids, logprobs = tokens.token_ids.tolist(), [said(each) for each in tokens.logprobs.tolist()]
-        names = [self._name(body, token_id) for token_id in token_ids]
+        names = [self._name(token_id) for token_id in token_ids]
         offsets = []
         for token_id in token_ids:
             offsets.append(choice.offset)
@@ -254,7 +284,7 @@ class OpenAIRoutes:
         tops = None
         if tokens.top_ids is not None:
             tops = [
-                {self._name(body, token_id): said(each) for token_id, each in ranked}
+                {self._name(token_id): said(each) for token_id, each in ranked}
                 | {name: logprob}  # the one that was sampled, which may not be among the likeliest
                 for ranked, name, logprob in zip(tokens.alternatives, names, logprobs, strict=True)
             ]
@@ -264,24 +294,3 @@ class OpenAIRoutes:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
-
-
-def _stop_reason(body: ChatBody | CompletionBody, piece: _Piece) -> int | str | None:
-    """As vLLM has it: the stop string or stop token of the request that ended the choice, None for the model's own."""
-    if piece.choice.text.stopped:
-        return piece.choice.text.stopped_by
-    return piece.tokens.stop_token_id if piece.tokens.stop_token_id in (body.stop_token_ids or ()) else None
-
-
-def _added_text(choice: _Choice, chunk: TokenChunk) -> str:
-    token_ids = chunk.token_ids.tolist()
-    if chunk.stop_token_id is not None:
-        token_ids = token_ids[:-1]
-    choice.token_ids += token_ids
-    choice.said.append(choice.text.push(token_ids, last=chunk.finish_reason is not None))
-    return choice.said[-1]
-
-
-def _usage(choices: Sequence[_Choice], made: int) -> dict[str, int]:
-    prompts = sum({choice.prompt: len(choice.prompt_ids) for choice in choices}.values())
-    return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}

@@ -117,9 +117,6 @@ class TextCodec:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def token_text(self, token_id: int) -> str:
-        return self.bytes.of(token_id).decode(errors="replace")
-
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
