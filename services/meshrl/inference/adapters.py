@@ -17,7 +17,7 @@ from meshrl.core.waiting import Pulse
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ServedVersion
 
-RETRY_AFTER_S = 1.0  # for a version that is not there yet
+RETRY_AFTER_S = 1.0  # for a version that is not there yet, and for any other refused client
 ROOM_DEADLINE_S = 60.0  # for requests on older versions to end, when a new one finds no place
 
 Loaded = TypeVar("Loaded")

@@ -98,20 +98,20 @@ async def measure(
     concurrency = settings.concurrency or min(engine.stats().slots, len(requests))
     short = SamplingParams(max_tokens=4, ignore_eos=True)
     await _run([replace(one, sampling=short) for one in requests[:concurrency]], engine, concurrency, deadline_s)
-    run = await _run(requests, engine, concurrency, deadline_s)
-    latencies, sampled = np.array(run.latencies_s), sum(one.sampling.max_tokens for one in requests)
+    seconds, tail_s, latencies_s = await _run(requests, engine, concurrency, deadline_s)
+    sampled = sum(one.sampling.max_tokens for one in requests)
     return EngineBenchReport(
         model=model.name,
         requests=len(requests),
         concurrency=concurrency,
         prompt_tokens=sum(len(one.prompt_ids) for one in requests),
         sampled_tokens=sampled,
-        seconds=run.seconds,
-        tokens_per_s=sampled / run.seconds,
-        requests_per_s=len(requests) / run.seconds,
-        tail=run.tail_s / run.seconds,
-        latency_median_s=float(np.median(latencies)),
-        latency_p99_s=float(np.quantile(latencies, 0.99)),
+        seconds=seconds,
+        tokens_per_s=sampled / seconds,
+        requests_per_s=len(requests) / seconds,
+        tail=tail_s / seconds,
+        latency_median_s=float(np.median(latencies_s)),
+        latency_p99_s=float(np.quantile(latencies_s, 0.99)),
     )
 
 
@@ -139,14 +139,10 @@ def fake_requests(settings: EngineBenchConfig, engine: Engine, *, vocab_size: in
     return requests
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    seconds: float
-    tail_s: float
-    latencies_s: list[float]
-
-
-async def _run(requests: Sequence[GenerateRequest], engine: Engine, concurrency: int, deadline_s: float) -> _Run:
+async def _run(
+    requests: Sequence[GenerateRequest], engine: Engine, concurrency: int, deadline_s: float
+) -> tuple[float, float, list[float]]:
+    """Returns seconds: of all requests, of the tail, and the latency of each."""
     waiting = deque(requests)
     latencies: list[float] = []
     half_empty_at: float | None = None
@@ -177,4 +173,4 @@ async def _run(requests: Sequence[GenerateRequest], engine: Engine, concurrency:
     except* (MeshError, ValueError) as group:
         raise group.exceptions[0] from None
     ended = time.perf_counter()
-    return _Run(seconds=ended - began, tail_s=ended - (half_empty_at or ended), latencies_s=latencies)
+    return ended - began, ended - (half_empty_at or ended), latencies

@@ -20,7 +20,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.core.waiting import InFlight
-from meshrl.inference.adapters import AdapterTable, ServedAdapter
+from meshrl.inference.adapters import RETRY_AFTER_S, AdapterTable, ServedAdapter
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest, VersionSpan
 from meshrl.wire.types.routes import Routes
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from meshrl.versions.layout import Layout
 
 GREEDY_BELOW = 1e-5
-RETRY_AFTER_S = 1.0  # what a refused client is told
 MAX_HELD_BACK = 120
 """Stop tokens of a request with min_tokens: vLLM's engine process dies of more than 128, a model's own among them."""
 
@@ -173,10 +172,10 @@ class EngineStats:
     slots: int
     generated_tokens: int
     prefilled_tokens: int
-    shared_prompt_tokens: int
     finished_requests: int
-    steps: int
-    busy_s: float
+    shared_prompt_tokens: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
     last_pause_s: float = 0.0
     kv_tokens: int = 0  # tokens that the KV cache has room for, over all requests; 0 where it is not known
     preempted: int = 0  # requests that lost their room in it and were begun anew

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from meshrl.inference.sizing import GIB
 from meshrl.wire.errors import MeshError, Reason
 
-GIB = 2**30
 _WANTED = re.compile(r"tried to allocate ([\d.]+ ?[A-Za-z]+)", re.IGNORECASE)
 _ON_THE_HOST = "can't allocate memory"  # torch's allocator of a CPU raises a plain RuntimeError
 

@@ -37,7 +37,6 @@ class SlotLayer:
 
     def __init__(self, num_slots: int, max_len: int, key_like: torch.Tensor, value_like: torch.Tensor) -> None:
         self.num_heads = key_like.shape[1]
-        self.max_len = max_len
         self.keys = key_like.new_zeros((num_slots, self.num_heads, max_len, key_like.shape[-1]))
         self.values = value_like.new_zeros((num_slots, self.num_heads, max_len, value_like.shape[-1]))
 

@@ -10,7 +10,7 @@ which rows have which adapter before a pass. Shapes: N tokens of a pass, R rank,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +40,8 @@ class LoadedAdapter:
     experts: Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AdapterRows:
-    """The tokens of a pass with one adapter; None for the base model, and for all tokens."""
-
-    adapter: LoadedAdapter | None
-    tokens: torch.Tensor | None
+Part = tuple[LoadedAdapter | None, torch.Tensor | slice]
+"""An adapter, None for the base model, and the tokens of a pass that have it."""
 
 
 class AdapterLayers:
@@ -57,8 +53,8 @@ class AdapterLayers:
         self._device = device
         self._loaded: dict[int, LoadedAdapter] = {}
         self._hooked: set[str] = set()
-        self._parts: dict[int, list[AdapterRows]] = {}  # of the pass under way, by its number of tokens
-        self._of_all: LoadedAdapter | None = None
+        self._parts: dict[int, list[Part]] = {}  # of the pass under way, by its number of tokens
+        self._of_all: list[Part] = []  # whatever their number
 
     # --- adapters ---------------------------------------------------------------------------
 
@@ -110,42 +106,31 @@ class AdapterLayers:
             yield
             return
         if len(kinds) == 1:
-            self._of_all = self._loaded[kinds.pop()]
+            self._of_all = [(self._loaded[kinds.pop()], slice(None))]
         else:
             self._parts = {len(each): self._split(each) for each in numbers}
         try:
             yield
         finally:
-            self._of_all, self._parts = None, {}
+            self._of_all, self._parts = [], {}
 
-    def _split(self, numbers_N: NDArray[np.int64]) -> list[AdapterRows]:
+    def _split(self, numbers_N: NDArray[np.int64]) -> list[Part]:
         return [
-            AdapterRows(
-                adapter=self._loaded.get(int(number)),
-                tokens=torch.from_numpy(np.flatnonzero(numbers_N == number)).to(self._device),
-            )
+            (self._loaded.get(int(number)), torch.from_numpy(np.flatnonzero(numbers_N == number)).to(self._device))
             for number in np.unique(numbers_N)
         ]
 
-    def _parts_of(self, count: int) -> Sequence[AdapterRows]:
-        return (
-            [AdapterRows(adapter=self._of_all, tokens=None)] if self._of_all is not None else self._parts.get(count, ())
-        )
+    def _parts_of(self, count: int) -> list[Part]:
+        return self._of_all or self._parts.get(count, [])
 
     def _add_product(self, layer: str, module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> Any:
-        if self._of_all is None and not self._parts:
-            return None  # the output as it is
         x_NI, y_NO = inputs[0].reshape(-1, inputs[0].shape[-1]), output.reshape(-1, output.shape[-1])
-        for part in self._parts_of(len(x_NI)):
-            if part.adapter is None or layer not in part.adapter.low:
-                continue
-            own = x_NI if part.tokens is None else x_NI[part.tokens]
-            low_NR = F.linear(own, part.adapter.low[layer].to(own.dtype))
-            product_NO = F.linear(low_NR, part.adapter.high[layer].to(own.dtype))
-            if part.tokens is None:
-                y_NO = torch.add(y_NO, product_NO, alpha=part.adapter.scale)
-            else:
-                y_NO[part.tokens] = torch.add(y_NO[part.tokens], product_NO, alpha=part.adapter.scale)
+        for adapter, tokens in self._parts_of(len(x_NI)):
+            if adapter is not None and layer in adapter.low:
+                own = x_NI[tokens]
+                low_NR = F.linear(own, adapter.low[layer].to(own.dtype))
+                product_NO = F.linear(low_NR, adapter.high[layer].to(own.dtype))
+                y_NO[tokens] = torch.add(y_NO[tokens], product_NO, alpha=adapter.scale)
         return y_NO.reshape(output.shape)
 
     def _by_part(
@@ -155,10 +140,9 @@ class AdapterLayers:
         if not parts:
             return forward(hidden, *routing)
         output = torch.empty_like(hidden)
-        for part in parts:
-            some = slice(None) if part.tokens is None else part.tokens
-            with self._merged(layer, part.adapter):
-                output[some] = forward(hidden[some], *(each[some] for each in routing))
+        for adapter, tokens in parts:
+            with self._merged(layer, adapter):
+                output[tokens] = forward(hidden[tokens], *(each[tokens] for each in routing))
         return output
 
     @contextmanager

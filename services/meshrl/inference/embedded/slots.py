@@ -107,7 +107,6 @@ class SlotTable:
         self._now = now
         self._routes_of = routes_of
         self.num_slots = num_slots
-        self.max_len = max_len
         self.decoding = 0
         self.occupied = 0
         self.waiting: deque[RequestRow] = deque()

@@ -23,7 +23,6 @@ from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, Token
 from meshrl.inference.http.request_keys import unknown
 from meshrl.inference.http.schemas import RequestBody, parse
 from meshrl.inference.http.spans import CompletionSpans
-from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
 
@@ -212,17 +211,11 @@ def spans_json(spans: Sequence[VersionSpan]) -> list[list[int]]:
 
 
 def json_answer(text: str, version: int | None) -> web.Response:
-    return web.Response(text=text, content_type="application/json", headers=_headers(version, ""))
+    return web.Response(text=text, content_type="application/json", headers=version_headers(version))
 
 
-def frame_answer(frame: CompletionFrame, version: int | None, *, syncs: str = "") -> web.Response:
-    """`syncs`: see `CompletionSpans.syncs`."""
-    return web.Response(body=encode(frame), content_type=MEDIA_TYPE, headers=_headers(version, syncs))
-
-
-def _headers(version: int | None, syncs: str) -> dict[str, str]:
-    headers = {} if version is None else {VERSION_HEADER: str(version)}
-    return {**headers, SYNCS_HEADER: syncs} if syncs else headers
+def version_headers(version: int | None) -> dict[str, str]:
+    return {} if version is None else {VERSION_HEADER: str(version)}
 
 
 async def send_events(serving: Serving, request: web.Request, events: AsyncGenerator[str, None]) -> web.StreamResponse:
@@ -232,9 +225,7 @@ async def send_events(serving: Serving, request: web.Request, events: AsyncGener
     event, in the shape of the error body, and the connection is closed without [DONE].
     """
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    if (version := served_version(serving.engine)) is not None:
-        headers[VERSION_HEADER] = str(version)
-    response = web.StreamResponse(headers=headers)
+    response = web.StreamResponse(headers=headers | version_headers(served_version(serving.engine)))
     try:
         async with aclosing(events), serving.deadline():
             first = await anext(events)

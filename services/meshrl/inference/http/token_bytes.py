@@ -12,21 +12,15 @@ import re
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _SPACE_MARK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PLAIN_STEPS = frozenset({"Replace", "Fuse", "Strip", "Metaspace"})
 
 
-def _letters() -> dict[str, int]:
-    """The byte of each letter of a byte-level vocabulary: printable Latin-1 as itself, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shown = {chr(byte): byte for byte in printable}
-    return shown | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_LETTERS = _letters()
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte of each letter of a byte-level vocabulary: printable Latin-1 as itself, the others from U+0100 on."""
 
 
 class TokenBytes:

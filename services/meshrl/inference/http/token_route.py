@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from meshrl.inference.engine import GenerateRequest, PromptLogprobs, TokenChunk
 from meshrl.inference.http.runs import (
+    SYNCS_HEADER,
     Serving,
-    frame_answer,
     gather,
     interleave,
     join,
@@ -36,9 +36,10 @@ from meshrl.inference.http.runs import (
     said,
     send_events,
     spans_json,
+    version_headers,
 )
 from meshrl.inference.http.schemas import GenerateBody, TokenSampling
-from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice
+from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice, encode
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -91,7 +92,10 @@ class TokenRoute:
                 ),
             )
             spans = [span for completion in completions for span in completion.version_spans]
-            return frame_answer(frame, version, syncs=self._serving.spans.syncs(spans))
+            headers = version_headers(version)
+            if syncs := self._serving.spans.syncs(spans):
+                headers[SYNCS_HEADER] = syncs
+            return web.Response(body=encode(frame), content_type=MEDIA_TYPE, headers=headers)
         return json_answer(self._answer(body, request_id, completions), version)
 
     def _answer(self, body: GenerateBody, request_id: str, completions: list[TokenChunk]) -> str:
