@@ -23,12 +23,20 @@ from meshrl.models.load import eos_token_ids, load_model
 SLOTS = 128
 PREFILL_TOKENS = 2048
 CACHE_SHARE = 0.5  # of the memory that model and versions leave free
+COST_OF_NO_VLLM = (
+    "there is a GPU but no vLLM here, so the embedded engine runs: it decodes at most 128 sequences at once, each in a"
+    " slot of max_model_len tokens, through the model's own Python and without CUDA graphs. With vLLM a 0.6B model"
+    " gives 55,000 tokens/s on an H200 with 512 sequences in flight, and training waits for it: install it (uv sync"
+    " --extra vllm), or name an environment that has it in inference.python; inference.engine = 'embedded' says that"
+    " this is meant"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
     engine: Literal["embedded", "vllm"]
     reason: str
+    cost: str = ""  # a warning about its speed, where `auto` has no better choice
 
 
 def choose_engine(
@@ -38,8 +46,8 @@ def choose_engine(
     engine does not have: those that are `vllm_only`, and sleeping without a GPU."""
     has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
     choice = decide(engine, device, has_vllm=has_vllm, has_gpu=has_gpu)
-    if engine == "auto" and (cost := cost_of(choice, device, has_gpu=has_gpu)):
-        logger.warning(cost)
+    if choice.cost:
+        logger.warning(choice.cost)
     if choice.engine == "embedded" and vllm_only:
         raise ValueError(f"{only_vllm(vllm_only)} (engine = '{engine}': {choice.reason})")
     if sleeps and not has_gpu:
@@ -50,25 +58,14 @@ def choose_engine(
     return choice
 
 
-def cost_of(choice: EngineChoice, device: str, *, has_gpu: bool) -> str:
-    """A warning about the embedded engine's speed on a GPU, where `auto` chose it; empty without a reason for one."""
-    if choice.engine != "embedded" or not has_gpu or device.startswith("cpu"):
-        return ""
-    return (
-        "there is a GPU but no vLLM here, so the embedded engine runs: it decodes at most 128 sequences at once, each"
-        " in a slot of max_model_len tokens, through the model's own Python and without CUDA graphs. With vLLM a 0.6B"
-        " model gives 55,000 tokens/s on an H200 with 512 sequences in flight, and training waits for it: install it"
-        " (uv sync --extra vllm), or name an environment that has it in inference.python; inference.engine = 'embedded'"
-        " says that this is meant"
-    )
-
-
 def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
     """The choice for an interpreter with or without vLLM, a machine with or without a GPU, and a model's device."""
     if engine != "auto":
         return EngineChoice(engine=engine, reason="as configured")
     if not has_vllm:
-        return EngineChoice(engine="embedded", reason="vLLM is not installed here (uv sync --extra vllm installs it)")
+        reason = "vLLM is not installed here (uv sync --extra vllm installs it)"
+        slow = has_gpu and not device.startswith("cpu")
+        return EngineChoice(engine="embedded", reason=reason, cost=COST_OF_NO_VLLM if slow else "")
     if not has_gpu:
         return EngineChoice(
             engine="embedded", reason="there is no GPU; inference.engine = 'vllm' runs vLLM on a CPU as well"

@@ -145,6 +145,44 @@ async def test_a_row_that_moves_to_where_a_broken_one_was_is_computed_without_it
         check_logprobs(chunk, good, prompts[name])
 
 
+async def test_what_a_request_computed_that_was_given_up_is_not_read_by_others(
+    start_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves while its prompt is computed, by an adapter that is not finite; its slot is the next request's."""
+    base = make_model()
+    engine, good, broken = (
+        await start_engine(base, max_num_batched_tokens=32),
+        trained(base, 1, "v_proj"),
+        trained(base, 2, "v_proj"),
+    )
+    for layer in adapted_layers(broken).values():
+        layer.lora_B.data.fill_(torch.nan)
+    await serve(engine, version_of(good, 1, "v_proj", run="good"))
+    await serve(engine, version_of(broken, 1, "v_proj", run="broken"))
+    steps, step = engine._steps, engine._steps.runner.step
+
+    def one_step(*args: Any) -> Any:
+        steps.paused = True  # after this one
+        return step(*args)
+
+    monkeypatch.setattr(steps.runner, "step", one_step)
+    given_up = asyncio.create_task(complete(engine, asked("broken", [place % 30 for place in range(60)])))
+    async with asyncio.timeout(30.0):
+        while not engine.stats().prefilled_tokens:  # noqa: ASYNC110 (state that has no event)
+            await asyncio.sleep(0.01)
+    given_up.cancel()
+    await asyncio.wait({given_up})
+    monkeypatch.undo()
+    prompts = [[length % 7 + place % 30 for place in range(length)] for length in (10, 50)]
+    made = []
+    for count, prompt in enumerate(prompts, 1):
+        made.append(asyncio.create_task(complete(engine, asked("good", prompt, max_tokens=12))))
+        await until_in_flight(engine, count)
+    await engine.resume()
+    for prompt, chunk in zip(prompts, await asyncio.gather(*made), strict=True):
+        check_logprobs(chunk, good, prompt)
+
+
 async def until_in_flight(engine: EmbeddedEngine, count: int) -> None:
     async with asyncio.timeout(30.0):
         while engine.in_flight < count:  # noqa: ASYNC110 (state that has no event)

@@ -68,11 +68,10 @@ class SlotCache:
                 store[one, :, :length] = store[other, :, :length]
                 store[other, :, :length] = kept
 
-    def clear_slot(self, slot: int) -> None:
-        """Zeroes a slot: after non-finite values, which masks do not stop."""
+    def clear_slot(self, slot: int, length: int) -> None:
         for layer in self.layers:
-            layer.keys[slot].zero_()
-            layer.values[slot].zero_()
+            layer.keys[slot, :, :length].zero_()
+            layer.values[slot, :, :length].zero_()
 
 
 class StepPlan:

@@ -88,7 +88,7 @@ class StepThread:
         self._put(_Command(run=lambda: self.table.waiting.append(row), refuse=row.fail))
 
     def cancel(self, row: RequestRow) -> None:
-        self._put(_Command(run=lambda: self.table.remove(row)))
+        self._put(_Command(run=lambda: self._drop(row)))
 
     async def call(self, function: Callable[[], Result]) -> Result:
         """Runs `function` between two steps. Raises what it raises, and MeshError ENGINE_FAILED without a thread."""
@@ -137,7 +137,20 @@ class StepThread:
     def fail_all(self, error: MeshError) -> None:
         for row in [*reversed(self.table.rows), *self.table.waiting]:
             row.fail(error)
-            self.table.remove(row)
+            self._drop(row)
+
+    def _drop(self, row: RequestRow) -> None:
+        held = row.slot >= 0
+        self.table.remove(row)
+        if held:
+            self._clear(1)
+
+    def _clear(self, rows: int) -> None:
+        """Zeroes the slots of the rows that left last without coming to their end: what they computed may not be
+        finite, which a mask does not stop."""
+        if self.runner.cache is not None:
+            for slot in range(self.table.occupied, self.table.occupied + rows):
+                self.runner.cache.clear_slot(slot, int(self.table.slots["cached"][slot]))
 
     def _run(self) -> None:
         try:
@@ -186,9 +199,7 @@ class StepThread:
             if broken := [row for row, reason in left if reason is None]:
                 message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
                 logger.error("{}: {} requests failed", message, len(broken))
-                if self.runner.cache is not None:
-                    for slot in range(self.table.occupied, self.table.num_slots):  # a mask does not stop a NaN
-                        self.runner.cache.clear_slot(slot)
+                self._clear(len(left))
                 for row in broken:
                     row.fail(MeshError(Reason.ENGINE_FAILED, message))
         self.counts.prefilled += sum(len(piece.tokens) for piece in pieces)
