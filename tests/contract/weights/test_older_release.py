@@ -11,6 +11,7 @@ import pytest
 from loguru import logger
 
 import older_release
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Transport, VersionKind
 from weight_mesh import MemoryEngine, Mesh, make_state
 
@@ -55,6 +56,16 @@ async def test_versions_go_through_a_hub_of_1_0(older_mesh: Mesh, engine: Memory
     streamed = transport is Transport.STREAM
     assert kinds == [VersionKind.FULL, VersionKind.DELTA if streamed else VersionKind.FULL]
     assert sum("lacks the capability deltas.files" in line for line in lines) == (0 if streamed else 1)
+
+
+@pytest.mark.timeout(180)
+async def test_a_manifest_goes_in_parts_to_a_hub_that_takes_them_alone(older_mesh: Mesh) -> None:
+    manifest = (await older_mesh.publisher(Transport.STREAM).prepare(0, make_state(1))).manifest
+    client = older_mesh.client(max_message_bytes=1024)
+    await client.list_engines()
+    with pytest.raises(MeshError, match=r"lacks the capability manifest\.parts") as refused:
+        await client.create_version(manifest)
+    assert refused.value.reason is Reason.MESSAGE_TOO_LARGE
 
 
 async def test_the_hub_of_today_takes_deltas_between_files(mesh: Mesh) -> None:

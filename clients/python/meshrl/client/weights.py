@@ -34,6 +34,7 @@ from meshrl.wire.types import (
     StagedVersion,
     VersionEvent,
     VersionInfo,
+    capabilities,
 )
 from meshrl.wire.validate import validate_contract_version
 
@@ -102,7 +103,7 @@ class WeightSyncClient(ServiceClient):
             self.server_role = "relay"
         super().__init__(address, options, tracer=tracer)
         self.capabilities: frozenset[str] | None = None
-        """Of the hub, once it has listed its engines; those of 1.0 have none."""
+        """Of the hub, once it has answered a first call; those of 1.0 have none."""
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(
             frames.CREATE_VERSION,
@@ -120,6 +121,7 @@ class WeightSyncClient(ServiceClient):
         request = convert.to_proto(registration, contract_version=CONTRACT_VERSION)
         response = await self._unary(self._stub.Register, "Register", request)
         validate_contract_version(response.contract_version)
+        self.capabilities = frozenset(response.capabilities)
         return convert.from_proto(Lease, response)
 
     async def session(self, reports: AsyncIterator[AgentReport]) -> AsyncGenerator[AgentCommand, None]:
@@ -140,13 +142,21 @@ class WeightSyncClient(ServiceClient):
         self, manifest: Manifest, chunks: AsyncIterable[Chunk | bytes] | None = None, *, stall_s: float | None = None
     ) -> StagedVersion:
         """Stages a version: its manifest, then `chunks` in any order, framed (`frames.frame_upload_chunk`) or not. The
-        answer lists what is still missing. Raises UNREACHABLE when no chunk left for `stall_s`."""
+        answer lists what is still missing. Raises UNREACHABLE when no chunk left for `stall_s`, MESSAGE_TOO_LARGE for a
+        manifest that the hub does not take in parts."""
+        whole = convert.to_proto(manifest)
+        in_parts = whole.ByteSize() > self.options.max_message_bytes // 2
+        if in_parts and self.capabilities is not None and capabilities.MANIFEST_PARTS not in self.capabilities:
+            text = f"the manifest of version {manifest.version} has {whole.ByteSize()} bytes, and the hub lacks the"
+            raise MeshError(
+                Reason.MESSAGE_TOO_LARGE,
+                f"{text} capability {capabilities.MANIFEST_PARTS}; start it from this release",
+            )
         limit_s = self.options.transfer_stall_s if stall_s is None else stall_s
         async with while_moving(limit_s, f"the upload of version {manifest.version}") as moves:
 
             async def upload() -> AsyncGenerator[pb.CreateVersionRequest | bytes, None]:
-                whole = convert.to_proto(manifest)
-                if whole.ByteSize() <= self.options.max_message_bytes // 2:
+                if not in_parts:
                     yield pb.CreateVersionRequest(manifest=whole)
                 else:
                     yield pb.CreateVersionRequest(manifest=convert.manifest_header(manifest))
