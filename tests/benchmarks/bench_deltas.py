@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.deltas.codec import Packed, Rows, encode, write_stream
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
@@ -355,9 +356,9 @@ class Trainer:
         own, device = self.weights.tensors(), self.weights.device
         wait(device)
         began_s = time.perf_counter()
-        whole = CollectivePlan(num_senders=1, bucket_bytes=2**28)
+        whole = PublishPlan(tensors=tuple(self.plan), collective=CollectivePlan(num_senders=1, bucket_bytes=2**28))
         reuse = self.share.release_snapshot()
-        snapshot = take_snapshot(self.plan, whole, own, 0, device, reuse=reuse, with_digests=False)
+        snapshot = take_snapshot(whole, own, 0, device, reuse=reuse, with_digests=False)
         wait(device)
         seconds = {"snapshot": time.perf_counter() - began_s}
         self.share.held.put(self.version, snapshot)

@@ -18,6 +18,7 @@ import torch
 from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
@@ -88,7 +89,8 @@ def test_versions_cross_to_the_bit_until_the_group_is_ended() -> None:
     receiver = threads.submit(join, store.port, there).result(MEET_S)
     sender = meeting.result(MEET_S)
     for _ in range(2):
-        sending = threads.submit(sender.send, take_snapshot(manifest.tensors, plan, state, 0, here), stall_s=STALL_S)
+        snapshot = take_snapshot(PublishPlan(tensors=manifest.tensors, collective=plan), state, 0, here)
+        sending = threads.submit(sender.send, snapshot, stall_s=STALL_S)
         got: dict[str, torch.Tensor] = {}
         receiver.receive(manifest, lambda ts: got.update({n: t.clone() for n, t in ts}), stall_s=STALL_S)  # noqa: B023 - called now
         sending.result(STALL_S)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshrl.inference.vllm.jobs import Job
+from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.snapshot import SideStream, take_snapshot
-from meshrl.wire.types import CollectivePlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -33,10 +33,10 @@ def test_jobs_of_a_worker_that_stage_versions() -> None:
 
 def test_a_publisher_that_encodes_snapshots() -> None:
     device, side = torch.device("cuda", 0), SideStream()
-    plan = CollectivePlan(num_senders=1, bucket_bytes=1)
+    plan = PublishPlan(tensors=())
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     for _ in range(8):
-        with side.reading(take_snapshot((), plan, {}, 0, device)):
+        with side.reading(take_snapshot(plan, {}, 0, device)):
             portion(device)
     assert torch.cuda.memory_reserved(device) - before <= PORTION_BYTES + 2**21  # what a snapshot of nothing takes

@@ -19,7 +19,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.versions.collective.broadcasting import Sender
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.collective.plan import rows_of
+from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.snapshot import Snapshot, take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError
@@ -152,12 +152,11 @@ class GroupSenders:
             collective=self.plan,
             adapter=adapter,
         )
+        plan = PublishPlan(tensors=entries, collective=self.plan)
         shards = [self._shards(state, sender) for sender in range(self.plan.num_senders)]
         return Parcel(
             manifest=manifest,
-            snapshots=tuple(
-                take_snapshot(entries, self.plan, own, rank, self._devices[rank]) for rank, own in enumerate(shards)
-            ),
+            snapshots=tuple(take_snapshot(plan, own, rank, self._devices[rank]) for rank, own in enumerate(shards)),
         )
 
     def _shards(self, state: Mapping[str, torch.Tensor], sender: int) -> dict[str, torch.Tensor]:

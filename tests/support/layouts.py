@@ -43,7 +43,7 @@ with loading():
     from meshrl.models.shares import TensorShare
     from meshrl.models.state import gather_state, own_rows
     from meshrl.trainer.publishing.probes import prober
-    from meshrl.trainer.publishing.snapshots import PublishPlan
+    from meshrl.trainer.publishing.snapshots import plan_of
     from meshrl.training.build import build_learner
     from meshrl.training.checkpoints.checkpointer import Checkpointer
     from meshrl.training.config import OptimConfig
@@ -176,15 +176,13 @@ class Training:
     def published(self) -> dict[str, Any]:
         """Whether what the senders would send of each tensor is the state as Hugging Face has it, bit for bit."""
         model, plan = self.trained.model, self.parallel.plan
-        outline = PublishPlan.of(
+        outline = plan_of(
             model, torch.bfloat16, num_senders=plan.num_senders, bucket_bytes=4096, row_order=plan.row_order
         )
         own = own_rows(model, torch.bfloat16, sender=plan.rank % plan.num_senders, num_senders=plan.num_senders)
         flat = np.zeros(0, np.uint8)
         if plan.rank < plan.num_senders:
-            snapshot = take_snapshot(
-                outline.tensors, outline.collective, own, plan.rank, torch.device("cpu"), with_digests=False
-            )
+            snapshot = take_snapshot(outline, own, plan.rank, torch.device("cpu"), with_digests=False)
             flat = snapshot.flat.cpu().numpy()
         flats = self.parallel.gather(flat)
         whole = GatheredWeights(gather_state(model, torch.bfloat16, keep=plan.leads))
@@ -192,12 +190,9 @@ class Training:
             return {}
         stream = np.zeros(outline.num_bytes, np.uint8)
         for sender, sent in enumerate(flats[: plan.num_senders]):
-            at = 0
-            for bucket in snapshot.buckets:
-                for piece in bucket.pieces[sender]:
-                    start = outline.tensors[piece.tensor].offset + piece.start
-                    stream[start : start + piece.end - piece.start] = sent[at : at + piece.end - piece.start]
-                    at += piece.end - piece.start
+            for piece in outline.pieces(sender):
+                start = outline.tensors[piece.tensor].offset + piece.start
+                stream[start : start + piece.end - piece.start] = sent[piece.place]
         return {
             "equal": all(
                 stream[entry.offset : entry.offset + entry.num_bytes].tobytes() == whole.bytes_of(entry).tobytes()

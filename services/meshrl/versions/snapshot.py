@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -18,36 +18,37 @@ import torch
 from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import sum128
-from meshrl.versions.collective.plan import Bucket, buckets, sender_bytes
+from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.layout import TORCH_DTYPES, dtype_name
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import plan_tensors
-from meshrl.wire.types import CollectivePlan, TensorEntry, VersionProbe
+from meshrl.wire.types import TensorEntry, VersionProbe
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
     """One sender's share of a version: its rows of each tensor, cast, in one buffer on the device.
 
-    `flat` (sender's bytes,) uint8 has the pieces of `buckets` in the order in which they are sent. `digests` (T, 2)
-    int64 are those of its own pieces, on the same device, where they were asked for: summed over the senders they are
-    the tensors'. `ready` is the event after which a GPU has made the copy; None on a CPU.
+    `flat` (sender's bytes,) uint8 has the sender's pieces of the plan, in the order in which they are sent. `digests`
+    (T, 2) int64 are those of its own pieces, on the same device, where they were asked for: summed over the senders
+    they are the tensors'. `ready` is the event after which a GPU has made the copy; None on a CPU.
     """
 
-    tensors: tuple[TensorEntry, ...]
-    buckets: tuple[Bucket, ...]
+    plan: PublishPlan
     sender: int
     flat: torch.Tensor
     digests: torch.Tensor | None
     ready: torch.cuda.Event | None
 
     @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        return self.plan.tensors
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
-        return [
-            (self.tensors[piece.tensor].offset + piece.start, piece.end - piece.start)
-            for bucket in self.buckets
-            for piece in bucket.pieces[self.sender]
-        ]
+        """(offset, length) in the version's byte stream of each piece in `flat`."""
+        pieces = self.plan.pieces(self.sender)
+        return [(self.tensors[piece.tensor].offset + piece.start, piece.end - piece.start) for piece in pieces]
 
 
 class SideStream:
@@ -89,11 +90,9 @@ class HostCopies:
         return self._pinned.numpy()
 
     def pieces_of(self, snapshot: Snapshot) -> list[tuple[int, memoryview]]:
-        data, at, pieces = self.bytes_of(snapshot).data, 0, []
-        for offset, length in snapshot.spans:
-            pieces.append((offset, data[at : at + length]))
-            at += length
-        return pieces
+        data = self.bytes_of(snapshot).data
+        pieces = snapshot.plan.pieces(snapshot.sender)
+        return [(offset, data[piece.place]) for (offset, _), piece in zip(snapshot.spans, pieces, strict=True)]
 
 
 class GatheredWeights:
@@ -109,8 +108,8 @@ class GatheredWeights:
 
     def snapshot(self, reuse: torch.Tensor | None = None) -> Snapshot:
         """A copy of all of them, as the snapshot of an only sender; `reuse` as in `take_snapshot`."""
-        plan = CollectivePlan(num_senders=1, bucket_bytes=1)
-        return take_snapshot(self.tensors, plan, self._state, 0, torch.device("cpu"), reuse=reuse, with_digests=False)
+        plan = PublishPlan(tensors=self.tensors)
+        return take_snapshot(plan, self._state, 0, torch.device("cpu"), reuse=reuse, with_digests=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,8 +129,7 @@ class Captured:
 
 @torch.no_grad()
 def take_snapshot(
-    tensors: Sequence[TensorEntry],
-    plan: CollectivePlan,
+    plan: PublishPlan,
     shards: Mapping[str, torch.Tensor],
     sender: int,
     device: torch.device,
@@ -141,36 +139,28 @@ def take_snapshot(
 ) -> Snapshot:
     """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer, and digests them.
 
-    `tensors` need no digests yet. A sender without rows of a tensor need not have it in `shards`. `reuse` is the buffer
+    A sender without rows of a tensor need not have it in `shards`. `reuse` is the buffer
     of an earlier snapshot that is not read any more. Raises ValueError if the rows are not those of the plan.
     """
-    num_bytes = sender_bytes(tensors, plan, sender)
+    num_bytes = plan.sender_bytes(sender)
     fits = reuse is not None and reuse.numel() == num_bytes and reuse.device == device
     flat = reuse if fits and reuse is not None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    all_buckets = tuple(buckets(tensors, plan))
-    copied: list[tuple[int, int, torch.Tensor]] = []  # (tensor, its first 16-bit word here, the bytes)
-    at = 0
-    for bucket in all_buckets:
-        for piece in bucket.pieces[sender]:
-            entry = tensors[piece.tensor]
-            target = flat[at : at + piece.end - piece.start].view(TORCH_DTYPES[entry.dtype])
-            source = shards[entry.name].detach()
-            if source.numel() != target.numel():
-                rows = math.prod(entry.shape[1:])
-                expected = target.numel() // rows if rows else 0
-                raise ValueError(f"sender {sender} has {tuple(source.shape)} of {entry.name}, expected {expected} rows")
-            target.copy_(source.reshape(-1))
-            copied.append((piece.tensor, piece.start // 2, target))
-            at += piece.end - piece.start
-    digests = torch.zeros((len(tensors), 2), dtype=torch.int64, device=device) if with_digests else None
-    if digests is not None:
-        for index, first_word, target in copied:
-            digests[index] = sum128(target, first_word)
+    digests = torch.zeros((len(plan.tensors), 2), dtype=torch.int64, device=device) if with_digests else None
+    for piece in plan.pieces(sender):
+        entry = plan.tensors[piece.tensor]
+        target, source = flat[piece.place].view(TORCH_DTYPES[entry.dtype]), shards[entry.name].detach()
+        if source.numel() != target.numel():
+            rows = math.prod(entry.shape[1:])
+            expected = target.numel() // rows if rows else 0
+            raise ValueError(f"sender {sender} has {tuple(source.shape)} of {entry.name}, expected {expected} rows")
+        target.copy_(source.reshape(-1))
+        if digests is not None:
+            digests[piece.tensor] = sum128(target, piece.start // 2)
     ready = None
     if device.type == "cuda":
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
         ready.record(torch.cuda.current_stream(device))
-    return Snapshot(tensors=tuple(tensors), buckets=all_buckets, sender=sender, flat=flat, digests=digests, ready=ready)
+    return Snapshot(plan=plan, sender=sender, flat=flat, digests=digests, ready=ready)
 
 
 S = TypeVar("S")

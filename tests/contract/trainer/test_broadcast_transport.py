@@ -25,7 +25,6 @@ from meshrl.versions.transports.broadcast import (
     BroadcastShare,
     BroadcastTransport,
     MeetEngines,
-    MeetingPoint,
     SendVersion,
 )
 from meshrl.versions.transports.rank_calls import RankCalls
@@ -55,10 +54,9 @@ class Trainer:
             VersionLine(run_id="main", epoch=epoch),
             RankCalls(share, None, num_ranks=1),
             share,
-            self.snapshotter.plan.tensors,
-            self.snapshotter.plan.collective,
+            self.snapshotter.plan,
             client,
-            MeetingPoint(store=self.store, address=address, backend="gloo", deadline_s=DEADLINE_S),
+            self.store,
             watch_s=0.1,
         )
         self.publisher = Publisher(client, self.transport)
@@ -127,7 +125,7 @@ async def test_every_part_of_a_broadcast_is_progress(model: str, hub: str, monke
     async with serving_engine(model, hub, "e0"), trainer(model, hub) as training:
         await training.publish(0)
         snapshot = training.share.held.get(0, deadline_s=30.0)
-        assert len(moves) > len(snapshot.buckets) > 5
+        assert len(moves) > len(snapshot.plan.buckets) > 5
 
 
 async def test_trainer_without_engines_publishes_and_the_first_engine_gets_the_version(model: str, hub: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshrl.trainer.publishing.snapshots import PublicationSettings, PublishPlan, Snapshotter
+from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter, plan_of
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.snapshot import GatheredWeights, Snapshot
 
@@ -36,7 +36,7 @@ def bytes_in_stream_order(held: Snapshot | GatheredWeights) -> bytes:
 
 
 def test_floating_tensors_are_cast_and_others_left() -> None:
-    plan = PublishPlan.of(Small(), torch.bfloat16)
+    plan = plan_of(Small(), torch.bfloat16)
     assert {tensor.name: tensor.dtype for tensor in plan.tensors} == {"a": "bfloat16", "b": "bfloat16", "n": "int64"}
     assert plan.num_bytes == 2 * 9 + 2 * 30 + 8
 

@@ -20,7 +20,7 @@ from meshrl.versions.collective import communicator
 from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import Communicator, open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.collective.plan import rows_of
+from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.snapshot import take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
@@ -61,6 +61,10 @@ def manifest_of(tensors: list[TensorEntry], plan: CollectivePlan) -> Manifest:
         run_id="main", epoch=1, version=3, transport=Transport.NCCL, tensors=tuple(tensors), chunks=(),
         collective=plan,
     )  # fmt: skip
+
+
+def shared(tensors: list[TensorEntry], plan: CollectivePlan) -> PublishPlan:
+    return PublishPlan(tensors=tuple(tensors), collective=plan)
 
 
 def shards_of(
@@ -123,7 +127,7 @@ def test_receivers_get_the_senders_tensors_to_the_bit(num_senders: int, num_rece
     senders = [future.result(60.0) for future in group.senders]
     for _ in range(2):  # buffers are used again
         shards = [shards_of(state, tensors, plan, sender) for sender in range(num_senders)]
-        snapshots = [take_snapshot(tensors, plan, shards[sender], sender, CPU) for sender in range(num_senders)]
+        snapshots = [take_snapshot(shared(tensors, plan), shards[sender], sender, CPU) for sender in range(num_senders)]
         total = torch.stack([snapshot.digests for snapshot in snapshots]).sum(0)
         assert [digest_bytes(lanes) for lanes in total] == [entry.digest for entry in tensors]
         submit = group.threads.submit
@@ -144,14 +148,14 @@ def test_snapshot_casts_to_the_published_type_and_outlives_the_next_step() -> No
     live = {"w": torch.randn(8, 4)}
     tensors = entries({"w": live["w"].bfloat16()})
     plan = CollectivePlan(num_senders=1, bucket_bytes=10**6)
-    snapshot = take_snapshot(tensors, plan, live, 0, CPU)
+    snapshot = take_snapshot(shared(tensors, plan), live, 0, CPU)
     before = live["w"].bfloat16()
     live["w"].add_(1.0)
     assert torch.equal(snapshot.flat.view(torch.bfloat16).reshape(8, 4), before)
-    again = take_snapshot(tensors, plan, live, 0, CPU, reuse=snapshot.flat)
+    again = take_snapshot(shared(tensors, plan), live, 0, CPU, reuse=snapshot.flat)
     assert again.flat.data_ptr() == snapshot.flat.data_ptr()
     with pytest.raises(ValueError, match=r"sender 0 has \(7, 4\) of w, expected 8 rows"):
-        take_snapshot(tensors, plan, {"w": live["w"][:7]}, 0, CPU)
+        take_snapshot(shared(tensors, plan), {"w": live["w"][:7]}, 0, CPU)
 
 
 def test_damaged_tensor_is_named() -> None:
@@ -162,7 +166,7 @@ def test_damaged_tensor_is_named() -> None:
     group = Group(1, 1)
     receiver = group.receiver(0).result(60.0)
     state["layer.0.proj"].view(torch.int16)[1, 2] ^= 1
-    snapshot = take_snapshot(tensors, plan, state, 0, CPU)
+    snapshot = take_snapshot(shared(tensors, plan), state, 0, CPU)
     sending = group.threads.submit(group.senders[0].result().send, snapshot, stall_s=STALL_S)
     with pytest.raises(MeshError, match=r"layer\.0\.proj") as caught:
         receiver.receive(manifest, lambda _: None, stall_s=STALL_S)
@@ -201,7 +205,7 @@ def test_time_in_which_the_receiver_itself_stood_still_is_no_stall(monkeypatch: 
     receiver, sender = group.receiver(0).result(60.0), group.senders[0].result(60.0)
     received = group.threads.submit(receiver.receive, manifest_of(tensors, plan), lambda _: None, stall_s=STALL_S)
     time.sleep(0.2)  # some hundred looks, each of which finds that 40 s have passed
-    sender.send(take_snapshot(tensors, plan, state, 0, CPU), stall_s=STALL_S)
+    sender.send(take_snapshot(shared(tensors, plan), state, 0, CPU), stall_s=STALL_S)
     assert received.result(60.0).wire_s > 0
 
 
@@ -229,7 +233,9 @@ def test_sink_that_raises_ends_the_group_so_that_nobody_waits_for_it() -> None:
         raise MeshError(Reason.LAYOUT_MISMATCH, "no such tensor here")
 
     sending = group.threads.submit(
-        group.senders[0].result().send, take_snapshot(tensors, plan, state, 0, CPU), stall_s=STALL_S
+        group.senders[0].result().send,
+        take_snapshot(shared(tensors, plan), state, 0, CPU),
+        stall_s=STALL_S,
     )
     with pytest.raises(MeshError, match="no such tensor"):
         receiver.receive(manifest_of(tensors, plan), sink, stall_s=STALL_S)

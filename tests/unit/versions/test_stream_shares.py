@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.collective.plan import rows_of
+from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes, map_files
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
@@ -87,7 +87,12 @@ class Ranks:
                 first, last = rows_of(len(tensor), rank, len(self.shares))
                 own[name] = tensor if name in WHOLE or len(self.shares) == 1 else tensor[first:last]
             snapshot = take_snapshot(
-                self.tensors, self.plan, own, rank, torch.device("cpu"), reuse=reuse, with_digests=False
+                PublishPlan(tensors=self.tensors, collective=self.plan),
+                own,
+                rank,
+                torch.device("cpu"),
+                reuse=reuse,
+                with_digests=False,
             )
             share.held.put(version, snapshot)
         return await self.transport.prepare(version, Captured())

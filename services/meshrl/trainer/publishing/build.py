@@ -29,9 +29,9 @@ from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.trainer.publishing.snapshots import (
     STORE_DEADLINE_S,
     PublicationSettings,
-    PublishPlan,
     Snapshotter,
     open_snapshotter,
+    plan_of,
 )
 from meshrl.trainer.publishing.transport_choice import (
     choose,
@@ -48,7 +48,7 @@ from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.snapshot import Captured
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionLine, VersionTransport
-from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport, MeetingPoint
+from meshrl.versions.transports.broadcast import BroadcastShare, BroadcastTransport
 from meshrl.versions.transports.filesystem import DELTAS_FROM_BYTES, FilesystemTransport
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
@@ -108,7 +108,7 @@ async def decide(
     one_host = parallel.plan.on_one_host
     folder = Path(options.output_dir)
     if choice.transport is Transport.FILESYSTEM:
-        whole = PublishPlan.of(parts.learner.model, parts.compute_dtype)
+        whole = plan_of(parts.learner.model, parts.compute_dtype)
         folder = files_folder(
             broadcast.broadcast_dir,
             options.output_dir,
@@ -127,7 +127,7 @@ async def decide(
             folder = handover_folder(
                 options.output_dir,
                 Layout(options.output_dir).broadcasts,
-                version_bytes=PublishPlan.of(parts.learner.model, parts.compute_dtype).num_bytes,
+                version_bytes=plan_of(parts.learner.model, parts.compute_dtype).num_bytes,
             )
     return PublicationSettings(
         transport=choice.transport.value,
@@ -260,10 +260,4 @@ def _transport(
             return StreamTransport(line, calls, share, **rows)
         return FilesystemTransport(line, calls, share, deltas_from=DELTAS_FROM_BYTES, **rows)
     assert store is not None, "the engines meet the trainer at its store"
-    place = MeetingPoint(
-        store=store, address=settings.store_address, backend=settings.backend, deadline_s=settings.deadline_s
-    )
-    plan = snapshotter.plan
-    return BroadcastTransport(
-        line, calls, share, plan.tensors, plan.collective, client, place, chunk_bytes=settings.chunk_bytes
-    )
+    return BroadcastTransport(line, calls, share, snapshotter.plan, client, store, chunk_bytes=settings.chunk_bytes)

@@ -21,65 +21,46 @@ from meshrl.training.learner import Learner
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.run_state import RunState
 from meshrl.versions.collective.communicator import reach_store
+from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.layout import dtype_name
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.broadcast import BroadcastShare
 from meshrl.versions.transports.filesystem import FileShare
 from meshrl.versions.transports.rank_calls import RankCallThread
 from meshrl.versions.transports.stream import StreamShare
-from meshrl.wire.manifest import layout_signature, plan_tensors
-from meshrl.wire.types import CollectivePlan, TensorEntry, Transport
+from meshrl.wire.manifest import plan_tensors
+from meshrl.wire.types import CollectivePlan, Transport
 
 STORE_DEADLINE_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishPlan:
-    """The tensors of every version in stream order, and which sender rank holds which bytes; the same on every rank.
+def plan_of(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    *,
+    num_senders: int = 1,
+    bucket_bytes: int = 1,
+    row_order: Sequence[int] = (),
+) -> PublishPlan:
+    """The plan for a model whose floating-point weights are published as `dtype` (None: each as it is).
 
-    The ranks of the first replica are the senders; the others hold the same rows and only take part in collectives.
+    `row_order`: which part of its rows each sender has of a tensor that is divided twice.
     """
-
-    tensors: tuple[TensorEntry, ...]  # without digests
-    collective: CollectivePlan
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        dtype: torch.dtype | None,
-        *,
-        num_senders: int = 1,
-        bucket_bytes: int = 1,
-        row_order: Sequence[int] = (),
-    ) -> PublishPlan:
-        """The plan for a model whose floating-point weights are published as `dtype` (None: each as it is).
-
-        `row_order`: which part of its rows each sender has of a tensor that is divided twice.
-        """
-        published = published_tensors(model, dtype, num_senders=num_senders)
-        tensors = plan_tensors((tensor.name, dtype_name(tensor.dtype), tensor.shape) for tensor in published)
-        found = {tensor.name: tensor for tensor in published}
-        whole = [i for i, entry in enumerate(tensors) if num_senders > 1 and not found[entry.name].in_rows]
-        reordered = [i for i, entry in enumerate(tensors) if i not in whole and found[entry.name].reordered]
-        return cls(
-            tensors=tensors,
-            collective=CollectivePlan(
-                num_senders=num_senders,
-                bucket_bytes=bucket_bytes,
-                whole_tensors=tuple(whole),
-                reordered_tensors=tuple(reordered),
-                row_order=tuple(row_order) if reordered else (),
-            ),
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    @property
-    def layout(self) -> bytes:
-        return layout_signature((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
+    published = published_tensors(model, dtype, num_senders=num_senders)
+    tensors = plan_tensors((tensor.name, dtype_name(tensor.dtype), tensor.shape) for tensor in published)
+    found = {tensor.name: tensor for tensor in published}
+    whole = [i for i, entry in enumerate(tensors) if num_senders > 1 and not found[entry.name].in_rows]
+    reordered = [i for i, entry in enumerate(tensors) if i not in whole and found[entry.name].reordered]
+    return PublishPlan(
+        tensors=tensors,
+        collective=CollectivePlan(
+            num_senders=num_senders,
+            bucket_bytes=bucket_bytes,
+            whole_tensors=tuple(whole),
+            reordered_tensors=tuple(reordered),
+            row_order=tuple(row_order) if reordered else (),
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +102,7 @@ class Snapshotter:
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
         senders = parallel.plan.num_senders
         self._is_sender = parallel.rank < senders
-        self.plan = PublishPlan.of(
+        self.plan = plan_of(
             model,
             dtype,
             num_senders=senders,
@@ -172,8 +153,7 @@ class Snapshotter:
         lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
         if self._is_sender:
             snapshot = take_snapshot(
-                self.plan.tensors,
-                self.plan.collective,
+                self.plan,
                 own,
                 self._parallel.rank,
                 self._parallel.device if broadcast else next(iter(own.values())).device,

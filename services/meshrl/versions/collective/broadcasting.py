@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from meshrl.versions.collective.communicator import Broadcast, Communicator, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.collective.plan import Bucket, buckets
+from meshrl.versions.collective.plan import Bucket, PublishPlan
 from meshrl.versions.layout import TORCH_DTYPES
 from meshrl.versions.snapshot import Snapshot
 from meshrl.wire.errors import MeshError, Reason
@@ -62,12 +62,8 @@ class Sender:
             self._send(snapshot, stall_s, moved)
 
     def _send(self, snapshot: Snapshot, stall_s: float, moved: Callable[[], object]) -> None:
-        at, works = 0, []
-        for bucket in snapshot.buckets:
-            size = bucket.num_bytes(self._sender)
-            if size:
-                works.append(self._communicator.broadcast(snapshot.flat[at : at + size]))
-                at += size
+        spans = [bucket.spans[self._sender] for bucket in snapshot.plan.buckets]
+        works = [self._communicator.broadcast(snapshot.flat[begin:end]) for begin, end in spans if begin < end]
         for work in works:
             self._communicator.finish(work, stall_s)
             moved()
@@ -80,13 +76,13 @@ class Sender:
 Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ReceiveTimes:
     """Where the time of a broadcast went, in seconds: waiting for bytes, in the sink, checking digests."""
 
-    wire_s: float
-    load_s: float
-    verify_s: float
+    wire_s: float = 0.0
+    load_s: float = 0.0
+    verify_s: float = 0.0
 
 
 class Receiver:
@@ -133,9 +129,9 @@ class Receiver:
             raise MeshError(
                 Reason.GROUP_BROKEN, f"the group has {len(self._communicators)} senders, the version {plan}"
             )
-        times = dict.fromkeys(("wire", "load", "verify"), 0.0)
+        times = ReceiveTimes()
         try:
-            digests = self._take(manifest.tensors, list(buckets(manifest.tensors, plan)), sink, stall_s, times)
+            digests = self._take(PublishPlan(tensors=manifest.tensors, collective=plan), sink, stall_s, times)
         except BaseException:  # the sink's too: senders must not wait for a rank that is out of step
             self.abort()
             raise
@@ -144,14 +140,12 @@ class Receiver:
             if digest_bytes(lanes) != entry.digest:
                 text = f"tensor {entry.name!r} of version {manifest.version} is not what its manifest says"
                 raise MeshError(Reason.DIGEST_MISMATCH, text)
-        times["verify"] += time.perf_counter() - began_s
-        return ReceiveTimes(wire_s=times["wire"], load_s=times["load"], verify_s=times["verify"])
+        times.verify_s += time.perf_counter() - began_s
+        return times
 
-    def _take(
-        self, entries: Sequence[TensorEntry], order: Sequence[Bucket], sink: Sink, stall_s: float,
-        times: dict[str, float],
-    ) -> list[torch.Tensor]:  # fmt: skip
+    def _take(self, plan: PublishPlan, sink: Sink, stall_s: float, times: ReceiveTimes) -> list[torch.Tensor]:
         digests: list[torch.Tensor] = []
+        order = plan.buckets
         under_way = self._start(order[0], 0)
         for turn, bucket in enumerate(order):
             flat, works = under_way
@@ -161,17 +155,17 @@ class Receiver:
             for communicator, work in works:
                 communicator.finish(work, stall_s)
             arrived_s = time.perf_counter()
-            tensors = self._assemble(entries, bucket, flat)
+            tensors = self._assemble(plan.tensors, bucket, flat)
             digests += [sum128(tensor) for _, tensor in tensors]
             verified_s = time.perf_counter()
             sink(tensors)
-            times["wire"] += arrived_s - began_s
-            times["verify"] += verified_s - arrived_s
-            times["load"] += time.perf_counter() - verified_s
+            times.wire_s += arrived_s - began_s
+            times.verify_s += verified_s - arrived_s
+            times.load_s += time.perf_counter() - verified_s
         return digests
 
     def _start(self, bucket: Bucket, turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Broadcast]]]:
-        sizes = [bucket.num_bytes(sender) for sender in range(len(self._communicators))]
+        sizes = [end - begin for begin, end in bucket.spans]
         buffer = self._buffers[turn % 2]
         if buffer is None or buffer.numel() < sum(sizes):
             buffer = self._buffers[turn % 2] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -187,12 +181,11 @@ class Receiver:
     ) -> list[tuple[str, torch.Tensor]]:
         """The bucket's whole tensors: views of the buffer where one sender sent all of one, else put together."""
         parts: dict[int, dict[int, torch.Tensor]] = {index: {} for index in range(bucket.first, bucket.last)}
-        base = 0
-        for sender, pieces in enumerate(bucket.pieces):
-            for piece in pieces:
-                at = base + piece.at
-                parts[piece.tensor][piece.start] = flat[at : at + piece.end - piece.start]
-            base += bucket.num_bytes(sender)
+        at = 0
+        for piece in (piece for pieces in bucket.pieces for piece in pieces):  # as they lie in `flat`
+            size = piece.end - piece.start
+            parts[piece.tensor][piece.start] = flat[at : at + size]
+            at += size
         tensors = []
         for index, by_start in parts.items():
             entry = entries[index]

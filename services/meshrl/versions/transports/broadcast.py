@@ -29,21 +29,20 @@ from meshrl.client.backoff import Backoff
 from meshrl.versions.collective.broadcasting import Receiver, Sender
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.digest import digest_bytes
+from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, Snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.uploads import Uploader
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of, layout_signature
+from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of
 from meshrl.wire.types import (
     AgentState,
-    CollectivePlan,
     EngineInfo,
     JoinGroup,
     Manifest,
     OpenedGroup,
-    TensorEntry,
     Transport,
     capabilities,
 )
@@ -83,8 +82,8 @@ class BroadcastShare:
         """`deadline_s`: how long a broadcast may stand still, and this rank's training may lag behind rank 0's."""
         self.held: HeldSnapshot[Snapshot] = HeldSnapshot()
         self.progress = Progress()
-        self._sender, self._device, self._backend = sender, device, backend
-        self._store_address, self._deadline_s = store_address, deadline_s
+        self.store_address, self.backend, self.deadline_s = store_address, backend, deadline_s
+        self._sender, self._device = sender, device
         self._store: Store | None = None
         self._group: Sender | None = None
         self._host_copies = HostCopies()
@@ -95,14 +94,14 @@ class BroadcastShare:
         """Meets the receivers of a group, or sends what this rank holds."""
         if isinstance(call, MeetEngines):
             self.leave()
-            self._group = self._meet(self._backend, self._device, call.generation, call.num_receivers, call.deadline_s)
+            self._group = self._meet(self.backend, self._device, call.generation, call.num_receivers, call.deadline_s)
             return {}
         with self._snapshot(call.version) as snapshot:
             if isinstance(call, CopyVersion):
                 rows = torch.from_numpy(self._host_copies.bytes_of(snapshot))
                 to_rank_0 = self._meet("gloo", CPU, call.generation, 1, call.deadline_s)
                 try:
-                    to_rank_0.send(replace(snapshot, flat=rows), stall_s=self._deadline_s, moved=self.progress.moved)
+                    to_rank_0.send(replace(snapshot, flat=rows), stall_s=self.deadline_s, moved=self.progress.moved)
                 finally:
                     to_rank_0.abort()
                 return {}
@@ -110,7 +109,7 @@ class BroadcastShare:
             if group is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
             try:
-                group.send(snapshot, stall_s=self._deadline_s, moved=self.progress.moved)
+                group.send(snapshot, stall_s=self.deadline_s, moved=self.progress.moved)
             except MeshError:
                 self.leave()
                 raise
@@ -134,7 +133,7 @@ class BroadcastShare:
     def _meet(
         self, backend: str, device: torch.device, generation: int, num_receivers: int, deadline_s: float
     ) -> Sender:
-        self._store = self._store or reach_store(self._store_address, deadline_s=deadline_s)
+        self._store = self._store or reach_store(self.store_address, deadline_s=deadline_s)
         return Sender.meet(
             self._store,
             generation=generation,
@@ -151,7 +150,7 @@ class BroadcastShare:
             self._reading = True
         try:
             # Picked up after the flag is up, so that the training thread reuses no buffer that is about to be sent.
-            yield self.held.get(version, deadline_s=self._deadline_s)
+            yield self.held.get(version, deadline_s=self.deadline_s)
         finally:
             with self._lock:
                 self._reading = False
@@ -170,19 +169,6 @@ _BUSY = frozenset({AgentState.SEEDING, AgentState.FETCHING})
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MeetingPoint:
-    """Where senders and engines meet: a store that this process hosts and engines reach at `address`.
-
-    `deadline_s`: how long a broadcast may stand still.
-    """
-
-    store: Store
-    address: str
-    backend: str
-    deadline_s: float
-
-
 class BroadcastTransport:
     """Rank 0's side: keeps a group of engines, has the ranks send, and copies what an engine has missed to the hub."""
 
@@ -191,21 +177,19 @@ class BroadcastTransport:
         line: VersionLine,
         ranks: RankCalls,
         share: BroadcastShare,
-        tensors: tuple[TensorEntry, ...],
-        plan: CollectivePlan,
+        plan: PublishPlan,
         client: WeightSyncClient,
-        place: MeetingPoint,
+        store: Store,
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`share` is rank 0's own; `tensors` need no digests; `plan` is how the senders share them."""
+        """`share` is rank 0's own; `store` is hosted by this process at `share.store_address`, where all meet."""
         self.progress = share.progress
-        self._line, self._ranks, self._share, self._client, self._place = line, ranks, share, client, place
-        self._tensors, self._plan = tensors, plan
-        self._layout = layout_signature((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+        self._line, self._ranks, self._share, self._client, self._store = line, ranks, share, client, store
+        self._plan, self._layout = plan, plan.layout
         self._uploader = Uploader(client, self.progress)
-        self._meet_s = min(MEET_S, place.deadline_s)
+        self._meet_s = min(MEET_S, share.deadline_s)
         self._chunk_bytes, self._watch_s = chunk_bytes, watch_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
         self._group: OpenedGroup | None = None
@@ -223,9 +207,9 @@ class BroadcastTransport:
         await self._end_late()
         lanes = torch.from_numpy(captured.digests)
         tensors = tuple(
-            replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._tensors)
+            replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._plan.tensors)
         )
-        self._manifest = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan)
+        self._manifest = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan.collective)
         began_s = time.monotonic()
         await self._open_group()
         return Prepared(manifest=self._manifest, parts_s={"group": time.monotonic() - began_s})
@@ -259,7 +243,7 @@ class BroadcastTransport:
             for engine in await self._client.list_engines()
             if Transport.NCCL in engine.transports
             and engine.collective_ranks
-            and engine.collective_backend == self._place.backend
+            and engine.collective_backend == self._share.backend
         }
         misfits = {name for name, engine in engines.items() if engine.layout_signature not in (b"", self._layout)}
         for name in sorted(misfits - self._misfits):
@@ -300,9 +284,9 @@ class BroadcastTransport:
         opened = await self._client.open_group(
             run_id=self._line.run_id,
             epoch=self._line.epoch,
-            store_address=self._place.address,
-            backend=self._place.backend,
-            num_senders=self._plan.num_senders,
+            store_address=self._share.store_address,
+            backend=self._share.backend,
+            num_senders=self._plan.collective.num_senders,
             without=sorted(without),
             deadline_s=self._meet_s,
         )
@@ -327,7 +311,7 @@ class BroadcastTransport:
 
     def _absent(self, opened: OpenedGroup) -> set[str]:
         """Engines of which a rank did not come to sender 0, where everybody is met first (see `Communicator`)."""
-        store = PrefixStore(f"g{opened.generation}/s0", self._place.store)
+        store = PrefixStore(f"g{opened.generation}/s0", self._store)
         return {
             member.engine_id
             for member in opened.members
@@ -342,7 +326,7 @@ class BroadcastTransport:
         if self._group is None:
             return True
         call = SendVersion(version=version)
-        stall_s = self._place.deadline_s + GRACE_S  # each rank ends a send that stands still
+        stall_s = self._share.deadline_s + GRACE_S  # each rank ends a send that stands still
         self.progress.moved()
         try:
             await self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
@@ -399,8 +383,8 @@ class BroadcastTransport:
         """The bytes of a version in this process's memory, which receives them as an engine would."""
         self._copies += 1
         group = JoinGroup(
-            generation=-self._copies, store_address=self._place.address, backend="gloo",
-            num_senders=self._plan.num_senders, num_receivers=1, first_receiver=0, deadline_s=self._meet_s,
+            generation=-self._copies, store_address=self._share.store_address, backend="gloo",
+            num_senders=self._plan.collective.num_senders, num_receivers=1, first_receiver=0, deadline_s=self._meet_s,
         )  # fmt: skip
         call = CopyVersion(version=manifest.version, generation=group.generation, deadline_s=self._meet_s)
         payload = np.empty(manifest.payload_bytes, dtype=np.uint8)
@@ -414,11 +398,11 @@ class BroadcastTransport:
         def receive() -> None:
             receiver = Receiver.join(group, index=0, device=CPU)
             try:
-                receiver.receive(manifest, sink, stall_s=self._place.deadline_s)
+                receiver.receive(manifest, sink, stall_s=self._share.deadline_s)
             finally:
                 receiver.close()
 
-        stall_s = self._meet_s + self._place.deadline_s + GRACE_S
+        stall_s = self._meet_s + self._share.deadline_s + GRACE_S
         sending = self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
         ends = await asyncio.gather(sending, asyncio.to_thread(receive), return_exceptions=True)
         for end in ends:

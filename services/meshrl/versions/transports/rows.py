@@ -25,6 +25,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import sum128
+from meshrl.versions.collective.plan import Piece
 from meshrl.versions.deltas.codec import Packed, Rows, encode, read_stream, stream_bytes, write_stream
 from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after, with_lanes
 from meshrl.versions.deltas.on_device import encode_on_device
@@ -188,15 +189,10 @@ class RowShare(ABC):
 
     def _digests(self, snapshot: Snapshot) -> Lanes:
         """(T, 2) digests of this rank's rows of each tensor, made where they are."""
-        at, pieces = 0, []
-        for bucket in snapshot.buckets:
-            for piece in bucket.pieces[snapshot.sender]:
-                size = piece.end - piece.start
-                pieces.append((piece.tensor, piece.start // 2, snapshot.flat[at : at + size]))
-                at += size
+        pieces = list(snapshot.plan.pieces(snapshot.sender))
 
-        def digest(piece: tuple[int, int, torch.Tensor]) -> torch.Tensor:
-            found = sum128(piece[2], piece[1])
+        def digest(piece: Piece) -> torch.Tensor:
+            found = sum128(snapshot.flat[piece.place], piece.start // 2)
             self.progress.moved()
             return found
 
@@ -204,7 +200,7 @@ class RowShare(ABC):
         found = list(map(digest, pieces)) if on_gpu else in_threads(self._threads, digest, pieces)
         lanes = torch.zeros((len(snapshot.tensors), 2), dtype=torch.int64)
         if pieces:
-            lanes[[tensor for tensor, _, _ in pieces]] = torch.stack(found).cpu()
+            lanes[[piece.tensor for piece in pieces]] = torch.stack(found).cpu()
         return lanes.numpy().view(np.uint64)
 
     def _set_base(self, snapshot: Snapshot, version: int) -> None:
