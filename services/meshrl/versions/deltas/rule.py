@@ -17,23 +17,21 @@ PAYS_BELOW = 0.5  # of the full version's bytes
 
 
 class DeltaRule:
-    """Decides for each version of one `VersionLine`; called in the order `base_of`, `pays`, `made`, `delivered`."""
+    """Decides for each version of one `VersionLine`; called in the order `base_of`, `pays`, `delivered`."""
 
     def __init__(self, *, anchor_every: int) -> None:
         """`anchor_every`: a version in full after so many deltas."""
         self._anchor_every = anchor_every
         self._base: Manifest | None = None  # of the version delivered last, as if it had left in full
-        self._made: tuple[Manifest, Manifest] | None = None  # what leaves, and the same in full
         self._deltas = 0  # since the last version in full
 
     def base_of(self, version: int, plan: Sequence[TensorEntry]) -> Manifest | None:
         """The version to make a delta from: the one delivered last, described as if it had gone in full.
 
-        None where `version` must go in full: there is no earlier one with the same tensors, or it is asked for again.
+        None where `version` must go in full: there is no earlier one with the same tensors.
         """
         base = self._base
-        refused = self._made is not None and self._made[0].version == version
-        if base is None or refused or base.version >= version or _layout(plan) != _layout(base.tensors):
+        if base is None or base.version >= version or _layout(plan) != _layout(base.tensors):
             return None
         return base
 
@@ -46,14 +44,10 @@ class DeltaRule:
         logger.info("version {} leaves as a delta: {:.2%} changed, {:.2%} of its bytes", version, changed, share)
         return True
 
-    def made(self, manifest: Manifest, full: Manifest) -> None:
-        self._made = (manifest, full)
-
-    def delivered(self, version: int) -> None:
-        made, self._made = self._made, None
-        if made is not None and made[0].version == version:
-            self._base = made[1]
-            self._deltas = 0 if made[0] is made[1] else self._deltas + 1
+    def delivered(self, manifest: Manifest, full: Manifest) -> None:
+        """`full` describes the version as if it had left in full."""
+        self._base = full
+        self._deltas = 0 if manifest is full else self._deltas + 1
 
 
 def _layout(tensors: Sequence[TensorEntry]) -> list[tuple[str, str, tuple[int, ...]]]:

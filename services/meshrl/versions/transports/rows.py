@@ -268,6 +268,7 @@ class RowTransport(ABC, Generic[ShareT]):
         self._tensors: tuple[TensorEntry, ...] = ()  # of the version that is prepared, without digests
         self._digested: tuple[TensorEntry, ...] = ()  # the same with digests, where deltas are on
         self._made: Prepared | None = None
+        self._in_full: Manifest | None = None  # the delta that was made, as if it had left in full
 
     async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
         """Collects the version's bytes, or those of its delta, from the ranks; they are the `buffer` for the hub.
@@ -282,7 +283,7 @@ class RowTransport(ABC, Generic[ShareT]):
         if self._rule is None or made is None:
             return {}
         began_s = time.monotonic()
-        self._rule.delivered(version)
+        self._rule.delivered(made.manifest, self._in_full or made.manifest)
         await asyncio.to_thread(self._ranks.call, SetBase(version=version), stall_s=self._stall_s)
         return {"keep": time.monotonic() - began_s}
 
@@ -308,15 +309,13 @@ class RowTransport(ABC, Generic[ShareT]):
                 text = "versions leave in full: the hub lacks the capability {}; start it from the trainer's release"
                 logger.warning(text, " and ".join(lacking))
                 self._rule = None
-            base = None if self._rule is None else self._rule.base_of(version, self._tensors)
-            goes_as_delta = False
+            base, goes_as_delta = None, False
             if self._rule is not None and not again:
+                base = self._rule.base_of(version, self._tensors)
                 goes_as_delta = self._encode(self._rule, version, base)
             encoded_s = time.monotonic()
-            self._made = None  # and with it the last one's bytes
+            self._made = self._in_full = None  # and with it the last one's bytes
             manifest, payload = self._delta(version, base) if base and goes_as_delta else self._full(version)
-            if self._rule is not None and manifest.kind is not VersionKind.DELTA:
-                self._rule.made(manifest, manifest)
             parts_s = {"encode": encoded_s - began_s, "write": time.monotonic() - encoded_s}
             self._made = Prepared(manifest=manifest, buffer=payload, parts_s=parts_s)
         return self._made
@@ -336,7 +335,6 @@ class RowTransport(ABC, Generic[ShareT]):
         )
 
     def _delta(self, version: int, base: Manifest) -> tuple[Manifest, NDArray[np.uint8]]:
-        assert self._rule is not None, "deltas are on"
         pieces: list[Packed] = list(self._share.pieces)
         if self._num_shares > 1:
             self._share.folder.mkdir(parents=True, exist_ok=True)
@@ -349,7 +347,7 @@ class RowTransport(ABC, Generic[ShareT]):
         payload = write_stream(pieces)
         full = self._line.manifest(version, Transport.STREAM, self._digested, digest_algorithm=SUM128)
         manifest = delta_manifest(base, full, chunks_of(payload.data, self._chunk_bytes, each=self._each))
-        self._rule.made(manifest, full)
+        self._in_full = full
         return manifest, payload
 
     @abstractmethod

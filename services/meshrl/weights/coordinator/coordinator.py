@@ -34,6 +34,7 @@ from meshrl.wire.types import (
     VersionKind,
     VersionState,
 )
+from meshrl.wire.values import JsonObject
 
 KEPT_ENDED = 32  # versions of a run that are known after they were retired or aborted
 MAX_RUNS = 64
@@ -171,25 +172,24 @@ class Coordinator:
         return [] if line is None else line.copied(record, now_s)
 
     def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
-        """Forms a group and has its engines join it. The same request again gets the first answer.
+        """Forms a group and has its engines join it. The same request again gets the same answer, until a newer one.
 
         Raises: RUN_LIMIT_REACHED beside other runs, STALE_EPOCH, GROUP_BROKEN when no engine can take part.
         """
-        answer = self.groups.answer(request.request_id)
-        if answer is not None:
-            return answer, []
+        former = self.groups.current
+        if former is not None and former.request.request_id == request.request_id:
+            return former.opened(), []
         line = self._line_to_publish(request.run_id, adapter=False)
         line.check_epoch(request.epoch)
         known = [record.key for record in line.records.live if record.state is not VersionState.STAGING]
         first = first_version(request.epoch, known)
         self._log.wall_offset_s = wall_s - now_s
-        before = set(self.groups.generations)
         group = self.groups.open(request, self.pool.engines.values(), first, now_s)
         self._open(line)
         actions = line.begin_epoch(request.epoch)
-        gone = before.difference(self.groups.generations)
-        row = rows.group(group, self._log.wall_offset_s)
-        actions.append(self._log.save(groups={**dict.fromkeys(gone), group.generation: row}))
+        changed: dict[int, JsonObject | None] = {} if former is None else {former.generation: None}
+        changed[group.generation] = rows.group(group, self._log.wall_offset_s)
+        actions.append(self._log.save(groups=changed))
         return group.opened(), [*actions, *self._next_actions(now_s)]
 
     def close_run(self, run_id: str, epoch: int) -> list[Action]:
@@ -343,7 +343,7 @@ class Coordinator:
         log.epochs, log.closed = dict(epochs), set(closed)
         self.lines = {run_id: self._new_line(run_id) for run_id in epochs if run_id not in log.closed}
         for group in filter(None, (row for _, row in sorted(saved.groups.items()))):
-            self.groups.adopt(rows.group_of(group, now_s - wall_s))
+            self.groups.current = rows.group_of(group, now_s - wall_s)
         for version in filter(None, (row for _, row in sorted(saved.versions.items()))):
             record = rows.version_of(version, now_s - wall_s)
             line = self.lines[record.key.run_id]

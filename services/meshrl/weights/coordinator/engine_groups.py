@@ -8,7 +8,6 @@ Engines that missed it pull the version from the hub, as soon as its publisher h
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from meshrl.weights.coordinator.states import EngineRecord, Key, VersionRecord
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import GroupMember, JoinGroup, OpenedGroup, Transport
 
-KEPT_ANSWERS = 64
 RETRY_AFTER_S = 1.0
 
 
@@ -50,25 +48,14 @@ class EngineGroup:
 
 
 class EngineGroups:
-    """The current group, and those opened lately. Only the newest generation is ever current."""
+    """The current group: the one that was opened last."""
 
     def __init__(self) -> None:
         self.current: EngineGroup | None = None
-        self._by_request: OrderedDict[str, EngineGroup] = OrderedDict()
 
     @property
     def generation(self) -> int:
         return 0 if self.current is None else self.current.generation
-
-    @property
-    def generations(self) -> Collection[int]:
-        """Of the groups whose requests get their first answer again."""
-        return [group.generation for group in self._by_request.values()]
-
-    def answer(self, request_id: str) -> OpenedGroup | None:
-        """Returns what a request was answered before, if it was."""
-        group = self._by_request.get(request_id)
-        return None if group is None else group.opened()
 
     def open(
         self, request: GroupRequest, engines: Collection[EngineRecord], first_version: int, now_s: float
@@ -94,22 +81,14 @@ class EngineGroups:
             )
         # Engines remember groups of a hub whose log was lost.
         newest = max(self.generation, *(engine.newest_generation for engine in engines))
-        group = EngineGroup(
+        self.current = EngineGroup(
             request=request,
             generation=newest + 1,
             first_version=first_version,
             until_s=now_s + request.deadline_s,
             members=tuple(members),
         )
-        self.adopt(group)
-        return group
-
-    def adopt(self, group: EngineGroup) -> None:
-        """Makes a group, new or read back from the log, the current one."""
-        self.current = group
-        self._by_request[group.request.request_id] = group
-        while len(self._by_request) > KEPT_ANSWERS:
-            self._by_request.popitem(last=False)
+        return self.current
 
     def join(self, engine: EngineRecord, now_s: float) -> JoinGroup | None:
         """Returns the command for an engine that should join the current group and has not got it on this session."""
