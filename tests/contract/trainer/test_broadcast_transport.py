@@ -18,8 +18,10 @@ from meshrl.models.state import hf_state
 from meshrl.trainer.publishing.publisher import Publisher, PublishReport
 from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.versions.collective.communicator import open_store
+from meshrl.versions.collective.communicator import open_store, reach_store
+from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import Captured, take_snapshot
 from meshrl.versions.transports.base import Answer, VersionLine
 from meshrl.versions.transports.broadcast import (
     BroadcastShare,
@@ -27,9 +29,10 @@ from meshrl.versions.transports.broadcast import (
     MeetEngines,
     SendVersion,
 )
-from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import JoinGroup, Manifest
+from meshrl.wire.manifest import plan_tensors
+from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport
 from served_engine import ServedEngine, activate, serving_engine
 
 DEADLINE_S = 2.0
@@ -269,6 +272,42 @@ async def test_snapshot_outlives_the_next_steps(model: str, hub: str) -> None:
         await training.publisher.publish(0, captured)
         await activate(hub, 0)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in hf_state(served.model).items())
+
+
+async def test_late_engine_pulls_what_two_ranks_hold(model: str, hub: str) -> None:
+    weights = hf_state(AutoModelForCausalLM.from_pretrained(model))
+    store = open_store("127.0.0.1", deadline_s=30.0)
+    address = f"127.0.0.1:{store.port}"
+    plan = PublishPlan(
+        tensors=plan_tensors((name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()),
+        collective=CollectivePlan(num_senders=2, bucket_bytes=2048),
+    )
+    lanes = torch.zeros((len(plan.tensors), 2), dtype=torch.int64)
+    shares = []
+    for sender in range(2):
+        share = BroadcastShare(
+            sender=sender, device=torch.device("cpu"), store_address=address, backend="gloo", deadline_s=DEADLINE_S
+        )
+        rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in weights.items()}
+        snapshot = take_snapshot(plan, rows, sender, torch.device("cpu"))
+        assert snapshot.digests is not None
+        lanes += snapshot.digests
+        share.held.put(0, snapshot)
+        shares.append(share)
+    RankCallThread(shares[1], reach_store(address, deadline_s=30.0), rank=1)
+    line, calls = VersionLine(run_id="main", epoch=1), RankCalls(shares[0], store, num_ranks=2)
+    async with WeightSyncClient(hub) as client:
+        publisher = Publisher(client, BroadcastTransport(line, calls, shares[0], plan, client, store, watch_s=0.1))
+        await publisher.publish(0, Captured(digests=lanes.numpy()))
+        async with serving_engine(model, hub) as served:
+            activation, manifest = await activate(hub, 0)
+            assert activation.engines[0].applied.root == manifest.result_root
+            assert all(torch.equal(tensor, weights[name]) for name, tensor in hf_state(served.model).items())
+            found = await client.find_version("main", 0)
+            assert [(step.transport, step.result_root) for step in found.steps] == [
+                (Transport.STREAM, manifest.result_root)
+            ]
+        await publisher.close()
 
 
 async def test_defect_in_looking_for_late_engines_is_heard_at_the_next_version(
