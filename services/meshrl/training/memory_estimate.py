@@ -79,18 +79,22 @@ def memory_need(
         adapters = new_set(model, lora, device=torch.device("meta")).numel
         trained = adapters + saved
     in_host_memory = config.fsdp_cpu_offload or lora is not None  # where the snapshot is; an adapter is small
-    state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
     if config.fsdp_cpu_offload:  # a set lies on the device
         base, trained = 0, adapters
     return MemoryNeed(
         parameters=parameters + adapters,
         weights=base + adapters * torch.float32.itemsize,
         gradients=trained * GRADIENT_BYTES,
-        optimizer=0 if config.optim_cpu_offload else trained * state_bytes,
+        optimizer=0 if config.optim_cpu_offload else trained * state_bytes(optim),
         snapshot=trained * resolve_dtype(config).itemsize if publishes and not in_host_memory else 0,
         of_set=lora is not None,
         unsharded=0 if lora is not None else (gathered - trained) * GRADIENT_BYTES,
     )
+
+
+def state_bytes(optim: OptimConfig) -> int:
+    """Of the optimizer, for each parameter that is trained."""
+    return 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
 
 
 def check_fits(name: str, need: MemoryNeed, there: int | None, parallel: RankGroup) -> None:

@@ -17,6 +17,7 @@ from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
@@ -30,7 +31,8 @@ from training_loop import DEADLINE_S, REPORT, batch, build
 async def test_a_run_is_found_by_its_name_and_the_only_one_by_none() -> None:
     alone = RunTable(StepBook(run_id="main", epoch=2))
     assert alone.find("main") is alone.find("") is alone.own
-    table = RunTable(StepBook(run_id="main", epoch=2, start_step=5), StepBook(run_id="second", epoch=1))
+    table = RunTable(StepBook(run_id="main", epoch=2, start_step=5))
+    table.put(TrainingQueue(StepBook(run_id="second", epoch=1), table.changed))
     assert table.find("main") is table.own
     with pytest.raises(MeshError, match="run_id: must name one of main, second") as unclear:
         table.find("")
@@ -64,7 +66,8 @@ async def test_runs_train_in_turn_and_one_fails_alone(tmp_path: Path) -> None:
         max_steps=None,
     )
     books = [StepBook(run_id=run_id, epoch=1, max_queued=3) for run_id in ("main", "second")]
-    table = RunTable(*books, held=True)
+    table = RunTable(books[0], held=True)
+    table.put(TrainingQueue(books[1], table.changed, held=True))
     published: list[tuple[str, int]] = []
     commands = CommandSender(learner.parallel)
 

@@ -6,6 +6,7 @@ import pytest
 
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch
 
@@ -25,7 +26,8 @@ async def test_a_held_desk_takes_batches_and_hands_them_out_once_it_is_opened() 
 
 
 async def test_work_is_given_to_idle_runs_alone_and_calls_come_at_once() -> None:
-    table = RunTable(StepBook(run_id="main", epoch=1), StepBook(run_id="second", epoch=1))
+    table = RunTable(StepBook(run_id="main", epoch=1))
+    table.put(TrainingQueue(StepBook(run_id="second", epoch=1), table.changed))
     for queue in table:
         queue.submit(BATCH, "a")
     called = asyncio.create_task(table.call(lambda: 7))

@@ -17,6 +17,7 @@ from meshrl.training.build import add_set, new_set
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.random_state import seed_rank
 from meshrl.training.learner import Learner
+from meshrl.training.memory_estimate import GRADIENT_BYTES, state_bytes
 from meshrl.training.run_state import RunState
 
 RUNS = "runs"
@@ -70,7 +71,7 @@ class RunMaker:
         """Bytes of such a run's adapter with gradient and optimizer on each rank. Raises ValueError as `make`."""
         assert settings.lora is not None, "runs beside the trainer's own have an adapter"
         adapter_set = new_set(self.learner.model, settings.lora, device=torch.device("meta"))
-        return adapter_set.flat.numel() * torch.float32.itemsize * (4 if settings.optim.type == "adamw" else 3)
+        return adapter_set.flat.numel() * (torch.float32.itemsize + GRADIENT_BYTES + state_bytes(settings.optim))
 
     def make(self, run_id: str, settings: RunSettings) -> RankRun:
         """A run at its newest checkpoint, or where its settings start it if it has none. Collective.

@@ -78,7 +78,7 @@ class RunHost:
         known). `open_run`, on the training thread, prepares a run's publication in an epoch, and its training.
         """
         self._table, self._loop, self._maker, self._commands = table, loop, maker, commands
-        self._own, self._settings = own, settings
+        self._own, self.own_settings = own, settings
         self.max_runs, self.room_bytes = max_runs, room_bytes
         self._history_events = history_events
         self._open_run = open_run
@@ -98,10 +98,6 @@ class RunHost:
         return queue.book.info()
 
     @property
-    def own_settings(self) -> RunSettings:
-        return self._settings
-
-    @property
     def added(self) -> Sequence[str]:
         return tuple(self._added)
 
@@ -111,13 +107,14 @@ class RunHost:
     def settings_of(self, run_id: str, spec: RunSpec | None) -> RunSettings:
         """What a spec asks for, with the own run's settings for the rest. Raises MeshError INVALID_REQUEST."""
         start = None if spec is None or spec.start_from is None else self._start(run_id, spec.start_from)
-        return RunSettings.from_spec(spec, self._settings, start)
+        return RunSettings.from_spec(spec, self.own_settings, start)
 
     def _start(self, run_id: str, point: StartPoint) -> tuple[StartFrom, LoraConfig | None] | None:
         """The checkpoint at that point, and the adapter of its run; None for what the new run's folder goes on from."""
         source, added = point.run_id or run_id, self._added.get(point.run_id)
-        settings = self._settings if source == self._own.state.run_id else None if added is None else added.row.settings
-        folder = self._maker.output_dir if settings is self._settings else self._maker.folder(source, settings)
+        of_own = source == self._own.state.run_id
+        settings = self.own_settings if of_own else None if added is None else added.row.settings
+        folder = self._maker.output_dir if of_own else self._maker.folder(source, settings)
         steps = steps_in(folder / "checkpoints", "trainer")
         step = point.step if point.step is not None else max(steps, default=None)
         if source == run_id and step == max(steps, default=None):

@@ -27,8 +27,8 @@ class Taken:
 class RunTable:
     """The queue of each run. Made on the event loop that serves them."""
 
-    def __init__(self, own: StepBook, *more: StepBook, held: bool = False, complete: bool = True) -> None:
-        """An empty run_id stands for `own`. With `held` no queue gives work out until its `open` is called.
+    def __init__(self, own: StepBook, *, held: bool = False, complete: bool = True) -> None:
+        """An empty run_id stands for `own`. With `held` its queue gives no work out until its `open` is called.
 
         Until it is `complete`, runs of an earlier start may still come, and one that is not here may be one of them.
         """
@@ -37,19 +37,11 @@ class RunTable:
         self.changed = Pulse()
         self._calls: list[tuple[Callable[[], None], Future[Any]]] = []
         self._queues: dict[str, TrainingQueue] = {}
-        self.own = self.add(own, held=held)
-        for book in more:
-            self.add(book, held=held)
+        self.own = TrainingQueue(own, self.changed, held=held)
+        self.put(self.own)
 
     def __iter__(self) -> Iterator[TrainingQueue]:
         return iter(self._queues.values())
-
-    def __len__(self) -> int:
-        return len(self._queues)
-
-    def add(self, book: StepBook, *, held: bool = True) -> TrainingQueue:
-        self.put(queue := TrainingQueue(book, self.changed, held=held))
-        return queue
 
     def put(self, queue: TrainingQueue) -> None:
         """Finds this queue under its run's name from here on."""

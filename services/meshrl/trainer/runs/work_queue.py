@@ -44,7 +44,6 @@ class TrainingQueue:
         self.closed = False
         self.on_suspended: Callable[[], None] = lambda: None
         """Called on the event loop once the trainer has suspended the run."""
-        self._held = held
         book.phase = RunPhase.CREATING if held else RunPhase.ACTIVE
         self._loop = asyncio.get_running_loop()
         self._changed = changed
@@ -90,7 +89,6 @@ class TrainingQueue:
         return self.book.step
 
     def open(self) -> None:
-        self._held = False
         self.book.phase = RunPhase.ACTIVE
         self._changed.beat()
 
@@ -113,7 +111,7 @@ class TrainingQueue:
 
     def poll(self) -> Work | None:
         """Takes the next work; None when there is none now."""
-        if self.closed or self._held or self.book.phase is RunPhase.DELETING:
+        if self.closed or self.book.phase is not RunPhase.ACTIVE:
             return None
         if self._saves:
             return self._saves.popleft()
