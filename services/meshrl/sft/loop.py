@@ -82,21 +82,21 @@ class SFTLoop:
         while self._run.step_done < self._max_steps and not self._learner.parallel.any(bool(signals)):
             started = time.perf_counter()
             self._checkpointer.check()
-            rows = self._feed.next_step()
+            rows, batch = self._feed.next_step()
             data_s = time.perf_counter() - started
-            result = self._learner.step(self._run, rows.micro_batches)
+            result = self._learner.step(self._run, rows)
             step_s = time.perf_counter() - started
             validated: dict[str, float] = {}
             interval = self._validation_interval
             if interval is not None and (result.step % interval == 0 or result.step == self._max_steps):
                 record = self._learner.evaluate(self._run, self._feed.validation())  # every rank takes part
                 validated["val/loss"] = -mean(record.logprobs)
-            if rows.batch is not None:  # on rank 0, which has the tokens of all ranks
-                metrics = self._metrics(rows.batch, result, step_s)
+            if batch is not None:  # on rank 0, which has the tokens of all ranks
+                metrics = self._metrics(batch, result, step_s)
                 metrics |= validated | {"time/load_data": data_s, "time/save_ckpt": save_s}
                 self._monitor.log(result.step, CATALOGUE.record(Source.SFT, metrics))
                 if self._extras is not None:
-                    self._extras.log(self._monitor, rows.batch, result)
+                    self._extras.log(self._monitor, batch, result)
             save_s = 0.0
             if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
                 began = time.perf_counter()

@@ -15,13 +15,7 @@ from loguru import logger
 from meshrl.client import WeightSyncClient
 from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.build import TrainerParts
-from meshrl.trainer.publishing.build import (
-    Publication,
-    PublishOptions,
-    open_publication,
-    open_run,
-    settings_of_added,
-)
+from meshrl.trainer.publishing.build import Publication, PublishOptions, open_publication, open_run, settings_of_added
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.trainer.ranks.commands import CommandSender

@@ -28,10 +28,7 @@ from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import Joining, TrainerLoop
 from meshrl.trainer.loss_config import CONSTANTS
 from meshrl.trainer.opening import RunOpener
-from meshrl.trainer.publishing.build import (
-    PublishOptions,
-    decide,
-)
+from meshrl.trainer.publishing.build import PublishOptions, decide
 from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker

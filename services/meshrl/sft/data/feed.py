@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from loguru import logger
 
@@ -22,14 +21,6 @@ from meshrl.wire.types import MicroBatch
 
 AUTO_WORKERS = 2  # where a GPU trains; a CPU's cores have enough to do
 _ROWS, _ERROR = b"R", b"E"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepRows:
-    """A rank's input for a step: all ranks' rows, and on rank 0 the rows that were dealt."""
-
-    micro_batches: Sequence[MicroBatch]
-    batch: SFTBatch | None
 
 
 class Feed:
@@ -51,6 +42,7 @@ class Feed:
         self._vocab_size = vocab_size
         self._unused = unused
         self._batches: Iterator[SFTBatch] | None = None
+        self._dealt: SFTBatch | None = None  # on rank 0, for the step at hand
         self._close: Callable[[], None] = lambda: None
         self._validation: Sequence[MicroBatch] | None = None
 
@@ -58,42 +50,36 @@ class Feed:
         """Continues from `progress`, on rank 0; without it leaves out the batches of `steps_done` steps. Raises
         DataError, on all ranks."""
 
-        def open_data() -> bytes:
+        def open_data() -> Sequence[MicroBatch]:
             self._batches = self._open(progress or DataProgress())
             for _ in range(steps_done if progress is None else 0):
                 next(self._batches)
-            return b""
+            return ()
 
         self._from_first(open_data)
 
-    def next_step(self) -> StepRows:
-        """Raises DataError, on all ranks."""
-        dealt: list[SFTBatch] = []
+    def next_step(self) -> tuple[Sequence[MicroBatch], SFTBatch | None]:
+        """The rows of a step, those of all ranks; on rank 0 with the batch that was dealt. Raises DataError, on all
+        ranks."""
 
-        def deal() -> bytes:
+        def deal() -> Sequence[MicroBatch]:
             assert self._batches is not None, "start was not called"
-            dealt.append(next(self._batches))
-            return b"" if self._parallel.plan.is_alone else encode_rows(dealt[0].packing.micro_batches)
+            self._dealt = next(self._batches)
+            return self._dealt.packing.micro_batches
 
-        sent = self._from_first(deal)
-        if dealt:
-            return StepRows(micro_batches=dealt[0].packing.micro_batches, batch=dealt[0])
-        return StepRows(micro_batches=decode_rows(sent), batch=None)
+        return self._from_first(deal), self._dealt
 
     def validation(self) -> Sequence[MicroBatch]:
         """Tokenized when first asked for. Raises DataError, on all ranks."""
+
+        def read() -> Sequence[MicroBatch]:
+            data = self._validated
+            assert data is not None
+            drawn = TokenizedRows(self._text, data, unused=self._unused).in_order()
+            return validation_rows(drawn, data, dp_size=self._parallel.plan.dp_size).micro_batches
+
         if self._validation is None:
-            rows: list[Sequence[MicroBatch]] = []
-
-            def read() -> bytes:
-                data = self._validated
-                assert data is not None
-                drawn = TokenizedRows(self._text, data, unused=self._unused).in_order()
-                rows.append(validation_rows(drawn, data, dp_size=self._parallel.plan.dp_size).micro_batches)
-                return b"" if self._parallel.plan.is_alone else encode_rows(rows[0])
-
-            sent = self._from_first(read)
-            self._validation = rows[0] if rows else decode_rows(sent)
+            self._validation = self._from_first(read)
         return self._validation
 
     def close(self) -> None:
@@ -126,17 +112,18 @@ class Feed:
         self._close = getattr(drawn, "close", self._close)
         return training_batches(drawn, data, parts=parts, dp_size=self._parallel.plan.dp_size, progress=progress)
 
-    def _from_first(self, make: Callable[[], bytes]) -> bytes:
-        """What rank 0 makes, on every rank; its DataError is raised on all of them."""
+    def _from_first(self, make: Callable[[], Sequence[MicroBatch]]) -> Sequence[MicroBatch]:
+        """The rows that rank 0 makes, on every rank; its DataError is raised on all of them."""
         if not self._parallel.plan.leads:
             sent = self._parallel.broadcast(None)
             if sent[:1] == _ERROR:
                 raise DataError(json.loads(sent[1:]))
-            return sent[1:]
+            return decode_rows(sent[1:])
         try:
-            made = make()
+            rows = make()
         except DataError as error:
             self._parallel.broadcast(_ERROR + json.dumps(str(error)).encode())
             raise
-        self._parallel.broadcast(_ROWS + made)
-        return made
+        if not self._parallel.plan.is_alone:
+            self._parallel.broadcast(_ROWS + encode_rows(rows))
+        return rows
