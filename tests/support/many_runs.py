@@ -43,7 +43,6 @@ from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
-from meshrl.trainer.spans import TrainSpans
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.learner import Learner
@@ -245,7 +244,7 @@ class ManyRuns:
                 stall_s=self.stall_s,
             ),
             self.commands,
-            TrainSpans(trace.NoOpTracer()),
+            trace.NoOpTracer(),
             ckpt=of.ckpt,
             own=own,
         )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from loguru import logger
+from opentelemetry import trace
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.telemetry.waits import Waits
@@ -23,7 +24,6 @@ from meshrl.trainer.ranks.rank_runs import RankRun
 from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.work_queue import TrainingQueue
-from meshrl.trainer.spans import TrainSpans
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError
 
@@ -78,13 +78,13 @@ class RunOpener:
         options: PublishOptions,
         commands: CommandSender,
         hub: WeightSyncClient,
-        spans: TrainSpans,
+        tracer: trace.Tracer,
         waits: Waits,
         *,
         max_failed_steps: int,
     ) -> None:
         self._parts, self._options, self._commands, self._hub = parts, options, commands, hub
-        self._spans, self._waits, self._max_failed_steps = spans, waits, max_failed_steps
+        self._tracer, self._waits, self._max_failed_steps = tracer, waits, max_failed_steps
         self._loop = asyncio.get_running_loop()
         self._decided: PublicationSettings | None = None
 
@@ -136,7 +136,7 @@ class RunOpener:
                 stall_s=self._options.publish_deadline_s,
             ),
             self._commands,
-            self._spans,
+            self._tracer,
             ckpt=settings.ckpt,
             own=own,
             max_failed_steps=self._max_failed_steps,

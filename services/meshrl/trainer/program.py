@@ -42,7 +42,6 @@ from meshrl.trainer.runs.settings import RunSettings
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.service import TrainerServicer, max_message_bytes
-from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import Learner, UpdateError
 from meshrl.training.memory_estimate import available_bytes
@@ -129,9 +128,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             )
             commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
             decided = asyncio.run_coroutine_threadsafe(decide(options, parts, hub, epoch, waits), loop)
-            opener = RunOpener(
-                parts, options, commands, hub, TrainSpans(tracer), waits, max_failed_steps=config.max_failed_steps
-            )
+            opener = RunOpener(parts, options, commands, hub, tracer, waits, max_failed_steps=config.max_failed_steps)
             own, settings = RankRun(state=parts.run, checkpointer=parts.checkpointer), RunSettings.own(config)
             with start_of(tracer).phase("engines"):
                 opened = await unless_stopped(

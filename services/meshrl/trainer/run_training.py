@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
+from opentelemetry import trace
 
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
@@ -26,7 +27,7 @@ from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.batch_step import BatchStep, Outcome, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
 from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue
-from meshrl.trainer.spans import TrainSpan, TrainSpans
+from meshrl.trainer.spans import TrainSpan
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.joined_rows import kinds
@@ -83,7 +84,7 @@ class RunTraining:
         checkpointer: Checkpointer,
         versions: RunVersions,
         commands: CommandSender,
-        spans: TrainSpans,
+        tracer: trace.Tracer,
         *,
         ckpt: CheckpointConfig | None,
         own: bool = True,
@@ -93,7 +94,7 @@ class RunTraining:
     ) -> None:
         self.state, self.checkpointer, self.own, self.queue = state, checkpointer, own, queue
         self._learner, self._versions = learner, versions
-        self._commands, self._spans, self._waits = commands, spans, waits or Waits()
+        self._commands, self._tracer, self._waits = commands, tracer, waits or Waits()
         self._ckpt = ckpt
         self._max_failed_steps = max_failed_steps
         self._failed_steps = 0  # in a row
@@ -187,7 +188,7 @@ class RunTraining:
         self._step = _StepAtHand(
             batch=batch,
             work=BatchStep(self.state, batch.micro_batches),
-            span=self._spans.start(batch),
+            span=TrainSpan(self._tracer, batch),
             wait_s=began - self._free_since,
             began=began,
             broadcast_s=broadcast_s,

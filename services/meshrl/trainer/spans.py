@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -14,15 +14,29 @@ from meshrl.wire.types import Batch
 
 
 class TrainSpan:
-    def __init__(self, tracer: trace.Tracer, span: trace.Span, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, tracer: trace.Tracer, batch: Batch) -> None:
+        """Starts under the batch's trace context, with one link for each distinct rollout."""
+        rollouts = dict.fromkeys(parent for row in batch.micro_batches for parent in row.traceparents if parent)
+        attributes: Mapping[str, str | int] = {
+            "rl.run_id": batch.run_id,
+            "rl.step": batch.step,
+            "rl.version": batch.step,
+            "rl.batch.loss_tokens": batch.loss_tokens,
+            "rl.batch.micro_batches": len(batch.micro_batches),
+        }
         self._tracer = tracer
-        self._span = span
-        self._clock_ns = clock_ns
-        self.traceparent = format_traceparent(span.get_span_context())
+        self._span = tracer.start_span(
+            TRAIN_SPAN,
+            context=context_from(batch.traceparent),
+            kind=SpanKind.CONSUMER,
+            links=links_from(rollouts),
+            attributes=attributes,
+        )
+        self.traceparent = format_traceparent(self._span.get_span_context())
 
     def child(self, name: str, length_s: float, *, before_s: float = 0.0) -> None:
         """Records a stage that took `length_s` and ended `before_s` ago."""
-        end = self._clock_ns() - int(before_s * 1e9)
+        end = time.time_ns() - int(before_s * 1e9)
         context = trace.set_span_in_context(self._span)
         stage = self._tracer.start_span(f"{TRAIN_SPAN}.{name}", context=context, start_time=end - int(length_s * 1e9))
         stage.end(end_time=end)
@@ -33,28 +47,3 @@ class TrainSpan:
 
     def end(self) -> None:
         self._span.end()
-
-
-class TrainSpans:
-    def __init__(self, tracer: trace.Tracer, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        self._tracer = tracer
-        self._clock_ns = clock_ns
-
-    def start(self, batch: Batch) -> TrainSpan:
-        """A span under the batch's trace context, with one link for each distinct rollout."""
-        rollouts = dict.fromkeys(parent for row in batch.micro_batches for parent in row.traceparents if parent)
-        attributes: Mapping[str, str | int] = {
-            "rl.run_id": batch.run_id,
-            "rl.step": batch.step,
-            "rl.version": batch.step,
-            "rl.batch.loss_tokens": batch.loss_tokens,
-            "rl.batch.micro_batches": len(batch.micro_batches),
-        }
-        span = self._tracer.start_span(
-            TRAIN_SPAN,
-            context=context_from(batch.traceparent),
-            kind=SpanKind.CONSUMER,
-            links=links_from(rollouts),
-            attributes=attributes,
-        )
-        return TrainSpan(self._tracer, span, self._clock_ns)

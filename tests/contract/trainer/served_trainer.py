@@ -33,7 +33,6 @@ from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerServicer
-from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig
 from meshrl.training.learner import Learner
@@ -128,7 +127,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         Checkpointer(*trained, output_dir, tokenizer=None),
         RunVersions(capture=lambda version: {}, publish=publish, progress=Progress(), stall_s=20),
         commands,
-        TrainSpans(trace.NoOpTracer()),
+        trace.NoOpTracer(),
         ckpt=None,
     )
     loop = TrainerLoop(table, [training], commands)

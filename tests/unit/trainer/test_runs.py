@@ -18,7 +18,6 @@ from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
 from meshrl.trainer.runs.work_queue import TrainingQueue
-from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.run_state import RunState
@@ -85,7 +84,7 @@ async def test_runs_train_in_turn_and_one_fails_alone(tmp_path: Path) -> None:
             Checkpointer(learner, state, tmp_path / state.run_id, tokenizer=None),
             RunVersions(capture=lambda version: {}, publish=publish, progress=Progress(), stall_s=DEADLINE_S),  # type: ignore[arg-type, return-value] # nobody looks at it
             commands,
-            TrainSpans(trace.NoOpTracer()),
+            trace.NoOpTracer(),
             ckpt=CheckpointConfig(interval=2),
         )
 

@@ -27,7 +27,6 @@ from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.steps import StepBook
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.spans import TrainSpans
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig, OptimConfig
 from meshrl.training.learner import Learner
@@ -120,7 +119,7 @@ class Running:
                 stall_s=publish_deadline_s,
             ),
             commands,
-            TrainSpans(provider.get_tracer("test")),
+            provider.get_tracer("test"),
             ckpt=ckpt,
             release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
