@@ -35,7 +35,7 @@ from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.deltas.codec import Packed, Rows, encode, write_stream
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
-from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
+from meshrl.versions.snapshot import Captured, take_snapshot, whole_snapshot
 from meshrl.versions.transports.base import Prepared, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.versions.transports.stream import StreamShare, StreamTransport
@@ -151,11 +151,11 @@ def synthetic(threads: ThreadPoolExecutor) -> None:
 def of_versions(first: Path, second: Path, threads: ThreadPoolExecutor) -> None:
     """Two versions or checkpoints of a run, as they are published."""
     states = [
-        GatheredWeights({name: tensor.bfloat16() for name, tensor in load_file(path).items()})
+        whole_snapshot({name: tensor.bfloat16() for name, tensor in load_file(path).items()})
         for path in (first, second)
     ]
     plan = states[0].tensors
-    old, new = (np.concatenate([np.frombuffer(state.bytes_of(entry), np.uint8) for entry in plan]) for state in states)
+    old, new = (state.flat.numpy() for state in states)
     report(plan, old, new, threads, str(second))
 
 

@@ -50,7 +50,7 @@ with loading():
     from meshrl.training.learner import StepResult
     from meshrl.training.model_config import TrainerModelConfig
     from meshrl.training.parallel.rank_group import RankGroup
-    from meshrl.versions.snapshot import GatheredWeights, take_snapshot
+    from meshrl.versions.snapshot import take_snapshot, whole_snapshot
     from tiny_families import VOCAB, tiny_model
     from trained import Trained
 
@@ -185,7 +185,7 @@ class Training:
             snapshot = take_snapshot(outline, own, plan.rank, torch.device("cpu"), with_digests=False)
             flat = snapshot.flat.cpu().numpy()
         flats = self.parallel.gather(flat)
-        whole = GatheredWeights(gather_state(model, torch.bfloat16, keep=plan.leads))
+        whole = whole_snapshot(gather_state(model, torch.bfloat16, keep=plan.leads))
         if flats is None:
             return {}
         stream = np.zeros(outline.num_bytes, np.uint8)
@@ -195,7 +195,8 @@ class Training:
                 stream[start : start + piece.end - piece.start] = sent[piece.place]
         return {
             "equal": all(
-                stream[entry.offset : entry.offset + entry.num_bytes].tobytes() == whole.bytes_of(entry).tobytes()
+                stream[entry.offset : entry.offset + entry.num_bytes].tobytes()
+                == whole.flat.numpy()[entry.offset : entry.offset + entry.num_bytes].tobytes()
                 for entry in whole.tensors
             ),
             "bytes": outline.num_bytes,

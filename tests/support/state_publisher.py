@@ -10,7 +10,7 @@ import torch
 
 from meshrl.client import WeightSyncClient
 from meshrl.trainer.publishing.publisher import Publisher, PublishReport
-from meshrl.versions.snapshot import Captured, GatheredWeights
+from meshrl.versions.snapshot import Captured
 from meshrl.versions.transports.base import Prepared, VersionLine
 from meshrl.versions.transports.filesystem import FileShare, FilesystemTransport
 from meshrl.versions.transports.rank_calls import RankCalls
@@ -52,7 +52,7 @@ class StatePublisher:
 
     async def prepare(self, version: int, state: Mapping[str, torch.Tensor]) -> Prepared:
         """The manifest and bytes of a version, of which the hub has not heard."""
-        return await self._transport.prepare(version, Captured(gathered=GatheredWeights(state)))
+        return await self._transport.prepare(version, Captured(gathered=state))
 
     async def publish(
         self,
@@ -62,7 +62,7 @@ class StatePublisher:
         *,
         probe: VersionProbe | None = None,
     ) -> PublishReport:
-        captured = Captured(gathered=GatheredWeights(state), probe=None if probe is None else lambda: probe)
+        captured = Captured(gathered=state, probe=None if probe is None else lambda: probe)
         return await self.publisher.publish(version, captured, traceparent)
 
     async def close(self) -> None:

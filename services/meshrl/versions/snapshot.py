@@ -95,33 +95,17 @@ class HostCopies:
         return [(offset, data[piece.place]) for (offset, _), piece in zip(snapshot.spans, pieces, strict=True)]
 
 
-class GatheredWeights:
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        """`state` must not change as long as this is used. Raises ValueError for a type that the contract lacks."""
-        self._state = state
-        self.tensors = plan_tensors((name, dtype_name(t.dtype), tuple(t.shape)) for name, t in state.items())
-
-    def bytes_of(self, tensor: TensorEntry) -> memoryview:
-        """A tensor's bytes in C order, without a copy when it is contiguous. Hosts are little-endian."""
-        flat = self._state[tensor.name].detach().cpu().contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-    def snapshot(self, reuse: torch.Tensor | None = None) -> Snapshot:
-        """A copy of all of them, as the snapshot of an only sender; `reuse` as in `take_snapshot`."""
-        plan = PublishPlan(tensors=self.tensors)
-        return take_snapshot(plan, self._state, 0, torch.device("cpu"), reuse=reuse, with_digests=False)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
     """What a capture gives to rank 0's publisher.
 
-    `gathered`: all weights, where rank 0 gathers them; else each sender rank holds its own snapshot. `digests` (T, 2)
-    int64 are the tensors' sums over all senders, for a broadcast; `parts_s`: seconds by part of the capture (snapshot,
-    digest). `probe` waits for what the model computes with these weights, to go with the version.
+    `gathered`: all weights by name, where rank 0 gathers them; they must not change until they are published. Else each
+    sender rank holds its own snapshot. `digests` (T, 2) int64 are the tensors' sums over all senders, for a broadcast;
+    `parts_s`: seconds by part of the capture (snapshot, digest). `probe` waits for what the model computes with these
+    weights, to go with the version.
     """
 
-    gathered: GatheredWeights | None = None
+    gathered: Mapping[str, torch.Tensor] | None = None
     digests: NDArray[np.int64] | None = None
     parts_s: Mapping[str, float] = field(default_factory=dict)
     probe: Callable[[], VersionProbe] | None = None
@@ -161,6 +145,16 @@ def take_snapshot(
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
         ready.record(torch.cuda.current_stream(device))
     return Snapshot(plan=plan, sender=sender, flat=flat, digests=digests, ready=ready)
+
+
+def whole_snapshot(state: Mapping[str, torch.Tensor], reuse: torch.Tensor | None = None) -> Snapshot:
+    """A copy of all weights in host memory, as the snapshot of an only sender; `reuse` as in `take_snapshot`.
+
+    Raises ValueError for a type that the contract lacks.
+    """
+    tensors = plan_tensors((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items())
+    plan = PublishPlan(tensors=tensors)
+    return take_snapshot(plan, state, 0, torch.device("cpu"), reuse=reuse, with_digests=False)
 
 
 S = TypeVar("S")

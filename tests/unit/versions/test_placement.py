@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshrl.versions.collective.digest import digest_bytes, sum128, sum128_at
 from meshrl.versions.deltas.codec import Rows, encode, write_stream
 from meshrl.versions.placement import PlacementTracer, WeightPlacement, check_parts
-from meshrl.versions.snapshot import GatheredWeights
+from meshrl.versions.snapshot import whole_snapshot
 from meshrl.versions.transports.base import VersionLine
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import SUM128
@@ -81,11 +81,10 @@ def placement_of(engine: Engine, state: State) -> WeightPlacement:
 
 
 def version_of(state: State, version: int) -> tuple[Manifest, NDArray[np.uint8]]:
-    plan = GatheredWeights(state)
-    tensors = tuple(replace(entry, digest=digest_bytes(sum128(state[entry.name]))) for entry in plan.tensors)
-    stream = np.concatenate([np.frombuffer(plan.bytes_of(entry), dtype=np.uint8) for entry in tensors])
+    whole = whole_snapshot(state)
+    tensors = tuple(replace(entry, digest=digest_bytes(sum128(state[entry.name]))) for entry in whole.tensors)
     line = VersionLine(run_id="run", epoch=1)
-    return line.manifest(version, Transport.STREAM, tensors, digest_algorithm=SUM128), stream
+    return line.manifest(version, Transport.STREAM, tensors, digest_algorithm=SUM128), whole.flat.numpy()
 
 
 def delta_of(old: State, new: State, threads: ThreadPoolExecutor) -> tuple[Manifest, NDArray[np.uint8]]:

@@ -15,7 +15,7 @@ from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes, map_files
-from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
+from meshrl.versions.snapshot import Captured, take_snapshot, whole_snapshot
 from meshrl.versions.transports.base import Answer, Prepared, VersionLine
 from meshrl.versions.transports.filesystem import FileShare, FilesystemTransport
 from meshrl.versions.transports.rank_calls import RankCalls
@@ -68,7 +68,7 @@ class Ranks:
     ) -> None:
         share, transport = ways
         self.shares = [share(folder, epoch=1, share=rank, num_shares=count, num_threads=2) for rank in range(count)]
-        self.tensors = GatheredWeights(state_of(0)).tensors
+        self.tensors = whole_snapshot(state_of(0)).tensors
         whole = tuple(index for index, entry in enumerate(self.tensors) if entry.name in WHOLE)
         self.plan = CollectivePlan(num_senders=count, bucket_bytes=4096, whole_tensors=whole if count > 1 else ())
         self.transport = transport(
@@ -126,7 +126,7 @@ async def test_the_ranks_deltas_joined_lead_where_one_of_all_weights_leads(
     try:
         for version in range(6):
             made = await ranks.prepare(version, state)
-            expected = await gathered.prepare(version, Captured(gathered=GatheredWeights(state)))
+            expected = await gathered.prepare(version, Captured(gathered=state))
             ours, theirs = made.manifest, expected.manifest
             came = bytes_of(made)
             assert expected.buffer is not None
@@ -138,7 +138,7 @@ async def test_the_ranks_deltas_joined_lead_where_one_of_all_weights_leads(
             if ours.kind is VersionKind.FULL or count == 1:
                 assert came.tobytes() == expected.buffer.tobytes()
             if ours.kind is VersionKind.FULL:
-                whole = b"".join(bytes(GatheredWeights(state).bytes_of(entry)) for entry in ours.tensors)
+                whole = whole_snapshot(state).flat.numpy().tobytes()
                 assert came.tobytes() == whole
                 if image is not None:
                     image.close()
@@ -147,9 +147,7 @@ async def test_the_ranks_deltas_joined_lead_where_one_of_all_weights_leads(
                 assert image is not None
                 image.apply(ours, came)
                 assert image.root == theirs.result_root
-                assert image.held.parts[0][1].tobytes() == b"".join(
-                    bytes(GatheredWeights(state).bytes_of(entry)) for entry in ours.tensors
-                )
+                assert image.held.parts[0][1].tobytes() == whole_snapshot(state).flat.numpy().tobytes()
             kinds.append(ours.kind)
             assert set(await ranks.transport.deliver(version)) == {"keep"}
             await gathered.deliver(version)
@@ -179,9 +177,7 @@ async def test_a_delta_that_the_hub_refuses_or_that_does_not_pay_goes_in_full(co
         full = await ranks.transport.prepare(1, Captured())
         assert (full.manifest.kind, full.manifest.result_root) == (VersionKind.FULL, delta.manifest.result_root)
         assert full.buffer is not None
-        assert full.buffer.tobytes() == b"".join(
-            bytes(GatheredWeights(state).bytes_of(entry)) for entry in full.manifest.tensors
-        )
+        assert full.buffer.tobytes() == whole_snapshot(state).flat.numpy().tobytes()
         await ranks.transport.deliver(1)
         assert (await ranks.prepare(2, stepped(state, 2))).manifest.kind is VersionKind.DELTA
         await ranks.transport.deliver(2)
@@ -199,7 +195,7 @@ async def test_without_deltas_a_version_has_the_digests_of_files(tmp_path: Path)
         for version in range(3):
             state = state_of(version)
             made = await ranks.prepare(version, state)
-            expected = await gathered.prepare(version, Captured(gathered=GatheredWeights(state)))
+            expected = await gathered.prepare(version, Captured(gathered=state))
             assert made.manifest == expected.manifest
             assert await ranks.transport.deliver(version) == {}
     finally:

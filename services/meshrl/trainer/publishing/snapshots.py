@@ -23,7 +23,7 @@ from meshrl.training.run_state import RunState
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.plan import PublishPlan
 from meshrl.versions.layout import dtype_name
-from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
+from meshrl.versions.snapshot import Captured, take_snapshot
 from meshrl.versions.transports.broadcast import BroadcastShare
 from meshrl.versions.transports.filesystem import FileShare
 from meshrl.versions.transports.rank_calls import RankCallThread
@@ -144,7 +144,7 @@ class Snapshotter:
                 state = peft_state(adapter_state(self._model, keep=keep))
             else:
                 state = gather_state(self._model, self._dtype, keep=keep)
-            return Captured(gathered=GatheredWeights(state) if keep else None)
+            return Captured(gathered=state if keep else None)
         began_s = time.perf_counter()
         reuse = self.share.release_snapshot()
         senders = self._parallel.plan.num_senders

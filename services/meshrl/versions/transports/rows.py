@@ -31,7 +31,7 @@ from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after, with_la
 from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.rule import DeltaRule
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, SideStream, Snapshot
+from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, SideStream, Snapshot, whole_snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest
@@ -264,7 +264,7 @@ class RowTransport(ABC, Generic[ShareT]):
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-bytes")
         self._rule = None if anchor_every is None else DeltaRule(anchor_every=anchor_every)
         self._deltas_from = deltas_from
-        self._gathered: GatheredWeights | None = None  # those that rank 0's share holds
+        self._gathered: Mapping[str, torch.Tensor] | None = None  # those that rank 0's share holds
         self._tensors: tuple[TensorEntry, ...] = ()  # of the version that is prepared, without digests
         self._digested: tuple[TensorEntry, ...] = ()  # the same with digests, where deltas are on
         self._made: Prepared | None = None
@@ -291,11 +291,11 @@ class RowTransport(ABC, Generic[ShareT]):
         self._threads.shutdown(wait=False)
         self._share.close()
 
-    def _prepare(self, version: int, gathered: GatheredWeights | None, hub: Collection[str]) -> Prepared:
+    def _prepare(self, version: int, gathered: Mapping[str, torch.Tensor] | None, hub: Collection[str]) -> Prepared:
         began_s = time.monotonic()
         if gathered is not None and gathered is not self._gathered:
             self._gathered, self._made = gathered, None
-            self._share.held.put(version, gathered.snapshot(self._share.release_snapshot()))
+            self._share.held.put(version, whole_snapshot(gathered, self._share.release_snapshot()))
             self.progress.moved()
         again = self._made is not None and self._made.manifest.version == version
         if self._made is None or not again or self._made.manifest.kind is VersionKind.DELTA:
