@@ -88,9 +88,8 @@ class Run:
 
     def take(self) -> None:
         step = self.plan.next_step
-        for _, screened in self.plan.drop_stale():
-            for lost, reason in screened.dropped:
-                self.ledger.drop(lost.rollout_id, reason.value)
+        for lost, reason in self.plan.drop_stale():
+            self.ledger.drop(lost.rollout_id, reason.value)
         taken = self.plan.take()
         if taken is None:
             return

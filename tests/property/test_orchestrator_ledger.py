@@ -148,10 +148,10 @@ class World:
             start.recorded, drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch
         )
         for group in start.ready:
-            self.drop(self.plan.readmit(group))
+            self.drop(self.plan.readmit(group).dropped)
 
-    def drop(self, screened) -> None:
-        for one, reason in screened.dropped:
+    def drop(self, dropped) -> None:
+        for one, reason in dropped:
             self.journal.drop(one.rollout_id, reason)
 
     def crash(self, committed: int) -> None:
@@ -188,13 +188,12 @@ class World:
         if place + 1 == ticket.size:
             self.in_flight.remove((ticket, group))
             self.journal.close_group(group, cancelled_for="stale")
-            self.drop(self.plan.finish(group))
+            self.drop(self.plan.finish(group).dropped)
 
     def take(self) -> None:
         if self.recorded - self.told >= 2:
             return
-        for _, screened in self.plan.drop_stale():
-            self.drop(screened)
+        self.drop(self.plan.drop_stale())
         if (groups := self.plan.take()) is None:
             return
         assembled = assemble(

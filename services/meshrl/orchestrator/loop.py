@@ -32,7 +32,7 @@ from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble, at_fault, split_groups
 from meshrl.orchestrator.work.recipes import Recipes
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup
 from meshrl.sampling.retry import RunError, first_cause
 from meshrl.wire.types import TrainerInfo
 
@@ -136,8 +136,7 @@ class RunLoop:
         run = self.run
         most_s = run.tally.seconds["time/wait_for_rollouts"] + self._settings.batch_s  # beyond dissolved batches
         while self._uploader.refused is None:
-            for _, screened in run.plan.drop_stale():
-                run.drop(screened)
+            run.drop(run.plan.drop_stale())
             if (groups := run.plan.take()) is not None:
                 self._dispatcher.dispatch()
                 return groups
@@ -223,7 +222,7 @@ class RunLoop:
             run.journal.release(submitted.step, damaged=submitted.lost)
             run.tally.take_back(submitted.tally)
             for ready, lost in split_groups(submitted, bad):
-                run.drop(Screened(kept=(), dropped=tuple((rollout, DropReason.REFUSED) for rollout in lost)))
+                run.drop((rollout, DropReason.REFUSED) for rollout in lost)
                 rest.append(ready)
         for ready, screened in zip(rest, run.plan.take_back(refusal.step, rest), strict=True):
             run.count(ready.group, screened)

@@ -6,7 +6,7 @@ methods, the cursors by the uploader, the tally and the steps in memory here. Al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,9 @@ from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.work.batches import SubmittedStep
 from meshrl.orchestrator.work.plan import WorkPlan
-from meshrl.orchestrator.work.screening import Screened, StepTally
+from meshrl.orchestrator.work.screening import DropReason, Screened, StepTally
 from meshrl.sampling.groups import RolloutGroup
-from meshrl.wire.types import Batch, RunInfo
+from meshrl.wire.types import Batch, Rollout, RunInfo
 
 
 @dataclass(kw_only=True)
@@ -74,7 +74,7 @@ class Run:
         """Beats whenever a group, a batch, a step, a version or a refusal may let one of the parts go on."""
         plan.resume_after(start.recorded, drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
         for group in start.ready:
-            self.drop(plan.readmit(group))
+            self.drop(plan.readmit(group).dropped)
 
     # --- stages -----------------------------------------------------------------------------------
 
@@ -126,14 +126,14 @@ class Run:
 
     def count(self, group: RolloutGroup, screened: Screened) -> None:
         """Counts what was dropped of a group that was judged, and the group itself when nothing of it is kept."""
-        self.drop(screened)
+        self.drop(screened.dropped)
         if not screened.kept:
             self.tally.discarded.append(group)
             self.tally.zero_signal_groups += screened.zero_signal
 
-    def drop(self, screened: Screened) -> None:
+    def drop(self, dropped: Iterable[tuple[Rollout, DropReason]]) -> None:
         """Counts the rollouts that were dropped, each once: in the ledger, and for the record of the step."""
-        for rollout, reason in screened.dropped:
+        for rollout, reason in dropped:
             self.journal.drop(rollout.rollout_id, reason)
             self.tally.drop(reason)
 

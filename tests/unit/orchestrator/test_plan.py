@@ -115,8 +115,7 @@ def test_what_is_too_old_for_the_next_step_is_dropped(make_plan, finish) -> None
         finish(plan, name, version=0)
     assert plan.drop_stale() == []
     plan.take()
-    losses = plan.drop_stale()
-    assert [reason for _, screened in losses for _, reason in screened.dropped] == [DropReason.STALE] * 4
+    assert [reason for _, reason in plan.drop_stale()] == [DropReason.STALE] * 4
     assert plan.ready == 0
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshrl.orchestrator.work.screening import MIN_SURVIVORS, ReadyGroup, Screened, screen_stale
+from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason, ReadyGroup, Screened, screen_stale
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, rollout_seed
@@ -193,21 +193,21 @@ class WorkPlan:
             if not self.law.usable(step=self.next_step, oldest_version=ticket.active_version)
         ]
 
-    def drop_stale(self) -> list[tuple[RolloutGroup, Screened]]:
-        """Drops what the next step may not train on; returns each group that lost rollouts."""
-        losses: list[tuple[RolloutGroup, Screened]] = []
+    def drop_stale(self) -> list[tuple[Rollout, DropReason]]:
+        """Drops what the next step may not train on; returns the rollouts that groups have lost, with the reasons."""
+        dropped: list[tuple[Rollout, DropReason]] = []
         for group_id, ready in list(self._ready.items()):
             least = self.limits.least_rollouts.get(ready.group.ticket.task.environment, MIN_SURVIVORS)
             screened = screen_stale(ready.kept, step=self.next_step, law=self.law, least=least)
             if not screened.dropped:
                 continue
-            losses.append((ready.group, screened))
+            dropped += screened.dropped
             if screened.kept:
                 self._ready[group_id] = ReadyGroup(group=ready.group, kept=screened.kept)
             else:
                 del self._ready[group_id]
                 self._lost(ready.group.ticket)
-        return losses
+        return dropped
 
     def take(self) -> list[ReadyGroup] | None:
         """The groups of the next step, first dispatched first, once there are enough; then the step after is next. Call
