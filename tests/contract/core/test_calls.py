@@ -18,6 +18,7 @@ from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import context_from, current_traceparent, format_traceparent
 from meshrl.wire.types import RolloutFailure, RolloutRequest, RolloutSummary
+from polling import until
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 REQUEST = RolloutRequest(
@@ -337,10 +338,3 @@ async def test_a_call_that_ends_at_its_deadline_names_itself_and_the_deadline(me
             await client.get_status()
     call = f"meshrl.v1.RolloutService/GetRolloutStatus of {mesh.address}"
     assert str(seen.value) == f"DEADLINE_PASSED: {call} was not answered within its deadline of 0.25 s"
-
-
-async def until(condition, deadline_s=60.0):
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "did not come true in time"
-        await asyncio.sleep(0.01)

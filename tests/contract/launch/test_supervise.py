@@ -17,6 +17,7 @@ from loguru import logger
 
 from meshrl.launch import supervise as supervise_module
 from meshrl.launch.supervise import Grace, Program, Supervisor
+from polling import until
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # Writes its pid first, so that a test knows when it is up.
@@ -73,12 +74,6 @@ class Programs:
         """Names of the programs, and their children, that still run."""
         names = [path.name for path in self.folder.iterdir() if path.suffix != ".log"]
         return sorted(name for name in names if runs(self.pid(name)))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - other processes change what is asked
-            await asyncio.sleep(0.01)
 
 
 def runs(pid: int | None) -> bool:

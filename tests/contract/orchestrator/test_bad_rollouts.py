@@ -14,6 +14,7 @@ from ledger_audit import audit
 from meshrl.core.clock import Clock
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout, Sample, VersionSpan
+from polling import until
 
 
 def with_sample(**changes):
@@ -82,8 +83,7 @@ async def until_recorded(folder: Path, step: int, running: asyncio.Task[None]) -
     """Returns once the batch of a step is on disk, or the loop has ended."""
     recorded = f"SELECT 1 FROM steps WHERE step = {step}"
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
-        while not (running.done() or connection.execute(recorded).fetchall()):  # noqa: ASYNC110  # another's file
-            await asyncio.sleep(0.01)
+        await until(lambda: running.done() or connection.execute(recorded).fetchall())
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -13,6 +13,7 @@ from opentelemetry import trace
 from ledger_audit import audit, main
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.main import orchestrate
+from polling import until
 from small_disk import fill, make_read_only, mounted
 
 TRACER = trace.get_tracer("test")
@@ -40,9 +41,7 @@ async def test_a_full_disk_ends_the_run_with_a_sentence_and_it_goes_on_once_ther
 ) -> None:
     config = make_config(mesh.services, max_steps=12, output_dir=disk)
     running = asyncio.create_task(orchestrate(config, asyncio.Event(), TRACER))
-    async with asyncio.timeout(60.0):
-        while len(script.batches) < 3:  # noqa: ASYNC110  # what is watched is a plain field of the script
-            await asyncio.sleep(0.01)
+    await until(lambda: len(script.batches) >= 3)
     filler = fill(disk)
     assert await asyncio.wait_for(running, 60.0) == 1
     said = one_sentence(errors_said)
@@ -65,11 +64,8 @@ async def test_a_ledger_that_fails_as_it_closes_leaves_no_other_file_open(
 ) -> None:
     stop = asyncio.Event()
     running = asyncio.create_task(orchestrate(make_config(mesh.services, max_steps=1000), stop, TRACER))
-    async with asyncio.timeout(60.0):
-        metrics = Layout(tmp_path).metrics_jsonl
-        # What is watched is a file and a plain field of the script.
-        while len(script.batches) < 3 or not metrics.exists() or not metrics.stat().st_size:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    metrics = Layout(tmp_path).metrics_jsonl
+    await until(lambda: len(script.batches) >= 3 and metrics.exists() and metrics.stat().st_size)
     with closing(sqlite3.connect(Layout(tmp_path).ledger, isolation_level=None, timeout=60.0)) as other:
         other.execute("BEGIN IMMEDIATE")
         stop.set()

@@ -38,6 +38,7 @@ from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.sampler import GroupSampler
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutEvent, RolloutRequest, RolloutSummary, Sampling
+from polling import until
 from scripted_services import finished_rollout
 
 DEADLINE_S = 120.0
@@ -140,12 +141,6 @@ async def working(runner, address: str, spool: Path, name: str = "box") -> Async
         running.cancel()
         await asyncio.wait({running})
         file.close()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110  # what another program says of itself
-            await asyncio.sleep(0.02)
 
 
 async def test_groups_are_played_over_links_that_break_and_each_rollout_is_booked_once(tmp_path: Path) -> None:

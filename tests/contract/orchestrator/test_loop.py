@@ -1,7 +1,6 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from meshrl.sampling import pool
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import Rollout, RolloutRequest
+from polling import until
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -27,12 +27,6 @@ def staleness(script) -> list[int]:
     return [
         step - 1 - script.rollout_versions[rollout] for step, rollouts in script.batches.items() for rollout in rollouts
     ]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60.0):
-        while not condition():  # noqa: ASYNC110  # what is watched are plain fields of the script
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

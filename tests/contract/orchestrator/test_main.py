@@ -20,6 +20,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.program import READY_FILE
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
+from polling import until
 
 TRACER = trace.get_tracer("test")
 
@@ -83,9 +84,7 @@ async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make
     script.step_s = 0.05
     stop = asyncio.Event()
     running = asyncio.create_task(orchestrate(make_config(mesh.services, max_steps=None), stop, TRACER))
-    async with asyncio.timeout(60.0):
-        while len(script.batches) < 3:  # noqa: ASYNC110  # what is watched is a plain field of the script
-            await asyncio.sleep(0.01)
+    await until(lambda: len(script.batches) >= 3)
     stop.set()
     assert await asyncio.wait_for(running, 60.0) == 0
     assert set(states(tmp_path)) <= {"trained", "dropped", "cancelled"}
@@ -98,9 +97,7 @@ async def test_a_step_that_is_trained_when_the_run_is_stopped_has_its_record(
     script.holds[2] = asyncio.Event()  # its version is never published, so its activation is waited for
     stop = asyncio.Event()
     running = asyncio.create_task(orchestrate(make_config(mesh.services, max_steps=None), stop, TRACER))
-    async with asyncio.timeout(60.0):
-        while len(script.batches) < 3 or states(tmp_path).get("trained", 0) < 16:  # noqa: ASYNC110  # of two steps
-            await asyncio.sleep(0.05)
+    await until(lambda: len(script.batches) >= 3 and states(tmp_path).get("trained", 0) >= 16)  # of two steps
     stop.set()
     assert await asyncio.wait_for(running, 60.0) == 0
     report = audit(tmp_path)

@@ -19,6 +19,7 @@ from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.sampling.retry import RunError
+from polling import until
 from scripted_services import make_journal
 
 
@@ -87,12 +88,6 @@ def assert_exact(folder: Path, steps: int) -> None:
     report = audit(folder)
     assert report.violations == (), report.table()
     assert (report.first_step, report.last_step) == (1, steps)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60.0):
-        while not condition():  # noqa: ASYNC110  # what is watched are plain fields of the script
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -23,6 +23,7 @@ from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.program_state import WaitState
 from meshrl.wire.types import RolloutRequest, Sampling
+from polling import until
 from scripted_services import RolloutServicer, Script
 
 PATIENT = {"startup_s": 60.0, "unreachable_s": 60.0, "retry_s": 60.0, "step_s": 120.0, "batch_s": 120.0}
@@ -94,12 +95,6 @@ async def hosts(*given: Host) -> AsyncIterator[list[str]]:
     finally:
         for host in given:
             await host.kill()
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60.0):
-        while not condition():  # noqa: ASYNC110  # what is watched are plain fields of the script
-            await asyncio.sleep(0.01)
 
 
 def services_with(mesh, addresses: list[str]):

@@ -8,6 +8,7 @@ import pytest
 from local_ports import free_port
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.sampling.retry import RunError
+from polling import until
 
 
 async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) -> None:
@@ -49,9 +50,7 @@ async def test_a_server_that_is_not_ready_yet_is_waited_for(mesh, make_config, s
     config = make_config(mesh.services, deadlines={"startup_s": 60.0})
     clients = connect(config.services, unreachable_s=config.deadlines.unreachable_s)
     waiting = asyncio.create_task(wait_for_services(config, clients))
-    async with asyncio.timeout(60.0):
-        while not any("NOT_SERVING" in line for line in said):  # noqa: ASYNC110  # lines of a log
-            await asyncio.sleep(0.05)
+    await until(lambda: any("NOT_SERVING" in line for line in said))
     mesh.servers["trainer"].set_serving()
     assert (await asyncio.wait_for(waiting, 60.0)).trainer.model == "scripted"
     await clients.close()

@@ -15,6 +15,7 @@ from inference_kit import make_model, served
 from meshrl.inference.engine import HostVersion
 from meshrl.models.state import hf_state
 from meshrl.wire.types import RolloutSummary, Sampling
+from polling import until
 
 VOCABULARY = 99  # of the fixture's tokenizer
 
@@ -104,8 +105,7 @@ async def test_the_same_seed_gives_the_same_rollouts(start_mesh, make_group, emb
 async def test_tokens_before_and_after_a_weight_swap_carry_their_own_version(start_mesh, make_group, embedded):
     mesh = await start_mesh([embedded], seq_len=256, sampling={"temperature": 1.0, "max_tokens": 200})
     task = asyncio.create_task(mesh.collect(make_group(group_size=8)))
-    while embedded.engine.in_flight < 8:  # noqa: ASYNC110  # the engine offers no event for this
-        await asyncio.sleep(0.005)
+    await until(lambda: embedded.engine.in_flight >= 8)
     other = rollout_model(1)
     await embedded.engine.stage(HostVersion(version=1, tensors=hf_state(other)))
     await embedded.engine.pause()

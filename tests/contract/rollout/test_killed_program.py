@@ -15,6 +15,7 @@ import pytest
 
 from local_ports import free_port
 from meshrl.client import RolloutClient
+from polling import until
 
 START_S, DEADLINE_S = 300.0, 60.0
 TASKSETS = Path(__file__).with_name("tasksets")
@@ -47,13 +48,13 @@ async def test_a_program_that_an_environment_started_ends_with_the_rollout_progr
             async with RolloutClient(f"127.0.0.1:{port}") as client:
                 await client.wait_until_serving(START_S)
                 playing = asyncio.create_task(_collect(client, make_group(environment="keeps", deadline_s=DEADLINE_S)))
-                started = await _until(lambda: _started(tmp_path))
+                started = await until(lambda: _started(tmp_path), DEADLINE_S)
                 assert all(map(_runs, started))
                 program.send_signal(signal.SIGKILL)
                 await asyncio.to_thread(program.wait, DEADLINE_S)
                 await asyncio.wait({playing})
-            await _until(lambda: not any(map(_runs, started)))
-            await _until(lambda: not list(Path(short).iterdir()))
+            await until(lambda: not any(map(_runs, started)), DEADLINE_S)
+            await until(lambda: not list(Path(short).iterdir()), DEADLINE_S)
         finally:
             program.kill()
             program.wait(DEADLINE_S)
@@ -61,13 +62,6 @@ async def test_a_program_that_an_environment_started_ends_with_the_rollout_progr
 
 async def _collect(client, request):
     return [event async for event in client.run_rollouts(request)]
-
-
-async def _until(said):
-    async with asyncio.timeout(DEADLINE_S):
-        while not (found := said()):  # noqa: ASYNC110  # other processes change what is asked
-            await asyncio.sleep(0.05)
-    return found
 
 
 def _started(folder: Path) -> list[int]:

@@ -17,12 +17,7 @@ from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary
-
-
-async def until(holds, deadline_s: float = 20.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not holds():  # noqa: ASYNC110  # what is watched are plain fields of the server
-            await asyncio.sleep(0.01)
+from polling import until
 
 
 def held(engine) -> asyncio.Event:

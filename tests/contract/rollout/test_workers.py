@@ -13,6 +13,7 @@ from loguru import logger
 
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
+from polling import until
 
 PATIENCE_S = 120.0
 """For a machine that is ten times slower, or stands still for a while."""
@@ -260,9 +261,7 @@ async def test_what_a_dead_worker_started_in_a_session_of_its_own_ends_too(start
     logs = (tmp_path / "logs" / "envs").rglob("env_worker_*.log")
     left = [int(pid) for log in logs for pid in re.findall(r"left process (\d+)", log.read_text())]
     assert left
-    async with asyncio.timeout(PATIENCE_S):
-        while any(map(runs, left)):  # noqa: ASYNC110  # other processes change what is asked
-            await asyncio.sleep(0.05)
+    await until(lambda: not any(map(runs, left)), PATIENCE_S)
 
 
 def runs(pid: int) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import polling
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
@@ -110,9 +111,7 @@ async def test_engine_that_comes_late_gets_the_newest_version_and_is_in_the_next
         assert set(report.parts_s) == {"snapshot", "digest", "group", "stage", "seal", "wire"}
         await activate(hub, 0)
         async with serving_engine(model, hub, "late") as late:
-            async with asyncio.timeout(60.0):
-                while late.engine.version != 0:  # noqa: ASYNC110 - the engine has no event for it
-                    await asyncio.sleep(0.05)
+            await polling.until(lambda: late.engine.version == 0)
             assert training.is_served_by(late)
             assert await groups(hub) == {"e0": 1, "late": None}  # it has pulled the version
             await training.publish(1)
@@ -183,9 +182,8 @@ async def test_engine_that_is_started_again_gets_the_version_that_it_had(model: 
             await training.publish(0)
             await activate(hub, 0)
         for number in range(2):
-            async with serving_engine(model, hub, "e0") as served, asyncio.timeout(60.0):
-                while served.engine.version != 0:  # noqa: ASYNC110 - the engine has no event for it
-                    await asyncio.sleep(0.05)
+            async with serving_engine(model, hub, "e0") as served:
+                await polling.until(lambda served=served: served.engine.version == 0)
                 assert training.is_served_by(served), number
 
 

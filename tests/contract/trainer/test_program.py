@@ -11,6 +11,7 @@ import torch
 from opentelemetry import trace
 from transformers import Qwen3ForCausalLM
 
+import polling
 from local_ports import free_port
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
@@ -159,8 +160,7 @@ async def test_a_full_disk_ends_the_trainer_with_a_sentence_and_it_resumes(
         await up(client)
         await client.submit_batch(batch(1))
         await until(client, StepState.DONE, 1)
-        while not (disk / "checkpoints" / "step_1" / "trainer").is_dir():  # noqa: ASYNC110  # a local folder
-            await asyncio.sleep(0.01)
+        await polling.until((disk / "checkpoints" / "step_1" / "trainer").is_dir)
         filler = fill(disk)
         await client.submit_batch(batch(2))
         assert await asyncio.wait_for(running, END_S) == 1

@@ -16,6 +16,7 @@ import pytest
 import torch
 from opentelemetry import trace
 
+import polling
 from inference_kit import ask, complete, full_forward
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config.shared import ModelConfig
@@ -99,9 +100,7 @@ async def kill_the_agent(program: Program) -> None:
     assert await asyncio.to_thread(folder.is_dir)
     ranks = program.rank_pids()
     program.process.kill()
-    async with asyncio.timeout(60.0):
-        while await asyncio.to_thread(folder.exists):  # noqa: ASYNC110 - another process removes it
-            await asyncio.sleep(0.05)
+    await polling.until(lambda: not folder.exists())
     assert await gone(ranks, 60.0)
 
 
@@ -145,9 +144,8 @@ async def test_the_engine_has_the_rows_of_both_ranks_and_what_follows_their_deat
                 assert manifest.collective.num_senders == 2
             assert manifest.kind is (VersionKind.DELTA if transport == "stream" else VersionKind.FULL)
             log = program.output_dir / "logs/trainer.log"
-            async with asyncio.timeout(60.0):  # an engine may serve it before the trainer has heard so and says it
-                while "version 2 is published" not in await asyncio.to_thread(log.read_text):  # noqa: ASYNC110 - another process writes it
-                    await asyncio.sleep(0.05)
+            # An engine may serve it before the trainer has heard so and says it.
+            await polling.until(lambda log=log: "version 2 is published" in log.read_text())
             before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
             await program.client.submit_batch(batch(3, ranks=2))
             await until(program.client, StepState.RUNNING, 3)

@@ -28,6 +28,7 @@ from meshrl.wire import frames
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 from meshrl.wire.types import Activation, Manifest, Transport, VersionSpan
+from polling import until
 from state_publisher import StatePublisher
 
 
@@ -226,9 +227,7 @@ class Mesh:
         await asyncio.wait({task})
 
     async def until(self, holds: Callable[[], bool], deadline_s: float = 60.0) -> None:
-        async with asyncio.timeout(deadline_s):
-            while not holds():  # noqa: ASYNC110 (polls what has no event: state of other tasks)
-                await asyncio.sleep(0.01)
+        await until(holds, deadline_s)
 
     async def until_registered(self, count: int = 1) -> None:
         await self.until(lambda: sum(e.connected for e in self.hub.coordinator.pool.engines.values()) >= count)

@@ -19,6 +19,7 @@ from meshrl.training.learner import Learner, RunRows
 from meshrl.training.run_state import PassResult
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterSpec, Batch, LossSpec, OptimizerSpec, RunPhase, RunSpec, StartPoint, StepState
+from polling import until
 from tiny_qwen3 import save_tiny_qwen3
 
 STEPS = 5
@@ -267,9 +268,7 @@ async def test_bad_batches_fail_their_run_alone_which_is_suspended_after_three(
         assert "3 steps in a row failed (max_failed_steps), the last with: step 2: loss nan" in info.suspension.message
         assert torch.equal(mesh.weights("grpo"), before)
         index = tmp_path / "runs" / "index.json"
-        async with asyncio.timeout(DEADLINE_S):  # so that a restart finds it suspended
-            while "STEP_FAILED" not in index.read_text():  # noqa: ASYNC110 - a file has no event
-                await asyncio.sleep(0.02)
+        await until(lambda: "STEP_FAILED" in index.read_text(), DEADLINE_S)  # so that a restart finds it suspended
         with pytest.raises(MeshError, match="run 'grpo' is suspended: 3 steps in a row failed") as refused:
             mesh.table.find("grpo").submit(batch("grpo", 2), "again")
         assert refused.value.reason is Reason.RUN_SUSPENDED

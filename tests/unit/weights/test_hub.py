@@ -31,6 +31,7 @@ from meshrl.wire.types import (
     Transport,
     VersionState,
 )
+from polling import until
 
 REGISTRATION = AgentRegistration(
     engine_id="e", url="http://e", transports=(Transport.STREAM, Transport.NCCL), layout_signature=LAYOUT
@@ -154,9 +155,7 @@ async def test_sessions_that_break_off_leave_no_task_behind(hub: Hub) -> None:
             await asyncio.sleep(0.05)
         listening.cancel()
         await asyncio.wait({listening})
-    async with asyncio.timeout(60.0):
-        while asyncio.all_tasks() - before:  # noqa: ASYNC110 (tasks of the hub, which end by themselves)
-            await asyncio.sleep(0.01)
+    await until(lambda: not asyncio.all_tasks() - before)  # tasks of the hub, which end by themselves
 
 
 async def test_stopped_hub_drops_no_engine_and_gives_up_no_version(hub: Hub, clock: Time) -> None:
@@ -205,8 +204,6 @@ async def test_hub_says_that_it_serves_to_whoever_started_it(tmp_path: Path, mon
     stop = asyncio.Event()
     config = WeightsConfig(server=ServerConfig(port=0), output_dir=tmp_path)
     running = asyncio.create_task(main.serve(config, stop, trace.NoOpTracer()))
-    async with asyncio.timeout(60.0):
-        while not (tmp_path / "ready").exists():  # noqa: ASYNC110 (a file has no event)
-            await asyncio.sleep(0.01)
+    await until((tmp_path / "ready").exists)
     stop.set()
     assert await asyncio.wait_for(running, 60.0) == 0
