@@ -8,13 +8,11 @@ a version once its step is DONE.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Sequence
-from concurrent import futures
 from dataclasses import dataclass
 
 from meshrl.core.telemetry.waits import Waits
-from meshrl.trainer.ranks.commands import HEARTBEAT_S, CommandSender, HeartbeatCommand, StopCommand
+from meshrl.trainer.ranks.commands import CommandSender, StopCommand
 from meshrl.trainer.run_training import RunTraining
 from meshrl.trainer.runs.scheduler import FairScheduler
 from meshrl.trainer.runs.table import RunTable, Taken
@@ -134,13 +132,10 @@ class TrainerLoop:
         )
         with self._waits.waiting(name, words, on):
             future = self._table.take(idle, wait=True, until=lambda: any(r.tokens is not None for r in publishing))
-            beat = time.monotonic() + HEARTBEAT_S
-            while not future.done():
-                left_s = min([beat - time.monotonic(), *(run.publication_left_s() for run in self._runs.values())])
-                futures.wait([future], max(0.0, left_s))
-                for run in self._runs.values():
-                    run.check_publication()
-                if not future.done() and time.monotonic() >= beat:
-                    self._commands.send(HeartbeatCommand())
-                    beat = time.monotonic() + HEARTBEAT_S
-            return future.result()
+            return self._commands.wait(future, check=self._check_publications)
+
+    def _check_publications(self) -> float:
+        """Seconds until one of them may have stood still for too long."""
+        for run in self._runs.values():
+            run.check_publication()
+        return min((run.publication_left_s() for run in self._runs.values()), default=float("inf"))

@@ -149,7 +149,7 @@ class RunTraining:
         """Notices a publication that stands still: it suspends the run. Raises MeshError where that is the own one."""
         if self.publication_left_s() > 0:
             return
-        problem = self._stuck(f"nothing moved for {self._versions.stall_s:g} s")
+        problem = self._stuck()
         if self.own:
             self._publishing = None
             raise problem
@@ -392,20 +392,22 @@ class RunTraining:
         publishing, self._publishing = self._publishing, None
         if publishing is None:
             return
-        version = f"version {self._published_step} to be taken by the weight hub"
-        try:
-            with self._waits.waiting("publication", version, ("weights",)):
-                self._commands.wait(publishing, progress=self._versions.progress, stall_s=self._versions.stall_s)
-        except TimeoutError as error:
-            if publishing.done():  # its own
-                raise
-            raise self._stuck(str(error)) from error
 
-    def _stuck(self, why: str) -> MeshError:
+        def check() -> float:
+            left_s = self._versions.progress.left_s(self._versions.stall_s)
+            if left_s <= 0:
+                raise self._stuck()
+            return left_s
+
+        version = f"version {self._published_step} to be taken by the weight hub"
+        with self._waits.waiting("publication", version, ("weights",)):
+            self._commands.wait(publishing, check=check)
+
+    def _stuck(self) -> MeshError:
         return MeshError(
             Reason.DEADLINE_PASSED,
-            f"version {self._published_step} could not be published: {why} (publish_deadline_s); look whether the"
-            " weight hub and its disk are well",
+            f"version {self._published_step} could not be published: nothing moved for {self._versions.stall_s:g} s"
+            " (publish_deadline_s); look whether the weight hub and its disk are well",
         )
 
     def _save_by_schedule(self, config: CheckpointConfig) -> None:

@@ -102,7 +102,13 @@ async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh:
     publisher.client.create_version = slow
     loop, commands = asyncio.get_running_loop(), CommandSender(RankGroup(), heartbeat_s=0.1)
     publication = asyncio.run_coroutine_threadsafe(publisher.publish(0, make_state(1)), loop)
-    report = await asyncio.to_thread(commands.wait, publication, progress=publisher.progress, stall_s=3.0)
+
+    def moving() -> float:
+        left_s = publisher.progress.left_s(3.0)
+        assert left_s > 0, "nothing moved for 3 s"
+        return left_s
+
+    report = await asyncio.to_thread(commands.wait, publication, check=moving)
     assert report.parts_s["stage"] > 3.0
     assert mesh.hub.coordinator.line("run").find(0).state is VersionState.SEALED
 

@@ -8,6 +8,7 @@ and, of a TrainCommand, its rows.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -20,7 +21,6 @@ from pydantic_core import from_json, to_json
 from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.trainer.runs.settings import RunSettings
 from meshrl.training.parallel.sent_rows import decode_rows, encode_rows
-from meshrl.versions.progress import Progress
 from meshrl.wire.types import MicroBatch
 
 HEARTBEAT_S = 5.0  # far below the time after which a collective that a rank does not join fails
@@ -144,20 +144,19 @@ class CommandSender:
         if self._ranks.world_size > 1:
             self._ranks.broadcast(encode(command))
 
-    def wait(
-        self, future: Future[Result], *, progress: Progress | None = None, stall_s: float = float("inf")
-    ) -> Result:
+    def wait(self, future: Future[Result], *, check: Callable[[], float] = lambda: float("inf")) -> Result:
         """Waits for `future` while heartbeats keep the other ranks waiting; returns its result or raises its error.
 
-        Raises TimeoutError when `progress` reports no move for `stall_s` seconds.
+        `check` is called before each wait and returns the seconds after which it is to be called again; it raises to
+        end the wait.
         """
+        beat = time.monotonic() + self._heartbeat_s
         while not future.done():
-            left_s = float("inf") if progress is None else progress.left_s(stall_s)
-            if left_s <= 0:
-                raise TimeoutError(f"nothing moved for {stall_s:g} s")
-            futures.wait([future], min(self._heartbeat_s, left_s))
-            if not future.done():
+            left_s = min(check(), beat - time.monotonic())
+            futures.wait([future], max(0.0, left_s))
+            if not future.done() and time.monotonic() >= beat:
                 self.send(HeartbeatCommand())
+                beat = time.monotonic() + self._heartbeat_s
         return future.result()
 
 
