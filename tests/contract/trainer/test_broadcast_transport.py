@@ -31,6 +31,7 @@ from meshrl.versions.transports.broadcast import (
     SendVersion,
 )
 from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
+from meshrl.versions.uploads import Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import plan_tensors
 from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport
@@ -270,6 +271,25 @@ async def test_snapshot_outlives_the_next_steps(model: str, hub: str) -> None:
         await training.publisher.publish(0, captured)
         await activate(hub, 0)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in hf_state(served.model).items())
+
+
+async def test_hub_that_takes_no_copies_is_sent_none_and_the_next_broadcast_reaches_late_engines(
+    model: str, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def of_1_0(uploader: Uploader) -> tuple[str, ...]:
+        return ()
+
+    monkeypatch.setattr(Uploader, "hub_capabilities", of_1_0)
+    async with trainer(model, hub) as training:
+        await training.publish(0)
+        async with serving_engine(model, hub) as served:
+            assert training.transport._late is not None
+            await asyncio.wait({training.transport._late}, timeout=60.0)
+            async with WeightSyncClient(hub) as client:
+                assert (await client.find_version("main", 0)).steps == ()
+            await training.publish(1)
+            await activate(hub, 1)
+            assert training.is_served_by(served)
 
 
 async def test_late_engine_pulls_what_two_ranks_hold(model: str, hub: str) -> None:

@@ -205,12 +205,14 @@ class BroadcastTransport:
         self._stuck: dict[str, float] = {}  # engines that are asked into no group until then
         self._misfits: set[str] = set()  # engines of another layout; each is named in the log once
         self._copies = 0
+        self._hub: Collection[str] = ()  # its capabilities
         self._late: asyncio.Task[None] | None = None  # looks after the engines that lack the newest version
 
     async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
         """Makes sure that there is a group of all engines. Raises also a defect in bringing them the last version."""
         assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
         await self._end_late()
+        self._hub = hub
         lanes = torch.from_numpy(captured.digests)
         tensors = tuple(
             replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._plan.tensors)
@@ -360,6 +362,10 @@ class BroadcastTransport:
             pause_s = self._watch_s
             try:
                 lacking = await self._lacking(manifest.version)
+                if lacking and capabilities.COPIES not in self._hub:
+                    text = "engines {} lack version {}, and the hub lacks {}; start it from the trainer's release"
+                    logger.warning(text, lacking, manifest.version, capabilities.COPIES)
+                    return
                 if lacking:
                     logger.info("engines {} lack version {}: the hub gets a copy", lacking, manifest.version)
                     await self._copy(manifest)

@@ -11,10 +11,11 @@ CHECKPOINTS = "checkpoints.list"
 MANIFEST_PARTS = "manifest.parts"
 COMPILED = "compiled"
 FILE_DELTAS = "deltas.files"
+COPIES = "broadcasts.copies"
 
 ROLLOUT = (REATTACH, DRAIN)
 """Of this repository's rollout service; those below are of its other programs."""
 
 ROLLOUT_CALLER = (REATTACH,)
 TRAINER = (DRAIN, CHECKPOINTS)
-HUB = (DRAIN, MANIFEST_PARTS, COMPILED, FILE_DELTAS)
+HUB = (DRAIN, MANIFEST_PARTS, COMPILED, FILE_DELTAS, COPIES)
