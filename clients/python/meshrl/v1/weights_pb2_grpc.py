@@ -171,7 +171,9 @@ class WeightSyncServicer(object):
         upload ends early. An epoch begins with its first version and must be the next one (any number at
         a hub that nobody has published at); ListEngines says which one it is. Errors: FAILED_PRECONDITION
         for a stale epoch; INVALID_ARGUMENT for one beyond the next; ALREADY_EXISTS for a version of the
-        same epoch with another artifact; DATA_LOSS for a chunk whose checksum is wrong.
+        same epoch with another artifact; DATA_LOSS for a chunk whose checksum is wrong. Of a sealed version
+        of the nccl transport the hub also takes a copy with the same root in chunks (stream), for engines that
+        missed its broadcast: once SealVersion names the copy, GetManifest has it as the version's only step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
