@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,15 @@ def assert_saved_and_named(process: subprocess.Popen[bytes], output_dir: Path, s
         assert re.search(r"SIGTERM: training ends after step \d+ of 100000", text)
 
 
+@pytest.fixture
+def hangups_end_programs() -> Iterator[None]:
+    """Also where the tests themselves were started with nohup, whose children ignore hangups as well."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups_end_programs")
 def test_a_hangup_saves_what_there_is_ends_in_order_and_is_named(folder: Path, tmp_path: Path) -> None:
     process = start(configure(folder, tmp_path, max_steps=100_000))
     wait_for_step(process, tmp_path, 1)
