@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,23 @@ def configure(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
     return SFTConfig(**(values | changes))
 
 
-def start(config: SFTConfig, *, by: Sequence[str] = (), **environ: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def started(config: SFTConfig, *, by: Sequence[str] = (), **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`sft`, which is killed at the end of the block if it still runs; its ranks end with it."""
     config.output_dir.mkdir(exist_ok=True)
     dump_toml(config, config.output_dir / "sft.toml")
     with (config.output_dir / "console.txt").open("wb") as out:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*by, sys.executable, "-m", "meshrl.sft.main", "@", str(config.output_dir / "sft.toml")],
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def records(output_dir: Path) -> list[dict[str, Any]]:
@@ -60,8 +68,10 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     one, two, deep = tmp_path / "one", tmp_path / "two", tmp_path / ("scratch-" * 12)
     deep.mkdir()
     data = DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256, num_workers=1)
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        process = start(configure(folder, two, data=data), TMPDIR=str(deep), XDG_RUNTIME_DIR=short)
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        started(configure(folder, two, data=data), TMPDIR=str(deep), XDG_RUNTIME_DIR=short) as process,
+    ):
         train(configure(folder, one), (), RankGroup())
         assert process.wait(180) == 0, (two / "console.txt").read_text()
         end = time.monotonic() + 60
@@ -108,17 +118,17 @@ def hangups_end_programs() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hangups_end_programs")
 def test_a_hangup_saves_what_there_is_ends_in_order_and_is_named(folder: Path, tmp_path: Path) -> None:
-    process = start(configure(folder, tmp_path, max_steps=100_000))
-    wait_for_step(process, tmp_path, 1)
-    process.send_signal(signal.SIGHUP)
-    assert_saved_and_named(process, tmp_path, signal.SIGHUP)
+    with started(configure(folder, tmp_path, max_steps=100_000)) as process:
+        wait_for_step(process, tmp_path, 1)
+        process.send_signal(signal.SIGHUP)
+        assert_saved_and_named(process, tmp_path, signal.SIGHUP)
 
 
 def test_nohup_protects_all_ranks_and_a_termination_ends_them_as_a_hangup_does(folder: Path, tmp_path: Path) -> None:
-    process = start(configure(folder, tmp_path, max_steps=100_000), by=["nohup"])
-    wait_for_step(process, tmp_path, 1)
-    process.send_signal(signal.SIGHUP)
-    wait_for_step(process, tmp_path, len(records(tmp_path)) + 5)
-    process.send_signal(signal.SIGTERM)
-    assert_saved_and_named(process, tmp_path, signal.SIGTERM)
+    with started(configure(folder, tmp_path, max_steps=100_000), by=["nohup"]) as process:
+        wait_for_step(process, tmp_path, 1)
+        process.send_signal(signal.SIGHUP)
+        wait_for_step(process, tmp_path, len(records(tmp_path)) + 5)
+        process.send_signal(signal.SIGTERM)
+        assert_saved_and_named(process, tmp_path, signal.SIGTERM)
     assert "SIGHUP" not in (tmp_path / "logs/sft.log").read_text()
