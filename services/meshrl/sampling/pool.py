@@ -1,8 +1,8 @@
 """The rollout services that a run's groups are played at: one client each, their health, and where each group is.
 
 Asked by the sampler for a service for each group, and for the next one when that refuses it or is lost, and by callers
-that cancel groups. While it is `watching`, it asks
-each service for its health and status, so that the loss of one moves its groups and its return is used.
+that cancel groups. While it is `watching`, it asks each service for its health and status, so that the loss of one
+moves its groups and its return is used.
 """
 
 from __future__ import annotations

@@ -654,9 +654,7 @@ def wanted_command(
         if newest.key not in engine.faulted:
             hold = engine.engine_id in newest.gang and not newest.released
             return Commit(hold=hold, **_named(newest)), newest.key
-        if _comes_again(newest) and (
-            target is None or not target.busy
-        ):  # ever more rarely, until a newer one is wanted
+        if _comes_again(newest) and not (target and target.busy):  # ever more rarely, until a newer one is wanted
             if engine.retry_s is not None and now_s < engine.retry_s:
                 return None, None
             return Commit(**_named(newest)), newest.key
