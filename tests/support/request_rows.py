@@ -69,7 +69,9 @@ def accepted_and_refused(key: str, entry: OtherKey) -> tuple[list[Any], list[Any
 def request(path: str, key: str, value: Any) -> dict[str, Any]:
     """A small request in which a key has a value, with the keys that it needs beside it."""
     fields = {key: value, **BESIDE.get(key, {})}
-    body = {**BODIES[path], **fields} if path in BODIES else {"token_ids": [1], "sampling_params": fields}
+    if path == TOKENS:
+        return {"token_ids": [1], "sampling_params": {"max_tokens": 1, **fields}}
+    body = {**BODIES[path], **fields}
     if key == "max_completion_tokens":
         del body["max_tokens"]
     if key == "logprobs" and path == CHAT:
