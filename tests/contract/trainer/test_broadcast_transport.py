@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +21,14 @@ from meshrl.models.state import hf_state
 from meshrl.trainer.publishing.publisher import Publisher, PublishReport
 from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.versions.collective.broadcasting import Receiver
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.collective.plan import PublishPlan, rows_of
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, take_snapshot
 from meshrl.versions.transports.base import Answer, VersionLine
 from meshrl.versions.transports.broadcast import (
+    CPU,
     BroadcastShare,
     BroadcastTransport,
     MeetEngines,
@@ -292,31 +296,42 @@ async def test_hub_that_takes_no_copies_is_sent_none_and_the_next_broadcast_reac
             assert training.is_served_by(served)
 
 
+class TwoRanks:
+    """The shares of two sender ranks, each with its own thread, and rank 0's transport and publisher."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], client: WeightSyncClient, *, bucket_bytes: int) -> None:
+        self.store = open_store("127.0.0.1", deadline_s=30.0)
+        address = f"127.0.0.1:{self.store.port}"
+        self.plan = PublishPlan(
+            tensors=plan_tensors((name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()),
+            collective=CollectivePlan(num_senders=2, bucket_bytes=bucket_bytes),
+        )
+        self.shares = [
+            BroadcastShare(sender=sender, device=CPU, store_address=address, backend="gloo", deadline_s=DEADLINE_S)
+            for sender in range(2)
+        ]
+        RankCallThread(self.shares[1], reach_store(address, deadline_s=30.0), rank=1)
+        line, calls = VersionLine(run_id="main", epoch=1), RankCalls(self.shares[0], self.store, num_ranks=2)
+        self.transport = BroadcastTransport(line, calls, self.shares[0], self.plan, client, self.store, watch_s=0.1)
+        self.publisher = Publisher(client, self.transport)
+
+    async def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> PublishReport:
+        lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
+        for sender, share in enumerate(self.shares):
+            share.release_snapshot()
+            rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in weights.items()}
+            snapshot = take_snapshot(self.plan, rows, sender, CPU)
+            assert snapshot.digests is not None
+            lanes += snapshot.digests
+            share.held.put(version, snapshot)
+        return await self.publisher.publish(version, Captured(digests=lanes.numpy()))
+
+
 async def test_late_engine_pulls_what_two_ranks_hold(model: str, hub: str) -> None:
     weights = hf_state(AutoModelForCausalLM.from_pretrained(model))
-    store = open_store("127.0.0.1", deadline_s=30.0)
-    address = f"127.0.0.1:{store.port}"
-    plan = PublishPlan(
-        tensors=plan_tensors((name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()),
-        collective=CollectivePlan(num_senders=2, bucket_bytes=2048),
-    )
-    lanes = torch.zeros((len(plan.tensors), 2), dtype=torch.int64)
-    shares = []
-    for sender in range(2):
-        share = BroadcastShare(
-            sender=sender, device=torch.device("cpu"), store_address=address, backend="gloo", deadline_s=DEADLINE_S
-        )
-        rows = {name: tensor[slice(*rows_of(len(tensor), sender, 2))] for name, tensor in weights.items()}
-        snapshot = take_snapshot(plan, rows, sender, torch.device("cpu"))
-        assert snapshot.digests is not None
-        lanes += snapshot.digests
-        share.held.put(0, snapshot)
-        shares.append(share)
-    RankCallThread(shares[1], reach_store(address, deadline_s=30.0), rank=1)
-    line, calls = VersionLine(run_id="main", epoch=1), RankCalls(shares[0], store, num_ranks=2)
     async with WeightSyncClient(hub) as client:
-        publisher = Publisher(client, BroadcastTransport(line, calls, shares[0], plan, client, store, watch_s=0.1))
-        await publisher.publish(0, Captured(digests=lanes.numpy()))
+        ranks = TwoRanks(weights, client, bucket_bytes=2048)
+        await ranks.publish(0, weights)
         async with serving_engine(model, hub) as served:
             activation, manifest = await activate(hub, 0)
             assert activation.engines[0].applied.root == manifest.result_root
@@ -325,7 +340,34 @@ async def test_late_engine_pulls_what_two_ranks_hold(model: str, hub: str) -> No
             assert [(step.transport, step.result_root) for step in found.steps] == [
                 (Transport.STREAM, manifest.result_root)
             ]
-        await publisher.close()
+        await ranks.publisher.close()
+
+
+async def test_copy_under_way_over_several_ranks_ends_when_the_next_version_comes(
+    model: str, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {f"layer.{number}": torch.randn(2**20) for number in range(32)}
+    copying = threading.Event()
+    assemble = Receiver._assemble
+
+    def slowly(self: Receiver, *parts: Any) -> Any:
+        copying.set()
+        time.sleep(1.0)  # of each of 32 buckets, which are more than the sockets between hold
+        return assemble(self, *parts)
+
+    monkeypatch.setattr(Receiver, "_assemble", slowly)
+    async with WeightSyncClient(hub) as client:
+        ranks = TwoRanks(weights, client, bucket_bytes=2**22)
+        await ranks.publish(0, weights)
+        assert ranks.transport._manifest is not None
+        assert ranks.transport._late is not None
+        ranks.transport._late.cancel()  # it finds no engine that lacks the version
+        ranks.transport._late = asyncio.create_task(ranks.transport._copy(ranks.transport._manifest))
+        assert await asyncio.to_thread(copying.wait, 30.0)
+        async with asyncio.timeout(20.0):
+            await ranks.publish(1, weights)
+            await ranks.transport._in_thread(lambda: None)  # the thread that calls the ranks is free
+        await ranks.publisher.close()
 
 
 async def test_defect_in_looking_for_late_engines_is_heard_at_the_next_version(

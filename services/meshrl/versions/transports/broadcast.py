@@ -13,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -409,8 +409,11 @@ class BroadcastTransport:
                 found = tensor.reshape(-1).view(torch.uint8).numpy()
                 payload[offsets[name] : offsets[name] + found.size] = found
 
+        joined: Future[Receiver] = Future()
+
         def receive() -> None:
             receiver = Receiver.join(group, index=0, device=CPU)
+            joined.set_result(receiver)
             try:
                 receiver.receive(manifest, sink, stall_s=self._share.deadline_s)
             finally:
@@ -418,7 +421,11 @@ class BroadcastTransport:
 
         stall_s = self._meet_s + self._share.deadline_s + GRACE_S
         sending = self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
-        ends = await asyncio.gather(sending, asyncio.to_thread(receive), return_exceptions=True)
+        try:
+            ends = await asyncio.gather(sending, asyncio.to_thread(receive), return_exceptions=True)
+        except asyncio.CancelledError:  # the next version needs the ranks: their sends end with this receiver
+            joined.add_done_callback(lambda met: met.result().abort())
+            raise
         for end in ends:
             if isinstance(end, BaseException):
                 raise end
