@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from meshrl.core.metrics.catalogue import Metric
 from meshrl.core.metrics.names import SECTIONS
 
 _HEAD = """# Metrics
@@ -21,12 +22,19 @@ begins with `meshrl_` and has `_` for `/`, and what is in braces is a label inst
 def document() -> str:
     parts = [_HEAD]
     for title, metrics in SECTIONS.items():
-        parts.append(f"\n## {title}\n\n| name | unit | meaning | filled by |\n|---|---|---|---|\n")
+        fillers = {_fillers(metric) for metric in metrics}
+        columns = ["name", "unit", "meaning", *(["filled by"] if len(fillers) > 1 else [])]
+        above = f"Filled by {fillers.pop()}:\n\n" if len(fillers) == 1 else ""
+        parts.append(f"\n## {title}\n\n{above}| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n")
         for metric in metrics:
             name = f"`{metric.name}`" + (f" ({', '.join(metric.statistics)})" if metric.statistics else "")
-            owners = ", ".join(source.value for source in metric.filled_by)
-            parts.append(f"| {name} | {metric.unit} | {metric.meaning} | {owners} |\n")
+            cells = (name, metric.unit, metric.meaning, _fillers(metric))
+            parts.append(f"| {' | '.join(cells[: len(columns)])} |\n")
     return "".join(parts)
+
+
+def _fillers(metric: Metric) -> str:
+    return ", ".join(source.value for source in metric.filled_by)
 
 
 if __name__ == "__main__":
