@@ -5,8 +5,12 @@ A GPU is named by its place among the visible ones, so `--trainer-gpu-ids 0` und
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
 
 from meshrl.core.config import ConfigError
 from meshrl.core.torch_environment import VISIBLE_GPUS, may_have_gpu
@@ -44,9 +48,25 @@ def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
     if not may_have_gpu(environ):
         return ()
-    import torch  # takes seconds, which a run without GPUs need not wait for
+    return tuple(str(place) for place in range(_count()))
 
-    return tuple(str(place) for place in range(torch.cuda.device_count()))
+
+def _count() -> int:
+    """As torch counts them, which takes seconds to import: by the driver, and none where torch has no CUDA."""
+    installed = find_spec("torch")
+    if installed is None or installed.origin is None:
+        return 0
+    if run_path(str(Path(installed.origin).with_name("version.py")))["cuda"] is None:
+        return 0
+    try:
+        driver, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_int()
+        if driver.nvmlInit_v2() == 0 and driver.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+            return count.value
+    except (OSError, AttributeError):  # no such library, or one without these calls
+        pass
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:

@@ -1,5 +1,11 @@
 """Which GPUs the programs of a run get."""
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from meshrl.core.config import ConfigError, load_config
@@ -120,3 +126,30 @@ def test_counts_that_contradict_each_other_are_refused(
 )
 def test_visible_gpus_are_those_that_the_caller_left(listed: str, expected: tuple[str, ...]) -> None:
     assert visible({"CUDA_VISIBLE_DEVICES": listed}) == expected
+
+
+DRIVER = """
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
+"""
+COUNTING = """
+import sys
+from pathlib import Path
+from meshrl.core import torch_environment
+
+torch_environment.GPU_DRIVERS = (Path(sys.executable),)
+from meshrl.launch.gpus import visible
+
+print(*visible({}), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_gpus_are_counted_without_the_import_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=60)
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-c", COUNTING]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["0", "1", "2", "False"]
