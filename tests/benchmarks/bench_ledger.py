@@ -24,7 +24,6 @@ from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import AssembledBatch, assemble
-from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 from rl_streams import rl_streams
@@ -97,9 +96,10 @@ async def measure(folder: Path, *, tokens: int, steps: int) -> str:
         start_s = time.perf_counter()
         dispatch_and_finish(journal, groups)
         on_loop_s += time.perf_counter() - start_s
-        ready = [ReadyGroup(group=group, kept=tuple(group.rollouts)) for group in groups]
+        for group in groups:
+            group.kept = tuple(group.rollouts)
         start_s = time.perf_counter()
-        await journal.batch(ready, assembled, dp_size=1, drawn={})
+        await journal.batch(groups, assembled, dp_size=1, drawn={})
         waits_s.append(time.perf_counter() - start_s)
         journal.trained(step)
         journal.logged(step)

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.orchestrator.ledger.rules import Ledger
-from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.work.screening import screen_finished, screen_stale
-from meshrl.orchestrator.work.staleness import StalenessLaw
-from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.orchestrator.work.plan import PlanLimits, StalenessLaw, TaskSchedule, TrainSource, WorkPlan, screen_stale
+from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
@@ -93,15 +91,15 @@ class Run:
         taken = self.plan.take()
         if taken is None:
             return
-        for ready in taken:
-            assert len(ready.kept) >= 2
-            for kept in ready.kept:
+        for group in taken:
+            assert len(group.kept) >= 2
+            for kept in group.kept:
                 assert (
                     self.law.staleness(step=step, oldest_version=kept.oldest_version) <= self.law.max_off_policy_steps
                 )
                 if self.law.max_async_level == 0:
                     assert kept.oldest_version == step - 1
-            self.ledger.batch([kept.rollout_id for kept in ready.kept], step)
+            self.ledger.batch([kept.rollout_id for kept in group.kept], step)
         self.training.append(step)
 
     def train(self) -> None:

@@ -197,11 +197,11 @@ class World:
         if (groups := self.plan.take()) is None:
             return
         assembled = assemble(
-            [ready.kept for ready in groups],
+            [group.kept for group in groups],
             run_id="main",
             step=self.recorded + 1,
             streams=rl_streams(
-                [ready.kept for ready in groups], lambda rewards, lengths: np.asarray(rewards) - np.mean(rewards)
+                [group.kept for group in groups], lambda rewards, lengths: np.asarray(rewards) - np.mean(rewards)
             ),
             environments={"e": 64},
             seq_len=64,

@@ -8,7 +8,7 @@ from meshrl.core.clock import Clock
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.dispatch import DispatchSettings, GroupDispatcher, LostGroups
+from meshrl.orchestrator.dispatch import Dispatcher, DispatchSettings, LossLimit
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.ledger.journal import Journal
@@ -21,11 +21,9 @@ from meshrl.orchestrator.reports.logprob_check import LogprobCheck
 from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
 from meshrl.orchestrator.run import Run, SlotUse
 from meshrl.orchestrator.teachers.scorer import build_scorer
-from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
+from meshrl.orchestrator.work.plan import PlanLimits, StalenessLaw, TaskSchedule, TrainSource, WorkPlan
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import screen_finished
-from meshrl.orchestrator.work.staleness import StalenessLaw
-from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
 from meshrl.wire.types import ActivationPolicy
@@ -101,7 +99,7 @@ def build_loop(
         routed_experts=mesh.trainer.router_replay is not None,
         clock=clock,
     )
-    dispatcher = GroupDispatcher(
+    dispatcher = Dispatcher(
         run,
         sampler,
         DispatchSettings(
@@ -113,7 +111,7 @@ def build_loop(
             routed=mesh.trainer.router_replay,
         ),
         scorer=scorer,
-        lost=LostGroups(
+        lost=LossLimit(
             recipes.least_rollouts,
             most_in_a_row=config.filters.max_lost_groups,
             unreachable_s=deadlines.unreachable_s,

@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from loguru import logger
 from opentelemetry import trace
 
+from meshrl.algorithms.recipes.base import sampled_tokens
 from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
 from meshrl.core.config.schema import flag
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.screening import DropReason
-from meshrl.orchestrator.work.task_schedule import LengthEstimates
-from meshrl.sampling.groups import GroupTicket, RolloutGroup
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import AWAY, RunError
 from meshrl.sampling.sampler import GroupSampler, Problems
 from meshrl.wire.errors import MeshError, Reason
@@ -36,6 +37,10 @@ _AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
 
 WAIT_S = (0.02, 2.0)
 """After the first lost group, and at most."""
+
+REMEMBERED_TASKS = 65_536
+REMEMBERED_GROUPS = 32
+"""Each group moves the mean of its environment by one part in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,7 @@ class DispatchSettings:
     """Of the routes of experts that the trainer replays; None where it replays none, so that none are asked for."""
 
 
-class GroupDispatcher:
+class Dispatcher:
     """Samples the groups of one run."""
 
     def __init__(
@@ -66,7 +71,7 @@ class GroupDispatcher:
         settings: DispatchSettings,
         *,
         scorer: GroupScorer,
-        lost: LostGroups,
+        lost: LossLimit,
         teacher: GroupSampler,
     ) -> None:
         """`teacher` samples environments that a teacher plays."""
@@ -165,7 +170,40 @@ class GroupDispatcher:
         )
 
 
-class LostGroups:
+class LengthEstimates:
+    """Expected lengths in sampled tokens: of a task, that of its last group; of one not seen yet, its environment's.
+
+    Groups that begin together are sent to the rollout services longest first, because a batch waits for its last
+    rollouts. That changes neither which tasks are drawn nor for which step.
+    """
+
+    def __init__(self) -> None:
+        self._of_task: OrderedDict[TaskRef, float] = OrderedDict()
+        self._of_environment: dict[str, tuple[float, int]] = {}  # mean, groups seen
+
+    def observe(self, group: RolloutGroup) -> None:
+        """Notes the longest rollout of a group that is over: the group ends with it."""
+        if not group.rollouts:
+            return
+        task, length = group.ticket.task, float(max(map(sampled_tokens, group.rollouts)))
+        self._of_task[task] = length
+        self._of_task.move_to_end(task)
+        if len(self._of_task) > REMEMBERED_TASKS:
+            self._of_task.popitem(last=False)
+        mean, seen = self._of_environment.get(task.environment, (length, 0))
+        weight = 1 / min(seen + 1, REMEMBERED_GROUPS)
+        self._of_environment[task.environment] = (mean + weight * (length - mean), seen + 1)
+
+    def expected(self, task: TaskRef) -> float:
+        """Sampled tokens of the longest rollout of the next group of a task; 0 where nothing is known."""
+        return self._of_task.get(task, self._of_environment.get(task.environment, (0.0, 0))[0])
+
+    def longest_first(self, tickets: Iterable[GroupTicket]) -> list[GroupTicket]:
+        """The tickets by the step that they are for, within a step the longest first, else as they came."""
+        return sorted(tickets, key=lambda ticket: (ticket.for_step, -self.expected(ticket.task)))
+
+
+class LossLimit:
     """Counts the groups in a row that failures have left with fewer rollouts than their algorithm needs."""
 
     def __init__(

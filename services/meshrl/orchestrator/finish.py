@@ -16,7 +16,7 @@ from meshrl.core.config.shared import LogExtrasConfig
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator.dispatch import GroupDispatcher
+from meshrl.orchestrator.dispatch import Dispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
@@ -41,7 +41,7 @@ class StepFinisher:
         *,
         uploader: BatchUploader,
         relay: VersionRelay,
-        dispatcher: GroupDispatcher,
+        dispatcher: Dispatcher,
         evaluator: Evaluator,
         logprobs: LogprobCheck,
         alerts: Alerts,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from loguru import logger
 
 from meshrl.algorithms.recipes.base import Scores
-from meshrl.orchestrator.dispatch import GroupDispatcher
+from meshrl.orchestrator.dispatch import Dispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
@@ -32,7 +32,8 @@ from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble, at_fault, split_groups
 from meshrl.orchestrator.work.recipes import Recipes
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup
+from meshrl.orchestrator.work.screening import DropReason
+from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError, first_cause
 from meshrl.wire.types import TrainerInfo
 
@@ -64,7 +65,7 @@ class RunLoop:
         *,
         recipes: Recipes,
         scorer: GroupScorer,
-        dispatcher: GroupDispatcher,
+        dispatcher: Dispatcher,
         uploader: BatchUploader,
         relay: VersionRelay,
         finisher: StepFinisher,
@@ -131,7 +132,7 @@ class RunLoop:
 
     # --- gather -----------------------------------------------------------------------------------
 
-    async def _gather(self) -> list[ReadyGroup] | None:
+    async def _gather(self) -> list[RolloutGroup] | None:
         """The groups of the next step; None when an earlier batch was refused. Raises RunError when none come."""
         run = self.run
         most_s = run.tally.seconds["time/wait_for_rollouts"] + self._settings.batch_s  # beyond dissolved batches
@@ -171,10 +172,10 @@ class RunLoop:
 
     # --- submit -----------------------------------------------------------------------------------
 
-    async def _submit(self, step: int, groups: list[ReadyGroup]) -> None:
+    async def _submit(self, step: int, groups: list[RolloutGroup]) -> None:
         run, tally = self.run, self.run.take_tally()
         with run.traces.batch(step) as span:
-            scores = await self._scorer.score([ready.kept for ready in groups])
+            scores = await self._scorer.score([group.kept for group in groups])
             assembled = await asyncio.to_thread(self._assemble, step, groups, scores)
             rows = assembled.batch.micro_batches
             span.set_attributes({"rl.batch.groups": len(groups), "rl.batch.micro_batches": len(rows)})
@@ -188,9 +189,9 @@ class RunLoop:
         run.add_step(submitted)
         self._uploader.add(step)
 
-    def _assemble(self, step: int, groups: list[ReadyGroup], scores: Scores) -> AssembledBatch:
+    def _assemble(self, step: int, groups: list[RolloutGroup], scores: Scores) -> AssembledBatch:
         """The batch of a step, and what the algorithms remember after it. Raises RunError when nothing can be made."""
-        run, kept = self.run, [ready.kept for ready in groups]
+        run, kept = self.run, [group.kept for group in groups]
         streams = self._recipes.streams(kept, scores)
         try:
             assembled = assemble(
@@ -217,15 +218,15 @@ class RunLoop:
         bad = at_fault(refusal.error, taken[0], vocab_size=self._trainer.vocab_size or None)
         if not bad:
             raise self._uploader.refusal_error(refusal) from refusal.error
-        rest: list[ReadyGroup] = []
+        rest: list[RolloutGroup] = []
         for submitted in taken:
             run.journal.release(submitted.step, damaged=submitted.lost)
             run.tally.take_back(submitted.tally)
-            for ready, lost in split_groups(submitted, bad):
+            for group, lost in split_groups(submitted, bad):
                 run.drop((rollout, DropReason.REFUSED) for rollout in lost)
-                rest.append(ready)
-        for ready, screened in zip(rest, run.plan.take_back(refusal.step, rest), strict=True):
-            run.count(ready.group, screened)
+                rest.append(group)
+        for group, screened in zip(rest, run.plan.take_back(refusal.step, rest), strict=True):
+            run.count(group, screened)
         logger.warning(
             f"batch {refusal.step} is made anew without {len(bad)} rollouts ({min(bad)} ...): {refusal.error}"
         )

@@ -53,11 +53,13 @@ class GroupTicket:
 
 @dataclass(kw_only=True)
 class RolloutGroup:
-    """Rollouts of one task. It is over once each finished, failed or was cancelled, or its stream broke."""
+    """Rollouts of one task. It is over once each finished, failed or was cancelled, or its stream broke. `kept` are
+    those that may be trained on, once the plan of work has judged it."""
 
     ticket: GroupTicket
     rollouts: list[Rollout] = field(default_factory=list)
     failures: list[RolloutFailure] = field(default_factory=list)
+    kept: tuple[Rollout, ...] = ()
     cancelled: int = 0
     sampled_tokens: int = 0
     seconds: float = 0.0

@@ -11,7 +11,7 @@ from ledger_audit import audit
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.core.config import dump_toml
-from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.orchestrator.work.plan import TaskSchedule, TrainSource
 from meshrl.sampling import pool
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason

@@ -6,7 +6,6 @@ import pytest
 from meshrl.core import sqlite_files
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 from rl_streams import rl_streams
@@ -113,7 +112,7 @@ def batch_group() -> BatchGroup:
             dp_size=1,
             traceparent="00-1-2-01",
         )
-        ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
-        await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
+        group.kept = tuple(group.rollouts)
+        await journal.batch([group], assembled, dp_size=1, drawn={"echo": step})
 
     return batch

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshrl.orchestrator.work import task_schedule
-from meshrl.orchestrator.work.task_schedule import LengthEstimates
+from meshrl.orchestrator import dispatch
+from meshrl.orchestrator.dispatch import LengthEstimates
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 
@@ -63,7 +63,7 @@ def test_the_longest_come_first_within_their_step_and_equals_as_they_came(group_
 
 
 def test_what_is_remembered_of_tasks_that_never_come_again_is_bounded(group_of, monkeypatch) -> None:
-    monkeypatch.setattr(task_schedule, "REMEMBERED_TASKS", 100)
+    monkeypatch.setattr(dispatch, "REMEMBERED_TASKS", 100)
     estimates = LengthEstimates()
     for index in range(300):
         estimates.observe(group_of("endless", index, index + 1))

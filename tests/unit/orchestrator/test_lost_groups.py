@@ -3,7 +3,7 @@
 import pytest
 
 from meshrl.core.clock import Clock
-from meshrl.orchestrator.dispatch import LostGroups
+from meshrl.orchestrator.dispatch import LossLimit
 from meshrl.sampling.retry import RunError
 
 UNREACHABLE_S = 60.0
@@ -17,7 +17,7 @@ async def test_groups_cut_off_by_a_service_that_restarts_end_no_run_before_it_ha
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    lost = LostGroups(
+    lost = LossLimit(
         {"echo": 2},
         most_in_a_row=4,
         unreachable_s=UNREACHABLE_S,

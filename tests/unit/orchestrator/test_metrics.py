@@ -14,7 +14,6 @@ from meshrl.orchestrator.reports.step_record import (
     trainer_metrics,
 )
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.wire.types import RolloutFailure, StepEvent, StepState
 from rl_streams import rl_streams
 
@@ -86,12 +85,12 @@ def test_what_each_environment_makes_up_of_a_batch_stands_beside_what_was_asked_
             make_rollout(f"{name}{place}", reward=place, sampled=sampled, prompt=prompt, environment=name)
             for place in range(count)
         )
-        groups.append(ReadyGroup(group=make_group(name, members, environment=name), kept=members))
+        groups.append(replace(make_group(name, members, environment=name), kept=members))
     assembled = assemble(
-        [ready.kept for ready in groups],
+        [group.kept for group in groups],
         run_id="",
         step=1,
-        streams=rl_streams([ready.kept for ready in groups], mean_baseline_advantages),
+        streams=rl_streams([group.kept for group in groups], mean_baseline_advantages),
         environments=dict.fromkeys(("a", "b", "c", "late"), 32),
         seq_len=32,
         dp_size=1,

@@ -3,10 +3,8 @@ from types import MappingProxyType
 
 import pytest
 
-from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
+from meshrl.orchestrator.work.plan import PlanLimits, StalenessLaw, TaskSchedule, TrainSource, WorkPlan
 from meshrl.orchestrator.work.screening import DropReason, screen_finished
-from meshrl.orchestrator.work.staleness import StalenessLaw
-from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.groups import RolloutGroup
 
 
@@ -106,7 +104,7 @@ def test_the_first_dispatched_ready_groups_are_taken_first(make_plan, finish) ->
     dispatch_all(plan, "g")
     for name in ("g3", "g1", "g0"):
         finish(plan, name)
-    assert [ready.group.ticket.group_id for ready in plan.take()] == ["g0", "g1"]
+    assert [group.ticket.group_id for group in plan.take()] == ["g0", "g1"]
 
 
 def test_what_is_too_old_for_the_next_step_is_dropped(make_plan, finish) -> None:
@@ -166,7 +164,7 @@ def test_groups_of_two_sizes_fill_a_batch_with_whole_groups_and_less_than_one_be
     for name in reversed(names):
         assert plan.take() is None
         finish(plan, name)
-    assert [ready.group.ticket.group_id for ready in plan.take()] == names
+    assert [group.ticket.group_id for group in plan.take()] == names
     assert plan.in_flight + plan.ready == 0
     plan.activated(1)
     assert plan.room() == 12
@@ -178,6 +176,6 @@ def test_a_step_leaves_to_the_next_what_it_does_not_need(make_plan, finish) -> N
     assert [plan._in_flight[name].for_step for name in names] == [1, 1, 1, 1, 2, 2]
     for name in names[1:]:
         finish(plan, name)
-    assert [ready.group.ticket.group_id for ready in plan.take()] == names[1:4]
+    assert [group.ticket.group_id for group in plan.take()] == names[1:4]
     assert plan.ready == 2
     assert plan.room() == 2, "the first and those two hold ten slots of twelve"

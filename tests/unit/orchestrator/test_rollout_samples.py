@@ -16,7 +16,7 @@ from meshrl.algorithms.recipes.base import SampleStreams
 from meshrl.orchestrator.config import RolloutSamplesConfig
 from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter, chosen, within
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble
-from meshrl.orchestrator.work.screening import ReadyGroup, StepTally
+from meshrl.orchestrator.work.screening import StepTally
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.trainer.metrics import rollout_logprobs
 from meshrl.wire.types import Batch, MessageSpan, Rollout, RolloutFailure, Sample, VersionSpan
@@ -65,7 +65,7 @@ def submitted(trained: Sequence[RolloutGroup], discarded: Sequence[RolloutGroup]
     batch = Batch(run_id="main", step=step, micro_batches=(), loss_tokens=1, environments=("words",))
     return SubmittedStep(
         step=step,
-        groups=tuple(ReadyGroup(group=one, kept=tuple(one.rollouts)) for one in trained),
+        groups=tuple(replace(one, kept=tuple(one.rollouts)) for one in trained),
         assembled=AssembledBatch(
             batch=batch, advantages={"a0": -1.5}, untrainable=frozenset(), truncated_samples=0, dropped_samples=0
         ),

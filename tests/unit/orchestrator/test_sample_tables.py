@@ -11,7 +11,7 @@ from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.monitor import Monitor, SampleRow
 from meshrl.orchestrator.reports.sample_tables import log_extras
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
-from meshrl.orchestrator.work.screening import ReadyGroup, StepTally
+from meshrl.orchestrator.work.screening import StepTally
 from meshrl.wire.types import Batch, StepEvent, StepState
 
 
@@ -40,7 +40,7 @@ def submitted(make_group, make_rollout) -> SubmittedStep:
     rollouts = tuple(make_rollout(f"r{place}", reward=float(place)) for place in range(12))
     return SubmittedStep(
         step=2,
-        groups=(ReadyGroup(group=make_group("g0", rollouts, size=12), kept=rollouts),),
+        groups=(replace(make_group("g0", rollouts, size=12), kept=rollouts),),
         assembled=AssembledBatch(
             batch=Batch(run_id="main", step=2, micro_batches=(), loss_tokens=1, environments=("echo",)),
             advantages={"r0": -1.5, "r11": 1.5},

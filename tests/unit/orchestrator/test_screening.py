@@ -1,7 +1,7 @@
 import pytest
 
-from meshrl.orchestrator.work.screening import DropReason, screen_finished, screen_stale
-from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.orchestrator.work.plan import StalenessLaw, screen_stale
+from meshrl.orchestrator.work.screening import DropReason, screen_finished
 
 
 def reasons(screened):

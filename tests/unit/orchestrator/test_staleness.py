@@ -1,6 +1,6 @@
 import pytest
 
-from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.orchestrator.work.plan import StalenessLaw
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.orchestrator.work.plan import TaskSchedule, TrainSource
 
 
 def source(name: str, ratio: float = 1.0, tasks: int | None = 5) -> TrainSource:

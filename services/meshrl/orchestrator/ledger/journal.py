@@ -16,7 +16,7 @@ from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.rules import Balance, Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import AssembledBatch
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, RunTotals
+from meshrl.orchestrator.work.screening import DropReason, RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire import convert
@@ -118,7 +118,7 @@ class Journal:
     # --- steps ------------------------------------------------------------------------------------
 
     async def batch(
-        self, groups: Sequence[ReadyGroup], assembled: AssembledBatch, *, dp_size: int, drawn: Mapping[str, int]
+        self, groups: Sequence[RolloutGroup], assembled: AssembledBatch, *, dp_size: int, drawn: Mapping[str, int]
     ) -> StepRecord:
         """A step took these groups; returns when all of it is on disk. Raises RunError when it cannot be written."""
         step, rows = assembled.batch.step, assembled.batch.micro_batches
@@ -126,7 +126,7 @@ class Journal:
         record = StepRecord(
             step=step,
             digest=await asyncio.to_thread(convert.batch_digest, assembled.batch),
-            groups=tuple((ready.group.ticket.group_id, tuple(r.rollout_id for r in ready.kept)) for ready in groups),
+            groups=tuple((group.ticket.group_id, tuple(r.rollout_id for r in group.kept)) for group in groups),
             advantages=assembled.advantages,
             untrainable=tuple(sorted(assembled.untrainable)),
             truncated_samples=assembled.truncated_samples,
@@ -229,7 +229,7 @@ class Journal:
             )
         return batch
 
-    async def load_step(self, step: int) -> tuple[tuple[ReadyGroup, ...], AssembledBatch]:
+    async def load_step(self, step: int) -> tuple[tuple[RolloutGroup, ...], AssembledBatch]:
         """What a step took, read from disk; groups have those of their rollouts that are kept."""
         record = self._records[step]
         batch = await self.load_batch(step)
@@ -237,10 +237,10 @@ class Journal:
         known = await asyncio.to_thread(self._store.groups, [group_id for group_id, _ in record.groups])
         groups = []
         for group_id, rollout_ids in record.groups:
-            kept = tuple(found[one] for one in rollout_ids if one in found)
             group = known[group_id]
-            group.rollouts = list(kept)
-            groups.append(ReadyGroup(group=group, kept=kept))
+            group.kept = tuple(found[one] for one in rollout_ids if one in found)
+            group.rollouts = list(group.kept)
+            groups.append(group)
         assembled = AssembledBatch(
             batch=batch,
             advantages=record.advantages,

@@ -97,7 +97,7 @@ def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs
 
 
 def _groups(step: SubmittedStep) -> list[RolloutGroup]:
-    return [*(ready.group for ready in step.groups), *step.tally.discarded]
+    return [*step.groups, *step.tally.discarded]
 
 
 def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:

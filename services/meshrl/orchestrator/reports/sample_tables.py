@@ -10,7 +10,7 @@ from meshrl.core.config.shared import LogExtrasConfig
 from meshrl.core.metrics.statistics import spread
 from meshrl.core.telemetry.monitor import Monitor, SampleRow
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
-from meshrl.orchestrator.work.screening import ReadyGroup
+from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Rollout, StepEvent
 
 
@@ -23,7 +23,7 @@ async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: Sub
         await asyncio.to_thread(monitor.log_samples, step.step, rows)
     if config.distributions:
         values = {
-            "distributions/reward": [rollout.reward for ready in step.groups for rollout in ready.kept],
+            "distributions/reward": [rollout.reward for group in step.groups for rollout in group.kept],
             "distributions/advantage": list(step.assembled.advantages.values()),
         }
         if done.entropies is not None:
@@ -31,9 +31,9 @@ async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: Sub
         await asyncio.to_thread(monitor.log_distributions, step.step, values)
 
 
-def sample_rows(groups: Sequence[ReadyGroup], assembled: AssembledBatch, config: LogExtrasConfig) -> list[SampleRow]:
+def sample_rows(groups: Sequence[RolloutGroup], assembled: AssembledBatch, config: LogExtrasConfig) -> list[SampleRow]:
     """Rows for a table of samples: as many of the batch's rollouts as `config` asks for, evenly spread."""
-    rollouts = [rollout for ready in groups for rollout in ready.kept]
+    rollouts = [rollout for group in groups for rollout in group.kept]
     chosen = [rollouts[place] for place in spread(len(rollouts), config.rows_of(len(rollouts)))]
     return [
         SampleRow(

@@ -19,8 +19,8 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, RunTotals, is_empty
-from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.orchestrator.work.plan import StalenessLaw
+from meshrl.orchestrator.work.screening import DropReason, RunTotals, is_empty
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Activation, MicroBatch, Rollout, StepEvent
 
@@ -44,7 +44,7 @@ def step_metrics(
 ) -> Metrics:
     """The orchestrator's data about one step; `seconds` is the wall time since the step before ended."""
     groups, tally = submitted.groups, submitted.tally
-    judged = [ready.group for ready in groups] + tally.discarded
+    judged = [*groups, *tally.discarded]
     return (
         rollout_metrics(judged)
         | staleness_metrics(groups, step=submitted.step, law=law)
@@ -122,18 +122,18 @@ def _repeated(groups: Sequence[RolloutGroup]) -> int:
     return sum(count for said, count in rollouts.items() if said and len(tasks[said]) > 1)
 
 
-def staleness_metrics(groups: Sequence[ReadyGroup], *, step: int, law: StalenessLaw) -> Metrics:
+def staleness_metrics(groups: Sequence[RolloutGroup], *, step: int, law: StalenessLaw) -> Metrics:
     """Versions between the trained policy and the oldest one in each rollout: `off_policy/all/{mean,max}`."""
     ages = [
         law.staleness(step=step, oldest_version=oldest)
-        for ready in groups
-        for rollout in ready.kept
+        for group in groups
+        for rollout in group.kept
         if (oldest := rollout.oldest_version) is not None
     ]
     return distribution("off_policy/all", ages, "mean max min")
 
 
-def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, seq_len: int) -> Metrics:
+def batch_metrics(assembled: AssembledBatch, groups: Sequence[RolloutGroup], *, seq_len: int) -> Metrics:
     batch = assembled.batch
     tokens = sum(len(row.token_ids) for row in batch.micro_batches)
     return {
@@ -149,10 +149,10 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, se
     } | distribution("advantage/all", list(assembled.advantages.values()), "mean std max min")
 
 
-def mixture_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], asked: Mapping[str, float]) -> Metrics:
+def mixture_metrics(assembled: AssembledBatch, groups: Sequence[RolloutGroup], asked: Mapping[str, float]) -> Metrics:
     """What each environment makes up of a batch, beside what was `asked` of it: shares of 1. Zero for one of which
     nothing was trained: filters, losses and slow environments move a mixture silently."""
-    trained = [rollout for ready in groups for rollout in ready.kept if rollout.rollout_id not in assembled.untrainable]
+    trained = [rollout for group in groups for rollout in group.kept if rollout.rollout_id not in assembled.untrainable]
     rollouts = Counter(rollout.environment for rollout in trained)
     tokens: Counter[str] = Counter()
     for row in assembled.batch.micro_batches:

@@ -15,7 +15,8 @@ import numpy as np
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.algorithms.recipes.base import SampleStreams, Streams
-from meshrl.orchestrator.work.screening import ReadyGroup, StepTally
+from meshrl.orchestrator.work.screening import StepTally
+from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.errors import MeshError
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Batch, Rollout, Sample
@@ -39,14 +40,14 @@ class AssembledBatch:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SubmittedStep:
     step: int
-    groups: tuple[ReadyGroup, ...]
+    groups: tuple[RolloutGroup, ...]
     assembled: AssembledBatch
     tally: StepTally
 
     @property
     def lost(self) -> tuple[str, ...]:
         """Rollouts that are in the batch, and of which nothing else is kept: their payload in the ledger is damaged."""
-        known = {rollout.rollout_id for ready in self.groups for rollout in ready.kept} | self.assembled.untrainable
+        known = {rollout.rollout_id for group in self.groups for rollout in group.kept} | self.assembled.untrainable
         return tuple(rollout_id for rollout_id in self.assembled.advantages if rollout_id not in known)
 
 
@@ -133,7 +134,7 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
     the trainer's error names; if it names no row, all rollouts of the batch. `error`: the trainer's answer to the
     batch."""
     assembled = submitted.assembled
-    rollouts = [rollout for ready in submitted.groups for rollout in ready.kept]
+    rollouts = [rollout for group in submitted.groups for rollout in group.kept]
     found = {rollout.rollout_id for rollout in rollouts if rollout_problems(rollout, vocab_size=vocab_size)}
     with np.errstate(over="ignore"):  # too large for the batch's float32 is what is looked for
         found |= {one for one, value in assembled.advantages.items() if not np.isfinite(np.float32(value))}
@@ -146,9 +147,9 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
     return frozenset(one for row in rows if row < len(micro_batches) for one in micro_batches[row].rollout_ids)
 
 
-def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[ReadyGroup, list[Rollout]]]:
+def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[RolloutGroup, list[Rollout]]]:
     """Yields each group of a step with the rollouts of it that stay, and the list of those that are in `bad`."""
-    for ready in submitted.groups:
-        batched = [one for one in ready.kept if one.rollout_id not in submitted.assembled.untrainable]
+    for group in submitted.groups:
+        batched = [one for one in group.kept if one.rollout_id not in submitted.assembled.untrainable]
         kept = tuple(one for one in batched if one.rollout_id not in bad)
-        yield replace(ready, kept=kept), [one for one in batched if one.rollout_id in bad]
+        yield replace(group, kept=kept), [one for one in batched if one.rollout_id in bad]

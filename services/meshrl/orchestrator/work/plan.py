@@ -1,4 +1,7 @@
-"""The plan of work: how many groups may be in flight, and which step takes which; driven by the loop, no I/O.
+"""The plan of work: which task comes next, how many groups may be in flight, and which step takes which; no I/O.
+
+Driven by the loop. `StalenessLaw` bounds how far generation runs ahead, `TaskSchedule` orders the tasks, and `WorkPlan`
+keeps both.
 
 Every group outstanding (in flight, or finished and not yet taken) holds as many slots as its environment's groups have
 rollouts. A step has `batch_size` slots, and the law sets the last step with open slots, so generation cannot run
@@ -9,18 +12,158 @@ either may go beyond by less than one group. A group that lost rollouts still co
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason, ReadyGroup, Screened, screen_stale
-from meshrl.orchestrator.work.staleness import StalenessLaw
-from meshrl.orchestrator.work.task_schedule import TaskSchedule
-from meshrl.sampling.groups import GroupTicket, RolloutGroup, rollout_seed
+from meshrl.orchestrator.work.screening import (
+    MIN_SURVIVORS,
+    DropReason,
+    Screened,
+    with_survivors,
+)
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef, rollout_seed
 from meshrl.wire.types import Rollout
 
 Screen = Callable[[str, Sequence[Rollout]], Screened]
 """Judges the rollouts of a group of an environment."""
+
+MOST_DRAWS = 4
+"""With follow_mixture: an environment whose groups come to nothing takes at most so many times its share of draws."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessLaw:
+    """Bounds how far generation runs ahead of training and how old trained tokens are.
+
+    Train step n (from 1) turns version n - 1 into version n. With k = max_async_level and m = max_off_policy_steps:
+
+        admission   work for step n starts only while the active version is at least max(0, n - 1 - k)
+        use         step n trains a rollout only while (n - 1) - oldest_version <= m
+
+    k = 0 is synchronous on-policy training.
+    """
+
+    max_async_level: int
+    max_off_policy_steps: int
+
+    def __post_init__(self) -> None:
+        if self.max_async_level < 0 or self.max_off_policy_steps < 0:
+            raise ValueError(
+                "max_async_level and max_off_policy_steps must not be negative,"
+                f" got {self.max_async_level} and {self.max_off_policy_steps}"
+            )
+
+    @property
+    def synchronous(self) -> bool:
+        return self.max_async_level == 0
+
+    def required_version(self, step: int) -> int:
+        return max(0, step - 1 - self.max_async_level)
+
+    def admits(self, *, step: int, active_version: int) -> bool:
+        """True when work for `step` may start."""
+        return active_version >= self.required_version(step)
+
+    def newest_admissible_step(self, active_version: int) -> int:
+        return active_version + 1 + self.max_async_level
+
+    def staleness(self, *, step: int, oldest_version: int) -> int:
+        """Versions between the policy that `step` trains and the oldest one that sampled a token."""
+        return (step - 1) - oldest_version
+
+    def usable(self, *, step: int, oldest_version: int) -> bool:
+        """True when `step` may train a rollout whose oldest token is from `oldest_version`."""
+        return self.staleness(step=step, oldest_version=oldest_version) <= self.max_off_policy_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSource:
+    """One training environment: its share of the tasks, and how many it has (None: infinitely many)."""
+
+    environment: str
+    ratio: float
+    num_tasks: int | None
+
+
+@dataclass
+class _Stream:
+    """The tasks of one environment in order. Epoch e is a permutation that depends on (seed, environment, e) alone."""
+
+    source: TrainSource
+    seed: int
+    drawn: int = 0
+    before: int = 0  # of these, those by an earlier process that its share does not count
+    given_back: int = 0  # groups that came to nothing
+    _epoch: int = -1
+    _order: list[int] = field(default_factory=list)
+
+    def next_index(self) -> int:
+        position = self.drawn
+        self.drawn += 1
+        if self.source.num_tasks is None:
+            return position
+        epoch, place = divmod(position, self.source.num_tasks)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = list(range(self.source.num_tasks))
+            random.Random(f"{self.seed}/{self.source.environment}/{epoch}").shuffle(self._order)
+        return self._order[place]
+
+
+class TaskSchedule:
+    """An endless, deterministic sequence of tasks. The environment that lags its share most comes next, so after any
+    number of draws each count is within one draw per other environment of its ratio. With `follow_mixture` a draw that
+    was given back does not count, so that the groups that come to something have the ratios; an environment is then
+    drawn at most MOST_DRAWS times as often as its ratio asks for, counted since the process began. Raises ValueError
+    when there is no environment, a ratio is not positive or a taskset is empty."""
+
+    def __init__(self, sources: Sequence[TrainSource], *, seed: int, follow_mixture: bool = False) -> None:
+        if not sources:
+            raise ValueError("orchestrator.train.env must name at least one environment, got none")
+        for source in sources:
+            if source.ratio <= 0:
+                raise ValueError(f"ratio of environment {source.environment!r} must be positive, got {source.ratio}")
+            if source.num_tasks == 0:
+                raise ValueError(f"environment {source.environment!r} has no tasks; check the arguments of its taskset")
+        total = sum(source.ratio for source in sources)
+        self._shares = [source.ratio / total for source in sources]
+        self._streams = [_Stream(source=source, seed=seed) for source in sources]
+        self._follow_mixture = follow_mixture
+
+    def next_task(self) -> TaskRef:
+        stream = self._lagging()
+        return TaskRef(environment=stream.source.environment, index=stream.next_index())
+
+    def _lagging(self) -> _Stream:
+        fresh = [stream.drawn - stream.before for stream in self._streams]
+        counted = [one - stream.given_back for one, stream in zip(fresh, self._streams, strict=True)]
+        most = MOST_DRAWS * (sum(fresh) + 1)
+        open_to = [place for place, share in enumerate(self._shares) if fresh[place] < most * share]
+        total = sum(counted) + 1
+        return self._streams[max(open_to, key=lambda place: self._shares[place] * total - counted[place])]
+
+    def give_back(self, environment: str) -> None:
+        """A group of this environment came to nothing: dropped whole, failed or too old."""
+        for stream in self._streams:
+            stream.given_back += self._follow_mixture and stream.source.environment == environment
+
+    def drawn(self) -> dict[str, int]:
+        return {stream.source.environment: stream.drawn for stream in self._streams}
+
+    def skip(self, drawn: Mapping[str, int]) -> None:
+        """Goes on behind the tasks that were drawn before, by environment."""
+        for stream in self._streams:
+            stream.drawn += drawn.get(stream.source.environment, 0)
+            stream.before = stream.drawn if self._follow_mixture else 0
+
+    def epochs(self) -> dict[str, float]:
+        return {
+            stream.source.environment: stream.drawn / stream.source.num_tasks
+            for stream in self._streams
+            if stream.source.num_tasks is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +206,7 @@ class WorkPlan:
         self._seed = seed
         self._sequence = 0
         self._in_flight: dict[str, GroupTicket] = {}
-        self._ready: dict[str, ReadyGroup] = {}
+        self._ready: dict[str, RolloutGroup] = {}
         self._again: deque[GroupTicket] = deque()
         self._slots = 0  # held by what is in flight or ready
         self._slots_in_flight = 0
@@ -158,21 +301,20 @@ class WorkPlan:
         self._slots_in_flight -= self._size(self._in_flight.pop(group.ticket.group_id))
         return self._judge(group, group.rollouts)
 
-    def take_back(self, step: int, groups: Sequence[ReadyGroup]) -> list[Screened]:
+    def take_back(self, step: int, groups: Sequence[RolloutGroup]) -> list[Screened]:
         """Groups that the batches of `step` and after had come back, as far as they are `kept`: `step` is next again.
         Returns for each what is left of it."""
         self.next_step = step
-        for ready in groups:
-            self._slots += self._size(ready.group.ticket)
-        return [self._judge(ready.group, ready.kept) for ready in groups]
+        self._slots += sum(self._size(group.ticket) for group in groups)
+        return [self._judge(group, group.kept) for group in groups]
 
     def _judge(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> Screened:
-        group_id = group.ticket.group_id
         screened = self._screen(group.ticket.task.environment, rollouts)
         self.zero_signal_in_a_row += screened.zero_signal
-        if screened.kept:
+        group.kept = screened.kept
+        if group.kept:
             self.zero_signal_in_a_row = 0
-            self._ready[group_id] = ReadyGroup(group=group, kept=screened.kept)
+            self._ready[group.ticket.group_id] = group
         else:
             self._lost(group.ticket)
         return screened
@@ -196,20 +338,19 @@ class WorkPlan:
     def drop_stale(self) -> list[tuple[Rollout, DropReason]]:
         """Drops what the next step may not train on; returns the rollouts that groups have lost, with the reasons."""
         dropped: list[tuple[Rollout, DropReason]] = []
-        for group_id, ready in list(self._ready.items()):
-            least = self.limits.least_rollouts.get(ready.group.ticket.task.environment, MIN_SURVIVORS)
-            screened = screen_stale(ready.kept, step=self.next_step, law=self.law, least=least)
+        for group_id, group in list(self._ready.items()):
+            least = self.limits.least_rollouts.get(group.ticket.task.environment, MIN_SURVIVORS)
+            screened = screen_stale(group.kept, step=self.next_step, law=self.law, least=least)
             if not screened.dropped:
                 continue
             dropped += screened.dropped
-            if screened.kept:
-                self._ready[group_id] = ReadyGroup(group=ready.group, kept=screened.kept)
-            else:
+            group.kept = screened.kept
+            if not group.kept:
                 del self._ready[group_id]
-                self._lost(ready.group.ticket)
+                self._lost(group.ticket)
         return dropped
 
-    def take(self) -> list[ReadyGroup] | None:
+    def take(self) -> list[RolloutGroup] | None:
         """The groups of the next step, first dispatched first, once there are enough; then the step after is next. Call
         drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it: what
         it left would be of another version than the next."""
@@ -217,15 +358,28 @@ class WorkPlan:
         if synchronous and self._in_flight:
             return None
         chosen, slots = [], 0
-        for ready in sorted(self._ready.values(), key=lambda ready: ready.group.ticket.sequence):
+        for group in sorted(self._ready.values(), key=lambda group: group.ticket.sequence):
             if slots >= self.limits.batch_size and not synchronous:
                 break
-            chosen.append(ready)
-            slots += self._size(ready.group.ticket)
+            chosen.append(group)
+            slots += self._size(group.ticket)
         if slots < self.limits.batch_size:
             return None
         self.next_step += 1
-        for ready in chosen:
-            del self._ready[ready.group.ticket.group_id]
-            self._slots -= self._size(ready.group.ticket)
+        for group in chosen:
+            del self._ready[group.ticket.group_id]
+            self._slots -= self._size(group.ticket)
         return chosen
+
+
+def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw, least: int = MIN_SURVIVORS) -> Screened:
+    """Drops rollouts that `step` may not train on any more."""
+    kept: list[Rollout] = []
+    stale: list[tuple[Rollout, DropReason]] = []
+    for rollout in rollouts:
+        oldest = rollout.oldest_version
+        if oldest is None or law.usable(step=step, oldest_version=oldest):
+            kept.append(rollout)
+        else:
+            stale.append((rollout, DropReason.STALE))
+    return with_survivors(kept, stale, least=least)

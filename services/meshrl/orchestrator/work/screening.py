@@ -1,7 +1,6 @@
-"""Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step.
+"""Judges groups of rollouts that are over: which rollouts carry a gradient.
 
-Used by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason,
-for the record of a step and for the ledger.
+Used by the plan; what is dropped is counted under its DropReason, for the record of a step and for the ledger.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from meshrl.algorithms.recipes.base import by_agent
-from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Rollout
 
@@ -74,14 +72,6 @@ def with_survivors(
     return Screened(kept=(), dropped=(*dropped, *lost))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadyGroup:
-    """A whole group with the rollouts of it that may be trained on."""
-
-    group: RolloutGroup
-    kept: tuple[Rollout, ...]
-
-
 def screen_finished(
     rollouts: Sequence[Rollout],
     *,
@@ -106,18 +96,6 @@ def screen_finished(
         silent = [(rollout, DropReason.ZERO_SIGNAL) for rollout in screened.kept]
         return Screened(kept=(), dropped=(*screened.dropped, *silent))
     return screened
-
-
-def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw, least: int = MIN_SURVIVORS) -> Screened:
-    """Drops what `step` may not train on any more."""
-    kept = [rollout for rollout in rollouts if is_usable(rollout, step=step, law=law)]
-    stale = [(rollout, DropReason.STALE) for rollout in rollouts if not is_usable(rollout, step=step, law=law)]
-    return with_survivors(kept, stale, least=least)
-
-
-def is_usable(rollout: Rollout, *, step: int, law: StalenessLaw) -> bool:
-    oldest = rollout.oldest_version
-    return oldest is None or law.usable(step=step, oldest_version=oldest)
 
 
 def is_empty(rollout: Rollout) -> bool:
@@ -165,8 +143,8 @@ class RunTotals:
     samples: int = 0
     problems: int = 0
 
-    def plus(self, groups: Sequence[ReadyGroup]) -> RunTotals:
-        rollouts = [rollout for ready in groups for rollout in ready.kept]
+    def plus(self, groups: Sequence[RolloutGroup]) -> RunTotals:
+        rollouts = [rollout for group in groups for rollout in group.kept]
         return RunTotals(
             tokens=self.tokens + sum(rollout.num_tokens for rollout in rollouts),
             samples=self.samples + len(rollouts),
