@@ -40,9 +40,8 @@ from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.hooks import RunHooks
 from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.settings import RunSettings
-from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.steps import StepBook, TrainingQueue
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.learner import Learner

@@ -23,7 +23,7 @@ from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.rank_runs import RankRun
 from meshrl.trainer.run_training import RunTraining, RunVersions
 from meshrl.trainer.runs.settings import RunSettings
-from meshrl.trainer.runs.work_queue import TrainingQueue
+from meshrl.trainer.runs.steps import TrainingQueue
 from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError
 

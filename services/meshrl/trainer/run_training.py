@@ -26,7 +26,7 @@ from meshrl.trainer.metrics import rollout_logprobs, step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.batch_step import BatchStep, Outcome, pass_slices
 from meshrl.trainer.ranks.commands import CommandSender, PassCommand, SaveCommand, SnapshotCommand, TrainCommand
-from meshrl.trainer.runs.work_queue import SaveRequest, TrainingQueue
+from meshrl.trainer.runs.steps import SaveRequest, TrainingQueue
 from meshrl.trainer.spans import TrainSpan
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig

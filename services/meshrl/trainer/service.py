@@ -20,8 +20,8 @@ from meshrl.core.rpc.watches import with_bookmarks
 from meshrl.trainer.runs.checkpoint_list import CheckpointList, key_of
 from meshrl.trainer.runs.host import RunHost
 from meshrl.trainer.runs.quotas import Quotas
+from meshrl.trainer.runs.steps import TrainingQueue
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire.convert import BatchReader, from_proto, to_proto

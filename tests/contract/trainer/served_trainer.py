@@ -29,9 +29,8 @@ from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.run_training import RunTraining, RunVersions
-from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.steps import StepBook, TrainingQueue
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerServicer
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig

@@ -15,9 +15,8 @@ from opentelemetry import trace
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.run_training import RunTraining, RunVersions
-from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.steps import StepBook, TrainingQueue
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.run_state import RunState

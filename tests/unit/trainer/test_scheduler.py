@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from meshrl.trainer.runs.scheduler import FairScheduler
+from meshrl.trainer.loop import FairScheduler
 
 QUANTUM = 1_000
 HISTORIES = 10_000

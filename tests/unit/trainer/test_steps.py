@@ -67,7 +67,7 @@ def test_same_batch_again_returns_the_first_answer_at_any_time() -> None:
     run(steps)
     assert steps.accept(batch(1), "a") == first
     done(steps, 1)
-    steps.drain()
+    steps.draining = True
     assert steps.accept(batch(1), "a") == first
     assert len(steps.events_after(0)) == 3
 
@@ -111,7 +111,7 @@ def test_steps_beyond_max_steps_are_refused() -> None:
 def test_draining_refuses_new_steps_and_keeps_queued_ones() -> None:
     steps = book()
     submit(steps, 1)
-    steps.drain()
+    steps.draining = True
     assert reason_of(steps, 2) is Reason.DRAINING
     assert not steps.idle
     assert run(steps) == 1

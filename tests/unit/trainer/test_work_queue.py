@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.steps import StepBook, TrainingQueue
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch
 

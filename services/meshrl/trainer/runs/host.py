@@ -26,9 +26,8 @@ from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.trainer.ranks.commands import CommandSender, CreateCommand, DeleteCommand
 from meshrl.trainer.ranks.rank_runs import RankRun, RunMaker
 from meshrl.trainer.runs.settings import RunSettings, StartFrom
-from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.steps import StepBook, TrainingQueue
 from meshrl.trainer.runs.table import RunTable
-from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.saved_steps import steps_in
@@ -195,7 +194,7 @@ class RunHost:
             raise MeshError(Reason.RUN_PROTECTED, f"run {run_id!r} is this trainer's own; use Drain to end it")
         self._check_not_made(run_id)
         queue.book.phase = RunPhase.DELETING
-        queue.book.drain()
+        queue.book.draining = True
         if added.opening is not None:
             added.opening.cancel()
         await queue.at_rest()

@@ -1,15 +1,19 @@
-"""Keeps the state of a run's steps: the waiting batches, the state of each, and the events for watchers.
+"""A run's steps between the service and the training thread: batches in one direction, reports in the other.
 
-No clock, sockets or tasks. The TrainingQueue calls it when the service takes a batch and when the training loop reports
-a step. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order,
-without gaps. When one fails, those queued behind it fail too, and the failed step is the next to submit.
+The `StepBook` has the rules, without clock, sockets or tasks. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps
+are accepted in order, without gaps. When one fails, those queued behind it fail too, and the failed step is the next to
+submit. The `TrainingQueue` serves both sides: TrainerService puts batches and save requests in, the training loop takes
+them out one at a time, through the table of runs, and reports the outcome of each. The book is read and written on the
+event loop only, which gets the thread's reports in order.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -17,6 +21,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.core.waiting import Pulse
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, RunPhase, RunSpec, StepEvent, StepState, Suspension
 
@@ -77,7 +82,7 @@ class StepBook:
     tokens: int = 0
     used_share: float | None = None
     step: int = field(init=False)  # the last DONE
-    draining: bool = field(init=False, default=False)
+    draining: bool = False  # takes no more batches; those queued still train
     _next_step: int = field(init=False)
     _update_time: float | None = field(init=False, default=None)  # when `step` was DONE
     _revision: int = field(init=False, default=0)
@@ -95,9 +100,7 @@ class StepBook:
 
     def admit(self, step: int, digest: str) -> Accepted | None:
         """Whether a batch may come in, asked before its upload: the first answer for a repetition, None for a new one.
-
-        Raises BATCH_CONFLICT, STEP_OUT_OF_ORDER, DRAINING or OVERLOADED.
-        """
+        Raises BATCH_CONFLICT, STEP_OUT_OF_ORDER, DRAINING or OVERLOADED."""
         known = self._attempts.get(step)
         if known is not None and known.digest == digest:
             return known.answer
@@ -147,10 +150,8 @@ class StepBook:
         return answer
 
     def events_after(self, revision: int) -> tuple[StepEvent, ...]:
-        """The events that follow `revision`.
-
-        Raises REVISION_EXPIRED when some of them are no longer known, or when there is no such revision yet.
-        """
+        """The events that follow `revision`. Raises REVISION_EXPIRED when some of them are no longer known, or when
+        there is no such revision yet."""
         oldest = self._revision - len(self._events)
         if revision < oldest:
             raise MeshError(
@@ -189,10 +190,6 @@ class StepBook:
             adapter_bytes=self.adapter_bytes,
         )
 
-    def drain(self) -> None:
-        """Takes no more batches from here on; those queued still train."""
-        self.draining = True
-
     @property
     def waiting(self) -> int:
         return len(self._waiting)
@@ -216,13 +213,12 @@ class StepBook:
         self._move(batch.step, StepState.RUNNING, traceparent=batch.traceparent)
         return batch
 
-    def finish(self, step: int, **done: Unpack[Done]) -> None:
-        """The step is trained and its version sealed. Only the newest events keep `logprobs` and `entropies`: they are
-        large.
-        """
+    def finish(self, step: int, *, tokens: int = 0, **done: Unpack[Done]) -> None:
+        """The step is trained and its version sealed; `tokens` are those that the run has trained in all. Only the
+        newest events keep the large `logprobs` and `entropies`."""
         assert step in self._unfinished, f"step {step} is not running"
         self._unfinished.remove(step)
-        self.step, self._update_time = step, time.time()
+        self.step, self.tokens, self._update_time = step, tokens, time.time()
         self._move(step, StepState.DONE, version=step, **done)
         large = [place for place, event in enumerate(self._events) if event.logprobs or event.entropies is not None]
         for place in large[:-LARGE_EVENTS]:
@@ -258,12 +254,144 @@ class StepBook:
     def _record(self, step: int, state: StepState, **filled: Unpack[_Filled]) -> StepEvent:
         self._revision += 1
         event = StepEvent(
-            revision=self._revision,
-            step=step,
-            state=state,
-            durable_step=self.durable_step,
-            time=time.time(),
-            **filled,
+            revision=self._revision, step=step, state=state, durable_step=self.durable_step, time=time.time(), **filled
         )
         self._events.append(event)
         return event
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SaveRequest:
+    """A checkpoint to write between two steps; `saved` gets the step and its folder, or the error."""
+
+    weights_only: bool
+    saved: Future[tuple[int, Path]] = field(default_factory=Future)
+
+
+Work = Batch | SaveRequest
+
+
+class TrainingQueue:
+    """Gives one run's batches and save requests to the training thread, and its reports to watchers. Made on the event
+    loop that serves it. With `held` it accepts batches but gives none out until `open` is called."""
+
+    def __init__(self, book: StepBook, changed: Pulse, *, held: bool = False) -> None:
+        """`changed` beats after each change; the queues of a trainer share it."""
+        self.book = book
+        self.closed = False
+        self.on_suspended: Callable[[], None] = lambda: None
+        """Called on the event loop once the trainer has suspended the run."""
+        book.phase = RunPhase.CREATING if held else RunPhase.ACTIVE
+        self._loop = asyncio.get_running_loop()
+        self._changed = changed
+        self._saves: deque[SaveRequest] = deque()
+
+    # --- on the event loop --------------------------------------------------------------------
+
+    def submit(self, batch: Batch, digest: str) -> Accepted:
+        """Queues a verified batch. Raises MeshError as StepBook.accept."""
+        answer = self.book.accept(batch, digest)
+        self._changed.beat()
+        return answer
+
+    async def watch(self, after_revision: int) -> AsyncIterator[StepEvent]:
+        """Events after a revision, history first, then live; ends when the queue closes. Raises REVISION_EXPIRED."""
+        while True:
+            changed = self._changed.upcoming
+            for event in self.book.events_after(after_revision):
+                yield event
+                after_revision = event.revision
+            if self.closed:
+                return
+            await changed.wait()
+
+    async def save_checkpoint(self, *, weights_only: bool) -> tuple[int, Path]:
+        """Has the training thread write a checkpoint after the step it is at; returns its step and folder."""
+        if self.closed:
+            raise MeshError(Reason.DRAINING, "the trainer has finished; its last checkpoint is on disk if ckpt is on")
+        request = SaveRequest(weights_only=weights_only)
+        request.saved.set_running_or_notify_cancel()  # a caller that gives up does not cancel the work
+        self._saves.append(request)
+        self._changed.beat()
+        return await asyncio.wrap_future(request.saved)
+
+    async def drain(self) -> int:
+        """Takes no more batches and returns the last finished step, once those accepted are trained. Those of a
+        suspended run are not waited for."""
+        self.book.draining = True
+        while not (self.book.idle or self.closed or self.book.suspension):
+            await self._changed.next()
+        return self.book.step
+
+    def open(self) -> None:
+        self.book.phase = RunPhase.ACTIVE
+        self._changed.beat()
+
+    def resume(self) -> None:
+        self.book.suspension = None
+        self._changed.beat()
+
+    async def at_rest(self) -> None:
+        """Returns once no step of the run trains or is being published, or the run is suspended over one."""
+        while self.book.unfinished and self.book.suspension is None and not self.closed:
+            await self._changed.next()
+
+    def close(self) -> None:
+        """Gives out no more work, and ends every watch."""
+        self.closed = True
+        for request in self._saves:
+            request.saved.set_exception(MeshError(Reason.DRAINING, "the trainer ended before it wrote the checkpoint"))
+        self._saves.clear()
+        self._changed.beat()
+
+    def poll(self) -> Work | None:
+        """Takes the next work; None when there is none now."""
+        if self.closed or self.book.phase is not RunPhase.ACTIVE:
+            return None
+        if self._saves:
+            return self._saves.popleft()
+        batch = self.book.take()
+        if batch is not None:
+            self._changed.beat()
+        return batch
+
+    # --- on the training thread ---------------------------------------------------------------
+
+    def finished(self, step: int, *, tokens: int, **done: Unpack[Done]) -> None:
+        """Reports a step as DONE; `tokens` are those that the run has trained in all."""
+        self._report(lambda: self.book.finish(step, tokens=tokens, **done))
+
+    def failed(
+        self, step: int, reason: Reason, message: str, *, traceparent: str = "", suspension: Suspension | None = None
+    ) -> None:
+        """Reports a step as FAILED, and with a `suspension` that it suspends the run."""
+
+        def fail() -> None:
+            self.book.fail(step, reason, message, traceparent=traceparent)
+            if suspension is not None:
+                self._suspend(suspension)
+
+        self._report(fail)
+
+    def suspend(self, suspension: Suspension) -> None:
+        """Suspends the run: what waits stays, and no more is given out or taken in."""
+        self._report(lambda: self._suspend(suspension))
+
+    def _suspend(self, suspension: Suspension) -> None:
+        self.book.suspension = suspension
+        self.on_suspended()
+
+    def saved(self, step: int) -> None:
+        self._report(lambda: self.book.saved(step))
+
+    def crashed(self, message: str) -> None:
+        """Fails every unfinished step and closes the queue: the training thread cannot go on."""
+        self._report(lambda: self.book.fail_all(Reason.STEP_FAILED, message))
+        self._loop.call_soon_threadsafe(self.close)
+
+    def _report(self, change: Callable[[], None]) -> None:
+        def apply() -> None:
+            change()
+            self._changed.beat()
+
+        self._loop.call_soon_threadsafe(apply)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from meshrl.core.waiting import Pulse
-from meshrl.trainer.runs.steps import StepBook
-from meshrl.trainer.runs.work_queue import TrainingQueue, Work
+from meshrl.trainer.runs.steps import StepBook, TrainingQueue, Work
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 
 Result = TypeVar("Result")
