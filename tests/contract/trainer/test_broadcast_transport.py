@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
 from meshrl.versions.uploads import Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import plan_tensors
-from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport
+from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport, capabilities
 from served_engine import ServedEngine, activate, serving_engine
 
 DEADLINE_S = 2.0
@@ -294,6 +295,26 @@ async def test_hub_that_takes_no_copies_is_sent_none_and_the_next_broadcast_reac
             await training.publish(1)
             await activate(hub, 1)
             assert training.is_served_by(served)
+
+
+async def test_hub_that_would_drop_the_order_of_rows_is_refused_before_a_group_opens(
+    model: str, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def all_but_rows(uploader: Uploader) -> set[str]:
+        return {*capabilities.HUB} - {capabilities.ROW_ORDER}
+
+    async with trainer(model, hub) as training, serving_engine(model, hub):
+        plan = training.snapshotter.plan
+        ordered = replace(plan.collective, reordered_tensors=(0,), row_order=(0,))
+        monkeypatch.setattr(training.transport, "_plan", replace(plan, collective=ordered))
+        with monkeypatch.context() as older:
+            older.setattr(Uploader, "hub_capabilities", all_but_rows)
+            with pytest.raises(MeshError, match=r"lacks the capability broadcasts\.rows; start it from") as refused:
+                await training.publish(0)
+        assert refused.value.reason is Reason.NOT_SUPPORTED
+        assert await groups(hub) == {"e0": None}
+        await training.publish(0)
+        assert await groups(hub) == {"e0": 1}
 
 
 class TwoRanks:

@@ -12,7 +12,7 @@ from loguru import logger
 
 import older_release
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Transport, VersionKind
+from meshrl.wire.types import Transport, VersionKind, VersionProbe
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 
@@ -56,6 +56,25 @@ async def test_versions_go_through_a_hub_of_1_0(older_mesh: Mesh, engine: Memory
     streamed = transport is Transport.STREAM
     assert kinds == [VersionKind.FULL, VersionKind.DELTA if streamed else VersionKind.FULL]
     assert sum("lacks the capability deltas.files" in line for line in lines) == (0 if streamed else 1)
+
+
+@pytest.mark.timeout(180)
+async def test_a_hub_of_1_0_is_sent_no_probes_and_one_line_names_what_it_lacks(
+    older_mesh: Mesh, engine: MemoryEngine
+) -> None:
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="WARNING")
+    publisher = older_mesh.publisher(Transport.STREAM)
+    probe = VersionProbe(token_ids=(1, 2), logprobs=(-1.0,))
+    older_mesh.start_agent("e0", engine)
+    for version in range(2):
+        await publisher.publish(version, make_state(version), probe=probe)
+        found = await publisher.client.find_version("run", version, artifact_id="")
+        assert found.manifest.probe is None
+        await publisher.client.activate_version(run_id="run", version=version, prepare_deadline_s=30.0)
+    logger.remove(sink)
+    assert engine.holds(make_state(1))
+    assert sum("lacks the capability versions.probes" in line for line in lines) == 1
 
 
 @pytest.mark.timeout(180)

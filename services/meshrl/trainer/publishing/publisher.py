@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from meshrl.versions.sources import LinkLimits
 from meshrl.versions.transports.base import VersionTransport
 from meshrl.versions.uploads import RETRY_FOR_S, Uploader
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import VersionKind
+from meshrl.wire.types import VersionKind, VersionProbe, capabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ class Publisher:
         self._transport = transport
         self._uploader = Uploader(client, transport.progress, retry_for_s=retry_for_s, limits=limits)
         self._busy = asyncio.Lock()
+        self._warned_of_probes = False
 
     @property
     def progress(self) -> Progress:
@@ -80,7 +81,7 @@ class Publisher:
         async with self._busy:
             hub = await self._uploader.hub_capabilities()
             prepared = await self._transport.prepare(version, captured, hub)
-            probe = None if captured.probe is None else await asyncio.to_thread(captured.probe)
+            probe = await self._probe(captured, hub)
             manifest = replace(prepared.manifest, probe=probe)
             began_s = time.monotonic()
             try:
@@ -105,6 +106,17 @@ class Publisher:
         )
         report.log()
         return report
+
+    async def _probe(self, captured: Captured, hub: Collection[str]) -> VersionProbe | None:
+        if captured.probe is None:
+            return None
+        if capabilities.PROBES in hub:
+            return await asyncio.to_thread(captured.probe)
+        if not self._warned_of_probes:
+            self._warned_of_probes = True
+            text = "versions go without probes: the hub lacks the capability {}; start it from the trainer's release"
+            logger.warning(text, capabilities.PROBES)
+        return None
 
     async def close(self) -> None:
         await self._uploader.close()

@@ -209,8 +209,16 @@ class BroadcastTransport:
         self._late: asyncio.Task[None] | None = None  # looks after the engines that lack the newest version
 
     async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
-        """Makes sure that there is a group of all engines. Raises also a defect in bringing them the last version."""
+        """Makes sure that there is a group of all engines. Raises also a defect in bringing them the last version, and
+        NOT_SUPPORTED for a hub that would drop the order of the senders' rows."""
         assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
+        if self._plan.collective.reordered_tensors and capabilities.ROW_ORDER not in hub:
+            raise MeshError(
+                Reason.NOT_SUPPORTED,
+                f"the experts' rows of version {version} are in the order of the trainer's ranks, and the hub lacks the"
+                f" capability {capabilities.ROW_ORDER}; start it from the trainer's release, or choose another"
+                " weight_broadcast.type",
+            )
         await self._end_late()
         self._hub = hub
         lanes = torch.from_numpy(captured.digests)

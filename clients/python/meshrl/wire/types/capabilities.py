@@ -12,10 +12,12 @@ MANIFEST_PARTS = "manifest.parts"
 COMPILED = "compiled"
 FILE_DELTAS = "deltas.files"
 COPIES = "broadcasts.copies"
+ROW_ORDER = "broadcasts.rows"
+PROBES = "versions.probes"
 
 ROLLOUT = (REATTACH, DRAIN)
 """Of this repository's rollout service; those below are of its other programs."""
 
 ROLLOUT_CALLER = (REATTACH,)
 TRAINER = (DRAIN, CHECKPOINTS)
-HUB = (DRAIN, MANIFEST_PARTS, COMPILED, FILE_DELTAS, COPIES)
+HUB = (DRAIN, MANIFEST_PARTS, COMPILED, FILE_DELTAS, COPIES, ROW_ORDER, PROBES)
