@@ -18,7 +18,7 @@ from hub_rules import LAYOUT, copy_of, saved_over
 from meshrl.inference.agent import states as agent
 from meshrl.weights.coordinator import states as hub
 from meshrl.weights.coordinator.coordinator import Coordinator
-from meshrl.weights.coordinator.line import RunLine
+from meshrl.weights.coordinator.line import LineLimits, RunLine
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, digest
 from meshrl.wire.types import (
@@ -125,10 +125,8 @@ class SimulatedHub(RuleBasedStateMachine):
         self.coordinator = self.new_hub()
 
     def new_hub(self) -> Coordinator:
-        return Coordinator(
-            lease_s=LEASE_S, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0,
-            kept_ended=KEPT_ENDED,
-        )  # fmt: skip
+        limits = LineLimits(keep_versions=2, min_engines=1, commit_deadline_s=20.0, kept_ended=KEPT_ENDED)
+        return Coordinator(limits, lease_s=LEASE_S, max_chunk_bytes=2**20)
 
     @property
     def adapters(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.line import LineLimits
 from meshrl.weights.coordinator.states import Action, Answer, Save, Send
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id, build_manifest, layout_signature
@@ -71,9 +72,8 @@ class Hub:
         self.restart()
 
     def restart(self) -> None:
-        self.rules = Coordinator(
-            lease_s=10.0, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
-        )
+        limits = LineLimits(keep_versions=2, min_engines=1, commit_deadline_s=20.0)
+        self.rules = Coordinator(limits, lease_s=10.0, max_chunk_bytes=2**20)
         self.rules.recover(self.disk, self.now_s, self.now_s + 1e9)
 
     def take(self, actions: list[Action]) -> None:

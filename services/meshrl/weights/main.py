@@ -31,6 +31,7 @@ from meshrl.v1.identity_pb2_grpc import add_EnrollmentServiceServicer_to_server
 from meshrl.versions.sources import LinkLimits
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.line import LineLimits
 from meshrl.weights.decision_log import LogError
 from meshrl.weights.engine_calls import EngineCaller
 from meshrl.weights.hub import Hub
@@ -44,13 +45,12 @@ DRAIN_GRACE_S = 5.0
 
 def build_hub(config: WeightsConfig, tracer: trace.Tracer | None = None) -> Hub:
     """Builds the hub of a configuration; call it on a running event loop."""
-    coordinator = Coordinator(
-        lease_s=config.lease_s,
-        max_chunk_bytes=config.max_chunk_bytes,
+    limits = LineLimits(
         keep_versions=config.keep_versions,
         min_engines=config.min_engines,
         commit_deadline_s=config.commit_deadline_s,
     )
+    coordinator = Coordinator(limits, lease_s=config.lease_s, max_chunk_bytes=config.max_chunk_bytes)
     return Hub(
         coordinator,
         spool_dir=config.spool_dir or config.output_dir / "weight_hub",

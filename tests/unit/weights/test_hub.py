@@ -18,6 +18,7 @@ from meshrl.core.program import READY_FILE
 from meshrl.weights import main
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.line import LineLimits
 from meshrl.weights.hub import Hub
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
@@ -56,9 +57,8 @@ def clock() -> Time:
 
 @pytest.fixture
 async def hub(tmp_path: Path, clock: Time) -> AsyncIterator[Hub]:
-    coordinator = Coordinator(
-        lease_s=10.0, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
-    )
+    limits = LineLimits(keep_versions=2, min_engines=1, commit_deadline_s=20.0)
+    coordinator = Coordinator(limits, lease_s=10.0, max_chunk_bytes=2**20)
     hub = Hub(coordinator, spool_dir=tmp_path, max_chunk_bytes=2**20, verify_files="digests", monotonic=clock)
     await hub.start()
     yield hub

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.line import LineLimits
 from meshrl.weights.coordinator.states import Send
 from meshrl.wire.types import AgentRegistration, AgentReport, AgentState, Sleep, Transport
 
 
 @pytest.fixture
 def rules() -> Coordinator:
-    return Coordinator(lease_s=10.0, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0)
+    limits = LineLimits(keep_versions=2, min_engines=1, commit_deadline_s=20.0)
+    return Coordinator(limits, lease_s=10.0, max_chunk_bytes=2**20)
 
 
 REGISTRATION = AgentRegistration(

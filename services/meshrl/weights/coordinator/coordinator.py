@@ -36,34 +36,18 @@ from meshrl.wire.types import (
 )
 from meshrl.wire.values import JsonObject
 
-KEPT_ENDED = 32  # versions of a run that are known after they were retired or aborted
 MAX_RUNS = 64
 
 
 class Coordinator:
     """The lines of all runs and their engines. Not safe for threads: call it from one event loop."""
 
-    def __init__(
-        self,
-        *,
-        lease_s: float,
-        max_chunk_bytes: int,
-        keep_versions: int,
-        min_engines: int,
-        commit_deadline_s: float,
-        kept_ended: int = KEPT_ENDED,
-    ) -> None:
-        """`kept_ended`: how many versions of a run are known after their end."""
+    def __init__(self, limits: LineLimits, *, lease_s: float, max_chunk_bytes: int) -> None:
         self.lines: dict[str, RunLine] = {}  # by run
         self.pool = EnginePool(lease_s)
         self.groups = EngineGroups()
         self._log = LineLog()
-        self._limits = LineLimits(
-            keep_versions=keep_versions,
-            min_engines=min_engines,
-            commit_deadline_s=commit_deadline_s,
-            kept_ended=kept_ended,
-        )
+        self._limits = limits
         self._sleeps = 0  # rounds of SleepEngines so far
         self._max_chunk_bytes = max_chunk_bytes
 

@@ -58,12 +58,12 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class LineLimits:
-    """`kept_ended`: how many versions are known after they were retired or aborted."""
+    """Of each run; `kept_ended`: how many versions are known after they were retired or aborted."""
 
     keep_versions: int
     min_engines: int
     commit_deadline_s: float
-    kept_ended: int
+    kept_ended: int = 32
 
 
 @dataclass(kw_only=True)
