@@ -217,7 +217,7 @@ class _Download:
                     continue
                 if first:
                     source.answered(now_s - asked_s)
-                    self._downloader.count.first_answer(now_s - asked_s, self._downloader.limits.connections)
+                    self._downloader.count.first_answer(source.answers_in_s, self._downloader.limits.connections)
                     first = False
                 if piece.offset != at:
                     raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} came, not those at {at}")

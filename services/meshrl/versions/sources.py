@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
+from meshrl.machine.addresses import is_of_this_machine
 from meshrl.versions.ranges import SILENT_S
 from meshrl.wire.errors import MeshError
 
@@ -43,7 +44,8 @@ class LinkLimits:
 class ByteSource:
     """A relay, or the hub itself (`is_hub`), with what is known of it.
 
-    `rate` is in bytes/s, 0 while it is not known; `answers_in_s` is the time of its fastest answer.
+    `rate` is in bytes/s, 0 while it is not known; `answers_in_s` is the time of its fastest answer, 0 of a source on
+    this machine, which is never far however busy it is.
     """
 
     address: str
@@ -53,6 +55,10 @@ class ByteSource:
     heard_s: float | None = None
     avoid_until_s: float = 0.0
     _avoid: Backoff = field(default_factory=lambda: Backoff(*AVOID_S, jitter=0.0))
+
+    def __post_init__(self) -> None:
+        if is_of_this_machine(self.address):
+            self.answers_in_s = 0.0
 
     @property
     def patience_s(self) -> float:

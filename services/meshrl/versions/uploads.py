@@ -8,6 +8,7 @@ ends when for a while no call made progress. Every chunk, in both directions, is
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
@@ -21,7 +22,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import AWAY_S, Backoff
 from meshrl.core.waiting import read_ahead
 from meshrl.versions.progress import Progress
-from meshrl.versions.sources import FAR_S, ByteSource, Connections, LinkLimits, RateLimit
+from meshrl.versions.sources import ByteSource, Connections, LinkLimits, RateLimit
 from meshrl.versions.version_bytes import chunk_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.frames import frame_upload_chunk
@@ -83,7 +84,7 @@ class Uploader:
         self._retry_for_s, self._limits = retry_for_s, limits or LinkLimits(connections=1)
         self._connections: Connections | None = None  # beside the client's own
         self._rate_limit = RateLimit(self._limits.mbps * 125_000)
-        self._is_far: bool | None = None
+        self._hub = ByteSource(address=client.address, is_hub=True)
         self.connections = 1  # the most that an upload had
 
     async def close(self) -> None:
@@ -157,7 +158,7 @@ class Uploader:
             return await self._client.create_version(manifest, chunks(), stall_s=self._retry_for_s)
         staged = await self._client.create_version(manifest)
         queue = deque(staged.missing_offsets)
-        hub = ByteSource(address=self._client.address, is_hub=True)
+        hub = self._hub
         connections = self._connections = self._connections or Connections(self._client)
 
         async def send_over(number: int) -> MeshError | None:
@@ -178,12 +179,12 @@ class Uploader:
     async def _count(self, num_chunks: int) -> int:
         """Over how many connections so many chunks are sent: on a link that loses packets each makes little alone."""
         most = min(self._limits.connections, num_chunks)
-        if most > 1 and self._is_far is None:
+        if most > 1 and math.isinf(self._hub.answers_in_s):
             await self._client.epoch()  # opens the connection
             began_s = time.monotonic()
             await self._client.epoch()
-            self._is_far = time.monotonic() - began_s > FAR_S
-        return most if most > 1 and self._is_far else 1
+            self._hub.answered(time.monotonic() - began_s)
+        return most if most > 1 and self._hub.is_far else 1
 
     async def seal(
         self, manifest: Manifest, artifact_id: str, traceparent: str, buffer: NDArray[np.uint8] | None = None

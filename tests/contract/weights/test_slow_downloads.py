@@ -118,7 +118,7 @@ async def test_from_near_whole_chunks_are_asked_for_at_any_rate(mesh: Mesh, monk
 async def test_connections_that_much_came_over_from_far_away_are_new_before_the_next_version(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "FAR_S", 0.0)
+    monkeypatch.setattr(sources, "FAR_S", -1.0)
     monkeypatch.setattr(downloads, "RENEWED_FROM", 1)
     await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
     client = mesh.client()

@@ -11,7 +11,7 @@ import pytest
 from meshrl.client import WeightSyncClient
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.training.parallel.rank_group import RankGroup
-from meshrl.versions import uploads
+from meshrl.versions import sources, uploads
 from meshrl.versions.sources import LinkLimits
 from meshrl.versions.version_bytes import VersionBytes
 from meshrl.wire.errors import MeshError, Reason
@@ -48,10 +48,27 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
     assert engine.root == report.root
 
 
+async def test_a_hub_of_this_machine_is_sent_chunks_over_one_connection_however_slow_it_answers(mesh: Mesh) -> None:
+    publisher = mesh.publisher(Transport.STREAM)
+    prepared = await publisher.prepare(0, make_state(1))
+    client = mesh.client()
+    epoch = client.epoch
+
+    async def overloaded() -> int:
+        await asyncio.sleep(2 * sources.FAR_S)
+        return await epoch()
+
+    client.epoch = overloaded  # type: ignore[method-assign]  # a busy machine
+    uploader = uploads.Uploader(client, publisher.progress, limits=LinkLimits(connections=3))
+    await uploader.stage(prepared.manifest, prepared.buffer)
+    assert uploader.connections == 1
+    await uploader.close()
+
+
 async def test_a_hub_far_away_is_sent_chunks_over_several_connections(
     mesh: Mesh, engine: MemoryEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "FAR_S", -1.0)
+    monkeypatch.setattr(sources, "FAR_S", -1.0)
     publisher = mesh.publisher(Transport.STREAM)
     prepared = await publisher.prepare(0, make_state(1))
     uploader = uploads.Uploader(mesh.client(), publisher.progress, limits=LinkLimits(connections=3))

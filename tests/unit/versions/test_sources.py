@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from socket import gethostbyname, gethostname
+
+import pytest
+
+from meshrl.machine.addresses import is_of_this_machine
 from meshrl.versions.sources import AVOID_S, DEAD_S, FAR_COUNT, FAR_S, ByteSources, ConnectionCount
 
 
@@ -50,6 +55,19 @@ def test_a_source_near_by_gets_few_connections_although_more_seem_faster_on_a_bu
     for _ in range(40):
         count.measured(count.count * 1e7, source.connections(32))
     assert (source.connections(32), source.connections(2), count.count) == (FAR_COUNT, 2, FAR_COUNT)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.0.1:1", "[::1]:1", "localhost:1", f"{gethostname()}:1"])
+def test_a_source_on_this_machine_is_never_far(address: str) -> None:
+    source = ByteSources(address).choose(0.0)
+    source.answered(4 * FAR_S)  # it was busy
+    assert (source.is_far, source.is_near) == (False, True)
+
+
+def test_the_addresses_of_this_machine_are_its_own_and_no_others() -> None:
+    assert is_of_this_machine(f"{gethostbyname(gethostname())}:1")
+    for other in ("203.0.113.7:1", "[2001:db8::7]:1", "hub.example:1", "127.0.0.1.example:1", "unix:/run/hub"):
+        assert not is_of_this_machine(other)
 
 
 def test_a_parent_is_far_while_even_its_fastest_answer_took_long() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+
 ANY_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 """Hosts that stand for all addresses of a machine, which a server can bind and nobody can call; with its loopback."""
 
@@ -14,3 +17,19 @@ def address_of(host: str, port: int | str) -> str:
 def local_address(host: str, port: int | str) -> str:
     """host:port by which a program of its machine calls a server that has bound this host."""
     return address_of(ANY_HOST.get(host, host), port)
+
+
+def is_of_this_machine(address: str) -> bool:
+    """Whether host:port leads to this machine itself; names other than its own and localhost are not looked up."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return host in ("localhost", socket.gethostname())
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect((host, 9))  # sends nothing; the way to an own address begins at that address
+            return ip.is_loopback or ipaddress.ip_address(way.getsockname()[0]) == ip
+    except OSError:
+        return ip.is_loopback
