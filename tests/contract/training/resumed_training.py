@@ -26,6 +26,7 @@ with loading():
     import checkpoint_kit as kit
     from meshrl.training.checkpoints.checkpointer import Checkpointer
     from meshrl.training.parallel.rank_group import RankGroup
+    from meshrl.wire.saved_steps import steps_in
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -64,7 +65,7 @@ def run_part(part: dict[str, Any], model: str) -> dict[str, Any]:
         "saved": saved,
         "final": digests(kit.state(trained)),
         "samples": checkpointer.progress.samples,
-        "durable_step": checkpointer.durable_step,
+        "on_disk": steps_in(Path(part["folder"]) / "checkpoints"),
     }
 
 

@@ -47,13 +47,12 @@ def test_ten_steps_resumed_for_ten_are_twenty_bit_for_bit(
         checkpointer.save_as(CheckpointConfig(save_async=in_background))
     kit.train(first, 12)  # what is saved must not change any more
     checkpointer.wait_for_save()
-    assert checkpointer.durable_step == 10
 
     for in_background in (False, True):
         torch.manual_seed(99)  # a new process has drawn other numbers until it restores
         later = kit.build(model, settings, optim)
         resumed = Checkpointer(*later, tmp_path / str(in_background), tokenizer=None)
         assert resumed.restore(-1) == 10
-        assert (resumed.progress.tokens, resumed.durable_step) == (77, 10)
+        assert resumed.progress.tokens == 77
         assert begun + kit.train(later, 20) == whole
         kit.assert_same(kit.state(later), kit.state(straight))

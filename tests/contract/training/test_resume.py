@@ -97,7 +97,7 @@ def test_fresh_processes_go_on_to_the_bit(name: str, ranks: str, results: dict[s
     assert resumed["loaded"] == whole["saved"][SAVED]
     assert resumed["steps"] == whole["steps"][HALF:]
     assert resumed["final"] == whole["final"]
-    assert (resumed["samples"], resumed["durable_step"]) == (100 * HALF, HALF)
+    assert (resumed["samples"], resumed["on_disk"]) == (100 * HALF, [3, HALF])
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
@@ -105,7 +105,7 @@ def test_saving_in_the_background_changes_nothing(ranks: str, results: dict[str,
     saving, straight = results[ranks]["plain"], results[ranks]["straight"]
     assert saving["steps"] == straight["steps"]
     assert saving["final"] == straight["final"]
-    assert (saving["durable_step"], straight["durable_step"]) == (HALF, 0)
+    assert (saving["on_disk"], straight["on_disk"]) == ([3, HALF], [])
 
 
 @pytest.mark.parametrize(("before", "after"), [("one", "two"), ("two", "one")])

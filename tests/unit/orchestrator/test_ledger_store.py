@@ -1,3 +1,4 @@
+import json
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from ledger_audit import audit
+from meshrl.core.sqlite_files import seal
 from meshrl.orchestrator.ledger.resume import plan_resume, restore
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import Ledger
@@ -74,7 +76,6 @@ def record_of(ticket: GroupTicket, rollouts: list[Rollout], batch: Batch) -> Ste
         untrainable=(),
         truncated_samples=0,
         dropped_samples=0,
-        micro_batches=1,
         longest_row=5,
         dp_size=1,
         progress=RunTotals(tokens=10, samples=2, problems=1),
@@ -153,6 +154,20 @@ def test_a_recorded_batch_is_read_back_to_the_byte(make_group, make_rollout, pat
     found = store.rollouts(["a", "b", "unknown"])
     assert {name: rollout.reward for name, rollout in found.items()} == {"a": 1.0, "b": -1.0}
     assert found["b"].samples[0].token_ids.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    store.close()
+
+
+def test_a_record_that_older_code_wrote_is_read(make_group, make_rollout, path: Path) -> None:
+    group, store = make_group(size=2), fresh(path)
+    rollouts = [make_rollout("a", reward=1.0), make_rollout("b", reward=-1.0)]
+    batch = write_a_step(store, group, rollouts, step=1)
+    store.close()
+    record = record_of(group.ticket, rollouts, batch)
+    older = json.dumps({**json.loads(record.to_json()), "micro_batches": 1})
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE steps SET record = ?, seal = ?", (older, seal(older.encode(), 1, 1)))
+    store, past = resumed(path, trainer_step=0)
+    assert (past.steps, past.damaged_steps) == ({1: record}, frozenset())
     store.close()
 
 

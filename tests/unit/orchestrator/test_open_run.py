@@ -37,7 +37,7 @@ def run_of(folder: Path, steps: int) -> None:
     layout = Layout(folder)
     record = StepRecord(
         step=0, digest="", groups=(), advantages={}, untrainable=(), truncated_samples=0, dropped_samples=0,
-        micro_batches=1, longest_row=5, dp_size=1, progress=RunTotals(), drawn={},
+        longest_row=5, dp_size=1, progress=RunTotals(), drawn={},
     )  # fmt: skip
     with closing(sqlite3.connect(layout.ledger)) as connection, connection, layout.metrics_jsonl.open("w") as metrics:
         for step in range(1, steps + 1):

@@ -34,7 +34,6 @@ def step_record(step: int) -> StepRecord:
         untrainable=(),
         truncated_samples=0,
         dropped_samples=0,
-        micro_batches=1,
         longest_row=48,
         dp_size=2,
         progress=RunTotals(),

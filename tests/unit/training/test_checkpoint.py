@@ -371,7 +371,7 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(model: str, tmp_
     with pytest.raises(CheckpointError, match="could not start a checkpoint"):
         checkpointer.wait_for_save()
     checkpointer.check()
-    assert (heard, checkpointer.durable_step) == ([], 1)
+    assert heard == []
     assert list((tmp_path / "checkpoints").glob("*/*")) == [tmp_path / "checkpoints/step_1/trainer"]
 
 

@@ -131,7 +131,6 @@ class Journal:
             untrainable=tuple(sorted(assembled.untrainable)),
             truncated_samples=assembled.truncated_samples,
             dropped_samples=assembled.dropped_samples,
-            micro_batches=len(rows),
             longest_row=max(len(row.token_ids) for row in rows),
             dp_size=dp_size,
             progress=before.plus(groups),

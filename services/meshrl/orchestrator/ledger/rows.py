@@ -83,7 +83,6 @@ class StepRecord:
     untrainable: tuple[str, ...]
     truncated_samples: int
     dropped_samples: int
-    micro_batches: int
     longest_row: int
     dp_size: int
     progress: RunTotals
@@ -96,6 +95,7 @@ class StepRecord:
     @classmethod
     def from_json(cls, text: str) -> StepRecord:
         values = json.loads(text)
+        values.pop("micro_batches", None)  # of records that older code wrote
         groups = tuple((group_id, tuple(rollouts)) for group_id, rollouts in values.pop("groups"))
         untrainable, progress = tuple(values.pop("untrainable")), RunTotals(**values.pop("progress"))
         return cls(groups=groups, untrainable=untrainable, progress=progress, **values)

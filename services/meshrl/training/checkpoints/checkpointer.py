@@ -90,7 +90,6 @@ class Checkpointer:
         deleted. Collective. Raises CheckpointError when a snapshot of this model could not be written.
         """
         self.progress = TrainingProgress()
-        self.durable_step = 0  # the last step whose checkpoint is on disk
         self._learner = learner
         self._run = run
         self._checkpoints = output_dir / "checkpoints"
@@ -238,7 +237,6 @@ class Checkpointer:
         """
         step, manifest = self._found(step)
         self._read(self._folder(step), manifest, with_optimizer=True)
-        self.durable_step = step
         self._own |= {self._folder(step), self._weights_folder(step)}
         self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         return step
@@ -349,8 +347,6 @@ class Checkpointer:
             self._first(files.discard_partial, parts)
             raise
         self._own |= set(parts)
-        if shards is not None:
-            self.durable_step = max(self.durable_step, job.step)
 
     def _write_shards(self, job: _Job, tensors: dict[str, torch.Tensor], partial: Path) -> None:
         group, plan = self._group, self._group.plan
