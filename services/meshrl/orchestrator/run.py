@@ -93,7 +93,8 @@ class Run:
 
     @contextmanager
     def counted(self, metric: str) -> Iterator[None]:
-        """Adds the seconds that the block takes to those of the next step's record."""
+        """Adds the seconds that the block takes to those of the next step's record; a batch that is dissolved leaves
+        its seconds to the one made anew, since the run waited for both."""
         began_s = self._clock.now()
         try:
             yield
