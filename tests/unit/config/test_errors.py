@@ -25,6 +25,9 @@ END = "Run 'prog --help' for every key.\n"
         (["--model.nam", "5"], "unknown option --model.nam; did you mean --model.name?"),
         (["--resume-step", "5"], "unknown option --resume-step; did you mean --ckpt.resume-step?"),
         (["--ckpt.zzz", "5"], "unknown option --ckpt.zzz; keys of ckpt are interval, resume-step"),
+        (["--modle.name", "5"], "unknown option --modle.name; did you mean --model.name?"),
+        (["--prog.model.name", "5"], "unknown option --prog.model.name; did you mean --model.name?"),
+        (["--resume-step.x", "5"], "unknown option --resume-step.x; did you mean --ckpt.resume-step?"),
         (["--no-wandbb"], "did you mean --wandb?"),
         (["--no-group-size"], "--no-group-size: group_size cannot be switched off, it is int; give it a value instead"),
         (["--no-bench", "yes"], "--no-bench takes no value, got 'yes'; leave the value out"),
@@ -76,6 +79,11 @@ def test_an_unknown_key_is_one_line_and_its_value_is_not_validated_as_that_of_th
         f"  eval_bse: no such key (from {path}:6); did you mean eval_base?",
         f"  losss: no such key (from {path}:8); did you mean loss?",
     ]
+
+
+def test_keys_in_a_table_named_after_the_program_belong_outside_it(refused: Any, toml: Any) -> None:
+    path = toml("[prog]\nmax_steps = 5\n[prog.model]\nname = 'x'\n")
+    assert refused("@", path) == f"prog: prog.max_steps: no such key (from {path}:2); did you mean max_steps?\n{END}"
 
 
 def test_a_key_that_an_unknown_one_may_have_meant_is_not_reported_as_missing(refused: Any, toml: Any) -> None:

@@ -90,19 +90,42 @@ def every_key(section: Section, prefix: Path = ()) -> Iterator[Path]:
             yield from every_key(kind.section, path)
 
 
-def nearest(section: Section, key: str, prefix: Path = ()) -> Path | None:
-    """The path of the key most like the unknown `key`: among its siblings, else anywhere below them."""
-    wanted = key.replace("-", "_")
+def nearest(section: Section, key: str, prefix: Path = (), below: Path = ()) -> Path | None:
+    """The path of the key most like the unknown `key`, which was followed by `below`.
+
+    It is `below` under a key like it, else `below` alone, as for --trainer.optim.lr of the program `trainer`, else a
+    key like it among its siblings or below them. None if no key is alike.
+    """
+    close = _most_like(section, key.replace("-", "_"))
+    if below:
+        under = None if close is None else (*close, *below)
+        found = next((path for path in (under, below) if path is not None and exists(section, path)), close)
+    else:
+        found = close
+    return None if found is None else (*prefix, *found)
+
+
+def _most_like(section: Section, wanted: str) -> Path | None:
     everywhere = {path[-1]: path for path in reversed(list(every_key(section)))}
     close = difflib.get_close_matches(wanted, section.model_fields, n=1, cutoff=0.6)
     if close and wanted not in everywhere:
-        return (*prefix, close[0])
+        return (close[0],)
     close = difflib.get_close_matches(wanted, list(everywhere), n=1, cutoff=0.75)
-    return (*prefix, *everywhere[close[0]]) if close else None
+    return everywhere[close[0]] if close else None
 
 
-def suggestion(section: Section, path: Path, part: str, write: Callable[[Path], str]) -> str:
-    close = nearest(section, part, path)
+def exists(section: Section, path: Path) -> bool:
+    kind = kind_of(section)
+    for part in path:
+        step = kind.step(part)
+        if step is None:
+            return False
+        kind = step[1]
+    return True
+
+
+def suggestion(section: Section, path: Path, part: str, below: Path, write: Callable[[Path], str]) -> str:
+    close = nearest(section, part, path, below)
     if close is not None:
         return f"; did you mean {write(close)}?"
     if len(section.model_fields) > LISTED_KEYS:

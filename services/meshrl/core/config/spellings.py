@@ -10,9 +10,11 @@ from meshrl.core.config.schema import Kind, Path, describe, nearest, suggestion
 
 
 class UnknownKeyError(ConfigError):
-    def __init__(self, kind: Kind, path: Path, part: str) -> None:
+    """`kind`, at `path`, has no key `part`; `below` are the parts that were written after it."""
+
+    def __init__(self, kind: Kind, path: Path, part: str, below: Path) -> None:
         super().__init__(f"{'.'.join(path)} has no key {part!r}")
-        self.kind, self.path, self.part = kind, path, part
+        self.kind, self.path, self.part, self.below = kind, path, part, below
 
     def hint(self, write: Callable[[Path], str]) -> str:
         key = ".".join(self.path)
@@ -20,7 +22,7 @@ class UnknownKeyError(ConfigError):
             return f": {key} is a list, so a place comes next: {write((*self.path, '0', self.part))}"
         if self.kind.section is None:
             return f": {key} is {describe(self.kind)} and has no keys below it"
-        return suggestion(self.kind.section, self.path, self.part, write)
+        return suggestion(self.kind.section, self.path, self.part, self.below, write)
 
     @property
     def meant(self) -> Path:
@@ -40,10 +42,10 @@ class Spellings:
         if meant is not None:
             return written, meant
         path, kind = Path(), self.root
-        for part in written:
+        for place, part in enumerate(written):
             step = kind.step(part)
             if step is None:
-                raise UnknownKeyError(kind, path, part)
+                raise UnknownKeyError(kind, path, part, written[place + 1 :])
             path, kind = (*path, step[0]), step[1]
         return path, kind
 

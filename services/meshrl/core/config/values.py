@@ -9,7 +9,7 @@ from typing import Any
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Given, Layer
-from meshrl.core.config.schema import Kind, Path, Table
+from meshrl.core.config.schema import Kind, Path, Table, exists, nearest
 from meshrl.core.config.spellings import UnknownKeyError
 
 NONE = "None"
@@ -76,8 +76,11 @@ def _named(root: Kind, written: Path, layer: Layer, origin: str) -> tuple[Path, 
     for part in written:
         step, own = kind.step(part), layer.given.get(written[: len(path)])
         if step is None and kind.section is not None and (own is None or own.value != []):
-            unknown = UnknownKeyError(kind, path, part)
-            key, hint = ".".join((*path, part)), unknown.hint(".".join)
+            below = written[len(path) + 1 :]  # named only where it is a key without `part`, one line a table else
+            if nearest(kind.section, part) or not exists(kind.section, below):
+                below = ()
+            unknown = UnknownKeyError(kind, path, part, below)
+            key, hint = ".".join((*path, part, *below)), unknown.hint(".".join)
             unknown.args = (f"{key}: no such key (from {origin}){hint}",)
             return path, kind, unknown
         name, kind = step or (part, _UNKNOWN)
