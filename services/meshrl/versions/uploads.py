@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 import numpy as np
 from loguru import logger
@@ -26,7 +27,7 @@ from meshrl.versions.sources import ByteSource, Connections, LinkLimits, RateLim
 from meshrl.versions.version_bytes import chunk_of
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.frames import frame_upload_chunk
-from meshrl.wire.types import Manifest, StagedVersion
+from meshrl.wire.types import EngineInfo, Manifest, StagedVersion, capabilities
 
 # Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
 TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
@@ -35,6 +36,21 @@ NO_ROOM = frozenset({Reason.OVERLOADED})  # room may come: the hub retires versi
 RETRY_FOR_S = 60.0
 SEAL_S = 30.0
 HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The capabilities of the hub, and the engines that it lists; by default those of this release."""
+
+    hub: Collection[str] = capabilities.HUB
+    engines: Sequence[EngineInfo] = ()
+
+    def engines_can(self, capability: str) -> bool:
+        """Whether every engine has it."""
+        return all(capability in engine.capabilities for engine in self.engines)
+
+
+TODAY = Peers()
 
 
 class Attempts:
@@ -92,16 +108,16 @@ class Uploader:
         if self._connections is not None:
             await self._connections.close()
 
-    async def hub_capabilities(self) -> Collection[str]:
-        """Those that the hub lists, which is asked once. Raises UNREACHABLE where it is away for `retry_for_s`."""
+    async def peers(self) -> Peers:
+        """The hub's capabilities and its engines. Raises UNREACHABLE where it is away for `retry_for_s`."""
         attempts = Attempts(self._retry_for_s, left=0)
-        while self._client.capabilities is None:
+        while True:
             try:
-                await self._client.epoch()
+                engines = await self._client.list_engines()
+                return Peers(hub=self._client.capabilities or (), engines=engines)
             except MeshError as error:
                 await attempts.another(error, left=0)
                 logger.warning("the hub cannot be asked for what it can do: {}; asking again", error)
-        return self._client.capabilities
 
     async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
         """Sends the hub a manifest and, of a streamed version, the chunks that it misses.

@@ -36,7 +36,7 @@ from meshrl.versions.transports.broadcast import (
     SendVersion,
 )
 from meshrl.versions.transports.rank_calls import RankCalls, RankCallThread
-from meshrl.versions.uploads import Uploader
+from meshrl.versions.uploads import Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import plan_tensors
 from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport, capabilities
@@ -281,10 +281,10 @@ async def test_snapshot_outlives_the_next_steps(model: str, hub: str) -> None:
 async def test_hub_that_takes_no_copies_is_sent_none_and_the_next_broadcast_reaches_late_engines(
     model: str, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def of_1_0(uploader: Uploader) -> tuple[str, ...]:
-        return ()
+    async def of_1_0(uploader: Uploader) -> Peers:
+        return Peers(hub=())
 
-    monkeypatch.setattr(Uploader, "hub_capabilities", of_1_0)
+    monkeypatch.setattr(Uploader, "peers", of_1_0)
     async with trainer(model, hub) as training:
         await training.publish(0)
         async with serving_engine(model, hub) as served:
@@ -300,15 +300,15 @@ async def test_hub_that_takes_no_copies_is_sent_none_and_the_next_broadcast_reac
 async def test_hub_that_would_drop_the_order_of_rows_is_refused_before_a_group_opens(
     model: str, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def all_but_rows(uploader: Uploader) -> set[str]:
-        return {*capabilities.HUB} - {capabilities.ROW_ORDER}
+    async def all_but_rows(uploader: Uploader) -> Peers:
+        return Peers(hub={*capabilities.HUB} - {capabilities.ROW_ORDER})
 
     async with trainer(model, hub) as training, serving_engine(model, hub):
         plan = training.snapshotter.plan
         ordered = replace(plan.collective, reordered_tensors=(0,), row_order=(0,))
         monkeypatch.setattr(training.transport, "_plan", replace(plan, collective=ordered))
         with monkeypatch.context() as older:
-            older.setattr(Uploader, "hub_capabilities", all_but_rows)
+            older.setattr(Uploader, "peers", all_but_rows)
             with pytest.raises(MeshError, match=r"lacks the capability broadcasts\.rows; start it from") as refused:
                 await training.publish(0)
         assert refused.value.reason is Reason.NOT_SUPPORTED

@@ -12,7 +12,7 @@ from loguru import logger
 
 import older_release
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Transport, VersionKind, VersionProbe
+from meshrl.wire.types import Transport, VersionKind, VersionProbe, capabilities
 from weight_mesh import MemoryEngine, Mesh, make_state
 
 
@@ -85,6 +85,54 @@ async def test_a_manifest_goes_in_parts_to_a_hub_that_takes_them_alone(older_mes
     with pytest.raises(MeshError, match=r"lacks the capability manifest\.parts") as refused:
         await client.create_version(manifest)
     assert refused.value.reason is Reason.MESSAGE_TOO_LARGE
+
+
+READ = """
+import sys
+import numpy as np
+from meshrl.versions.deltas.codec import read_stream
+print(sum(piece.changed for piece in read_stream(np.fromfile(sys.argv[1], np.uint8))))
+"""
+
+
+@pytest.mark.timeout(180)
+async def test_deltas_have_the_older_format_while_an_engine_of_1_0_is_registered(
+    mesh: Mesh, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    environment = older_release.unpacked(tmp_path / "code")
+    publisher, weights = mesh.publisher(transport, anchor_every=8), make_state(1)
+    engines = {"today": MemoryEngine(make_state(0))}
+    mesh.start_agent("today", engines["today"])
+    await mesh.until_registered(1)
+
+    async def format_of(version: int) -> int | None:
+        """Publishes a version with few changes, which all engines serve; None for one in full."""
+        weights["model.norm.weight"][:3] += 1.0
+        report = await publisher.publish(version, weights)
+        await mesh.activate(version)
+        assert [name for name, engine in engines.items() if not engine.holds(weights)] == []
+        held = mesh.hub._store.held(report.artifact_id)
+        if held.manifest.kind is VersionKind.FULL:
+            return None
+        payload = (held.folder / "payload").read_bytes()
+        if payload[4] == 1:
+            assert await older_release.output_of(environment, READ, str(held.folder / "payload")) == "3\n"
+        return payload[4]
+
+    assert [await format_of(version) for version in (0, 1)] == [None, 2]
+    with monkeypatch.context() as patched:
+        patched.setattr(capabilities, "ENGINE", ())
+        engines["older"] = MemoryEngine(make_state(0))
+        mesh.start_agent("older", engines["older"])
+        await mesh.until_registered(2)
+        listed = {engine.engine_id: engine.capabilities for engine in await publisher.client.list_engines()}
+        assert listed == {"today": ("deltas.sparse",), "older": ()}
+    assert [await format_of(version) for version in (2, 3, 4)] == [None, 1, 1]  # none of format 2 is below those
+    await mesh.kill_agent("older")
+    del engines["older"]
+    await mesh.until(lambda: len(mesh.hub.coordinator.pool.engines) == 1)
+    assert await format_of(5) == 2
 
 
 async def test_the_hub_of_today_takes_deltas_between_files(mesh: Mesh) -> None:

@@ -201,6 +201,24 @@ def test_few_changes_spread_evenly_take_less_than_a_two_thousandth_and_come_back
         unpack(beyond)
 
 
+def test_a_reader_of_the_older_format_gets_no_low_bytes_also_from_merged_deltas(threads: ThreadPoolExecutor) -> None:
+    plan, values = plan_tensors([("a", "bfloat16", (2**16,))]), 2**16
+    images = [np.zeros(values, np.uint16)]
+    for at in (5, 60_000):
+        images.append(images[-1].copy())
+        images[-1][at] += 1
+    for sparse, form in ((True, 2), (False, 1)):
+        streams = []
+        for old, new in pairwise(image.view(np.uint8) for image in images):
+            pairs = encode(Rows(plan), old, new, threads, sparse=sparse)
+            streams.append(write_stream([packed for _, packed in pairs]))
+            tensors = [torch.from_numpy(image.copy()) for image in (old, new)]
+            made = encode_on_device(Rows(plan), tensors[0], tensors[1], threads, sparse=sparse)
+            assert write_stream(made).tobytes() == streams[-1].tobytes()
+        assert [int(stream[4]) for stream in (*streams, merge(streams))] == [form] * 3
+        assert unpack(*read_stream(merge(streams))).places.tolist() == [0, 59_995]  # the piece begins at the first
+
+
 @pytest.mark.parametrize(("block", "sparse"), [(16, 400), (2**22, 1), (2**22, 400), (5, 2)])
 @settings(max_examples=30, deadline=None)
 @given(old=IMAGES, new=IMAGES)

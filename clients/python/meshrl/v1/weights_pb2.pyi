@@ -765,7 +765,7 @@ class ListEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., epoch: _Optional[int] = ..., next_page_token: _Optional[str] = ..., run_epochs: _Optional[_Mapping[str, int]] = ..., contract_version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep", "layout_signature", "served", "last_seen_time", "max_adapters", "max_adapter_rank")
+    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep", "layout_signature", "served", "last_seen_time", "max_adapters", "max_adapter_rank", "capabilities")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
@@ -786,6 +786,7 @@ class EngineInfo(_message.Message):
     LAST_SEEN_TIME_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     url: str
     engine_pool: str
@@ -806,7 +807,8 @@ class EngineInfo(_message.Message):
     last_seen_time: _timestamp_pb2.Timestamp
     max_adapters: int
     max_adapter_rank: int
-    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ..., sleeping: bool = ..., can_sleep: bool = ..., layout_signature: _Optional[bytes] = ..., served: _Optional[_Iterable[_Union[_runs_pb2.ServedVersion, _Mapping]]] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ..., sleeping: bool = ..., can_sleep: bool = ..., layout_signature: _Optional[bytes] = ..., served: _Optional[_Iterable[_Union[_runs_pb2.ServedVersion, _Mapping]]] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("request_id", "run_id", "epoch")

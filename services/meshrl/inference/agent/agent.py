@@ -63,6 +63,7 @@ from meshrl.wire.types import (
     Manifest,
     Transport,
     VersionKind,
+    capabilities,
 )
 
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
@@ -228,6 +229,7 @@ class WeightAgent:
                 can_sleep=self._engine.can_sleep,
                 max_adapters=0 if adapters is None else adapters.max_adapters,
                 max_adapter_rank=0 if adapters is None else adapters.max_rank,
+                capabilities=capabilities.ENGINE,
             )
         )
         self._outbox, self.connected = asyncio.Queue(), True

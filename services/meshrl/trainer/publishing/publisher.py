@@ -79,9 +79,9 @@ class Publisher:
         sealing, UNREACHABLE after `retry_for_s`. Raises OSError for files that cannot be written.
         """
         async with self._busy:
-            hub = await self._uploader.hub_capabilities()
-            prepared = await self._transport.prepare(version, captured, hub)
-            probe = await self._probe(captured, hub)
+            peers = await self._uploader.peers()
+            prepared = await self._transport.prepare(version, captured, peers)
+            probe = await self._probe(captured, peers.hub)
             manifest = replace(prepared.manifest, probe=probe)
             began_s = time.monotonic()
             try:
@@ -90,7 +90,7 @@ class Publisher:
                 if manifest.kind is not VersionKind.DELTA or error.reason is not Reason.UNKNOWN_VERSION:
                     raise
                 logger.warning("{}", error)  # the hub has lost its base: the next try goes in full
-                prepared = await self._transport.prepare(version, captured, hub)
+                prepared = await self._transport.prepare(version, captured, peers)
                 manifest = replace(prepared.manifest, probe=probe)
                 staged = await self._uploader.stage(manifest, prepared.buffer)
             staged_s = time.monotonic()

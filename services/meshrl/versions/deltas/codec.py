@@ -142,10 +142,11 @@ def changes(run: Stretch, old: Words, new: Words) -> Changes:
     return Changes(run=run, places=places, steps=ordered(new[places]) - ordered(old[places]))
 
 
-def pack(found: Changes) -> Packed:
+def pack(found: Changes, *, sparse: bool = True) -> Packed:
+    """`sparse`: gaps may go without their low bytes, which readers of an older release refuse."""
     gaps = np.diff(found.places, prepend=-1) - 1
     lows = np.empty(0, np.uint8)
-    if is_sparse(found.run, len(found.places)):
+    if sparse and is_sparse(found.run, len(found.places)):
         lows = gaps.astype(np.uint8)
         gaps >>= LOW_BITS
     skips = gaps // ESCAPE
@@ -349,15 +350,17 @@ def encode(
     new: NDArray[np.uint8],
     threads: ThreadPoolExecutor,
     moved: Callable[[], object] = lambda: None,
+    *,
+    sparse: bool = True,
 ) -> list[tuple[Changes, Packed]]:
     """Changes of the runs of `rows` in which there are any, with their bytes, from two states of them.
 
-    `moved` is called after each run, on its thread.
+    `moved` is called after each run, on its thread; `sparse` as of `pack`.
     """
 
     def one(run: Stretch, at: int) -> tuple[Changes, Packed]:
         found = changes(run, words_of(old, run, at), words_of(new, run, at))
-        made = found, pack(found)
+        made = found, pack(found, sparse=sparse)
         moved()
         return made
 
@@ -365,22 +368,26 @@ def encode(
 
 
 def merge(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """One delta that does what `deltas` do one after the other. Raises DeltaError.
+    """One delta that does what `deltas` do one after the other, without low bytes of gaps where they have none.
+
+    Raises DeltaError.
 
     Works block by block of the weights: time grows with the number of changes, memory is one block for each thread.
     """
     by_block: dict[tuple[int, int], list[Packed]] = {}
-    for piece in (piece for stream in deltas for piece in read_stream(stream)):
+    pieces = [piece for stream in deltas for piece in read_stream(stream)]
+    sparse = any(len(piece.lows) for piece in pieces)
+    for piece in pieces:
         run = piece.run
         first = run.start // run.width
         for block in range(first // BLOCK_VALUES, (first + run.values - 1) // BLOCK_VALUES + 1):
             by_block.setdefault((run.width, block), []).append(piece)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), thread_name_prefix="delta-merge") as threads:
-        merged = threads.map(lambda key: _merge_block(key[0], key[1], by_block[key]), by_block)
+        merged = threads.map(lambda key: _merge_block(key[0], key[1], by_block[key], sparse=sparse), by_block)
         return write_stream(sorted((piece for piece in merged if piece is not None), key=lambda piece: piece.run.start))
 
 
-def _merge_block(width: int, block: int, pieces: Sequence[Packed]) -> Packed | None:
+def _merge_block(width: int, block: int, pieces: Sequence[Packed], *, sparse: bool) -> Packed | None:
     begin = block * BLOCK_VALUES
     steps = np.zeros(BLOCK_VALUES, dtype=UNSIGNED[width])
     for piece in pieces:
@@ -393,4 +400,4 @@ def _merge_block(width: int, block: int, pieces: Sequence[Packed]) -> Packed | N
         return None
     start = int(places[0])  # not that of the block: before it may lie elements of another width
     run = Stretch(start=(begin + start) * width, values=int(places[-1]) + 1 - start, width=width)
-    return pack(Changes(run=run, places=places - start, steps=steps[places]))
+    return pack(Changes(run=run, places=places - start, steps=steps[places]), sparse=sparse)

@@ -41,11 +41,13 @@ Placed = tuple[Stretch, int]
 
 
 @torch.no_grad()
-def encode_on_device(rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: ThreadPoolExecutor) -> list[Packed]:
+def encode_on_device(
+    rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: ThreadPoolExecutor, *, sparse: bool = True
+) -> list[Packed]:
     """The pieces of the runs in which there are changes, in the order of the stream.
 
     `old` and `new` (bytes,) uint8 are two states of `rows`. It is done where `new` is; `old` may be in pinned host
-    memory.
+    memory. `sparse` as of `codec.pack`.
     """
     waiting: list[Future[Packed]] = []
     areas = list(_areas(list(zip(rows.runs, rows.at, strict=True))))[::-1]
@@ -60,7 +62,8 @@ def encode_on_device(rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: 
             areas += [area[len(area) // 2 :], area[: len(area) // 2]]
             continue
         borders = [(at - first) // area[0][0].width for _, at in area]
-        streams = _streams(before, after, torch.nonzero(differs).squeeze(1), borders, [run for run, _ in area])
+        places, runs = torch.nonzero(differs).squeeze(1), [run for run, _ in area]
+        streams = _streams(before, after, places, borders, runs, may_be_sparse=sparse)
         for (run, _), (changed, *of_run) in zip(area, streams, strict=True):
             if changed:
                 waiting.append(threads.submit(compress, run, changed, tuple(of_run)))
@@ -81,7 +84,13 @@ def _areas(runs: Sequence[Placed]) -> Iterator[list[Placed]]:
 
 
 def _streams(
-    old: torch.Tensor, new: torch.Tensor, places_C: torch.Tensor, borders: Sequence[int], runs: Sequence[Stretch]
+    old: torch.Tensor,
+    new: torch.Tensor,
+    places_C: torch.Tensor,
+    borders: Sequence[int],
+    runs: Sequence[Stretch],
+    *,
+    may_be_sparse: bool,
 ) -> Iterator[tuple[int, NDArray, NDArray, NDArray, NDArray]]:  # type: ignore[type-arg]  # bytes of four streams
     """Of each run of an area: how many elements change, then what `compress` takes."""
     nothing = torch.empty(0, dtype=torch.uint8).numpy()
@@ -94,7 +103,8 @@ def _streams(
     firsts = edges_R[:-1][changed_R]
     gaps_C[firsts] = places_C[firsts] - borders_R[:-1][changed_R]  # the first of a run counts from its start
     changes_R = edges_R.diff()
-    sparse, lows = [is_sparse(run, changed) for run, changed in zip(runs, changes_R.tolist(), strict=True)], nothing
+    counted = zip(runs, changes_R.tolist(), strict=True)
+    sparse, lows = [may_be_sparse and is_sparse(run, changed) for run, changed in counted], nothing
     if any(sparse):
         sparse_R = torch.tensor(sparse, device=old.device)
         sparse_C = torch.repeat_interleave(sparse_R, changes_R, output_size=len(places_C))

@@ -24,14 +24,20 @@ class DeltaRule:
         self._anchor_every = anchor_every
         self._base: Manifest | None = None  # of the version delivered last, as if it had left in full
         self._deltas = 0  # since the last version in full
+        self._sparse = False  # whether one of them may have low bytes of gaps
+        self._next_sparse = True  # and whether the next one may
 
-    def base_of(self, version: int, plan: Sequence[TensorEntry]) -> Manifest | None:
+    def base_of(self, version: int, plan: Sequence[TensorEntry], *, sparse: bool = True) -> Manifest | None:
         """The version to make a delta from: the one delivered last, described as if it had gone in full.
 
-        None where `version` must go in full: there is no earlier one with the same tensors.
+        None where `version` must go in full: there is no earlier one with the same tensors, or `sparse` is off, since
+        some engine reads no gaps without their low bytes, and deltas before it may have such.
         """
-        base = self._base
+        base, self._next_sparse = self._base, sparse
         if base is None or base.version >= version or _layout(plan) != _layout(base.tensors):
+            return None
+        if self._sparse and not sparse:
+            logger.info("version {} leaves in full: an engine of an older release reads no sparse deltas", version)
             return None
         return base
 
@@ -48,6 +54,7 @@ class DeltaRule:
         """`full` describes the version as if it had left in full."""
         self._base = full
         self._deltas = 0 if manifest is full else self._deltas + 1
+        self._sparse = self._deltas > 0 and (self._sparse or self._next_sparse)
 
 
 def _layout(tensors: Sequence[TensorEntry]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -7,7 +7,7 @@ does its part on a thread beside training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
+from meshrl.versions.uploads import TODAY, Peers
 from meshrl.wire.manifest import Adapter, build_manifest
-from meshrl.wire.types import ChunkEntry, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport, capabilities
+from meshrl.wire.types import ChunkEntry, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport
 
 Answer = Mapping[str, Mapping[str, str]]
 """What a rank answers to a call: tables by name, such as the digests that it computed."""
@@ -102,8 +103,8 @@ class VersionTransport(Protocol):
     @property
     def progress(self) -> Progress: ...
 
-    async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
-        """Does the work before the version is declared at the hub, with no more than its capabilities (`hub`).
+    async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
+        """Does the work before the version is declared at the hub, so that its `peers` can read the version.
 
         Raises MeshError and OSError."""
 

@@ -34,7 +34,7 @@ from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, Snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
-from meshrl.versions.uploads import Uploader
+from meshrl.versions.uploads import TODAY, Peers, Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, chunks_of
 from meshrl.wire.types import (
@@ -208,11 +208,11 @@ class BroadcastTransport:
         self._hub: Collection[str] = ()  # its capabilities
         self._late: asyncio.Task[None] | None = None  # looks after the engines that lack the newest version
 
-    async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
+    async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
         """Makes sure that there is a group of all engines. Raises also a defect in bringing them the last version, and
         NOT_SUPPORTED for a hub that would drop the order of the senders' rows."""
         assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
-        if self._plan.collective.reordered_tensors and capabilities.ROW_ORDER not in hub:
+        if self._plan.collective.reordered_tensors and capabilities.ROW_ORDER not in peers.hub:
             raise MeshError(
                 Reason.NOT_SUPPORTED,
                 f"the experts' rows of version {version} are in the order of the trainer's ranks, and the hub lacks the"
@@ -220,7 +220,7 @@ class BroadcastTransport:
                 " weight_broadcast.type",
             )
         await self._end_late()
-        self._hub = hub
+        self._hub = peers.hub
         lanes = torch.from_numpy(captured.digests)
         tensors = tuple(
             replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._plan.tensors)

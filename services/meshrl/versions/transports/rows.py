@@ -34,6 +34,7 @@ from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured, HeldSnapshot, HostCopies, SideStream, Snapshot, whole_snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionCall, VersionLine
 from meshrl.versions.transports.rank_calls import RankCalls
+from meshrl.versions.uploads import TODAY, Peers
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, SUM128, chunks_of, delta_manifest
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind, capabilities
 
@@ -48,9 +49,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeRows(VersionCall):
-    """Digest the rank's rows of a version and encode what changed in them since `base`; None: no delta is wanted."""
+    """Digest the rank's rows of a version and encode what changed in them since `base`; None: no delta is wanted.
+
+    `sparse` as of `codec.pack`.
+    """
 
     base: int | None
+    sparse: bool = True
 
 
 class WriteDelta(VersionCall):
@@ -128,7 +133,7 @@ class RowShare(ABC):
         with self._side.reading(snapshot):
             match call:
                 case EncodeRows():
-                    return self._encode(snapshot, call.base)
+                    return self._encode(snapshot, call)
                 case WriteDelta():
                     if self.share:
                         self.delta_path(self.share).write_bytes(write_stream(self.pieces).data)
@@ -153,18 +158,18 @@ class RowShare(ABC):
         """The tensors of a version that this rank holds, without digests."""
         return self.held.get(version, deadline_s=self.deadline_s).tensors
 
-    def _encode(self, snapshot: Snapshot, base_version: int | None) -> Answer:
-        """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows.
+    def _encode(self, snapshot: Snapshot, call: EncodeRows) -> Answer:
+        """Makes the pieces of a delta from the base, where it is the version asked for, and the digests of the rows.
 
         Answers the digests, and the bytes of the delta: those of the full version where this rank has no base.
         """
         rows = self._rows = self._rows or Rows(snapshot.tensors, snapshot.spans)
         self.pieces = []
-        has_base = self._base is not None and base_version == self._base_version
+        has_base = self._base is not None and call.base == self._base_version
         if has_base and snapshot.ready is None:
             assert self._base is not None, "there is a base"
             old, new = self._base.numpy(), snapshot.flat.numpy()
-            pairs = encode(rows, old, new, self._threads, self.progress.moved)
+            pairs = encode(rows, old, new, self._threads, self.progress.moved, sparse=call.sparse)
             self.pieces = [packed for _, packed in pairs]
             edits = edits_of([found for found, _ in pairs], rows, old, new)
             take = lambda at: old[rows.place(at)]  # noqa: E731  # it has one use
@@ -174,7 +179,7 @@ class RowShare(ABC):
             if has_base:
                 assert self._base is not None, "there is a base"
                 try:
-                    self.pieces = encode_on_device(rows, self._base, snapshot.flat, self._threads)
+                    self.pieces = encode_on_device(rows, self._base, snapshot.flat, self._threads, sparse=call.sparse)
                 except torch.OutOfMemoryError as error:  # training needs it: a version in full needs none
                     device, has_base = snapshot.flat.device, False
                     logger.warning("no room on {} to make a delta, the version goes in full: {}", device, error)
@@ -270,12 +275,12 @@ class RowTransport(ABC, Generic[ShareT]):
         self._made: Prepared | None = None
         self._in_full: Manifest | None = None  # the delta that was made, as if it had left in full
 
-    async def prepare(self, version: int, captured: Captured, hub: Collection[str] = capabilities.HUB) -> Prepared:
+    async def prepare(self, version: int, captured: Captured, peers: Peers = TODAY) -> Prepared:
         """Collects the version's bytes, or those of its delta, from the ranks; they are the `buffer` for the hub.
 
         A delta that is asked for again before it was delivered becomes a full version: the hub has refused it.
         """
-        return await asyncio.to_thread(self._prepare, version, captured.gathered, hub)
+        return await asyncio.to_thread(self._prepare, version, captured.gathered, peers)
 
     async def deliver(self, version: int) -> Mapping[str, float]:
         """Engines fetch the version from the hub; the ranks keep it, to make the next version's delta from."""
@@ -291,7 +296,7 @@ class RowTransport(ABC, Generic[ShareT]):
         self._threads.shutdown(wait=False)
         self._share.close()
 
-    def _prepare(self, version: int, gathered: Mapping[str, torch.Tensor] | None, hub: Collection[str]) -> Prepared:
+    def _prepare(self, version: int, gathered: Mapping[str, torch.Tensor] | None, peers: Peers) -> Prepared:
         began_s = time.monotonic()
         if gathered is not None and gathered is not self._gathered:
             self._gathered, self._made = gathered, None
@@ -304,15 +309,16 @@ class RowTransport(ABC, Generic[ShareT]):
             if self._rule is not None and num_bytes < self._deltas_from:
                 logger.info("versions leave in full: {} bytes are brought sooner than compared", num_bytes)
                 self._rule = None
-            lacking = [name for name in self.deltas_need if name not in hub]
+            lacking = [name for name in self.deltas_need if name not in peers.hub]
             if self._rule is not None and lacking:
                 text = "versions leave in full: the hub lacks the capability {}; start it from the trainer's release"
                 logger.warning(text, " and ".join(lacking))
                 self._rule = None
             base, goes_as_delta = None, False
             if self._rule is not None and not again:
-                base = self._rule.base_of(version, self._tensors)
-                goes_as_delta = self._encode(self._rule, version, base)
+                sparse = peers.engines_can(capabilities.SPARSE_DELTAS)
+                base = self._rule.base_of(version, self._tensors, sparse=sparse)
+                goes_as_delta = self._encode(self._rule, version, base, sparse=sparse)
             encoded_s = time.monotonic()
             self._made = self._in_full = None  # and with it the last one's bytes
             manifest, payload = self._delta(version, base) if base and goes_as_delta else self._full(version)
@@ -320,8 +326,8 @@ class RowTransport(ABC, Generic[ShareT]):
             self._made = Prepared(manifest=manifest, buffer=payload, parts_s=parts_s)
         return self._made
 
-    def _encode(self, rule: DeltaRule, version: int, base: Manifest | None) -> bool:
-        call = EncodeRows(version=version, base=None if base is None else base.version)
+    def _encode(self, rule: DeltaRule, version: int, base: Manifest | None, *, sparse: bool) -> bool:
+        call = EncodeRows(version=version, base=None if base is None else base.version, sparse=sparse)
         answers = self._ranks.call(call, stall_s=self._stall_s)
         lanes = np.zeros((len(self._tensors), 2), dtype=np.uint64)
         for answer in answers:

@@ -129,6 +129,7 @@ class Coordinator:
             served=engine.served,
             max_adapters=given.max_adapters,
             max_adapter_rank=given.max_adapter_rank,
+            capabilities=given.capabilities,
         )
 
     # --- publishers -------------------------------------------------------------------------

@@ -14,6 +14,7 @@ FILE_DELTAS = "deltas.files"
 COPIES = "broadcasts.copies"
 ROW_ORDER = "broadcasts.rows"
 PROBES = "versions.probes"
+SPARSE_DELTAS = "deltas.sparse"
 
 ROLLOUT = (REATTACH, DRAIN)
 """Of this repository's rollout service; those below are of its other programs."""
@@ -21,3 +22,4 @@ ROLLOUT = (REATTACH, DRAIN)
 ROLLOUT_CALLER = (REATTACH,)
 TRAINER = (DRAIN, CHECKPOINTS)
 HUB = (DRAIN, MANIFEST_PARTS, COMPILED, FILE_DELTAS, COPIES, ROW_ORDER, PROBES)
+ENGINE = (SPARSE_DELTAS,)

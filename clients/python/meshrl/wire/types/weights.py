@@ -164,6 +164,7 @@ class AgentRegistration:
     max_adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     served: tuple[ServedVersion, ...] = ()
+    capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,6 +386,7 @@ class EngineInfo:
     last_seen_time: float | None = field(default=None, compare=False)  # seconds of the epoch
     max_adapters: int = 0
     max_adapter_rank: int = 0
+    capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
