@@ -1,7 +1,7 @@
 """Brings the messages of a chat into the one shape that every chat template and renderer reads.
 
-Requests, training data and tasksets write the same message in several ways. Templates differ in which of these they
-read, and drop the others without an error, so messages pass here once, before any template.
+Requests, training data and tasksets write the same message in several ways, of which a template drops those that it
+does not know.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 def normal_message(message: JsonObject) -> dict[str, Any]:
     """The message with its content as text and the arguments of its tool calls as objects.
 
-    Text parts are joined without a separator; null becomes the empty text. An assistant's message without calls has no
-    `tool_calls`, since templates test for the key. Arguments that are no JSON object stay as they are. `reasoning` is
-    also given as `reasoning_content`, the name that templates read.
-
-    Raises ValueError where role or content is missing or of a type that no text model reads.
+    Text parts are joined without a separator; null becomes the empty text. `tool_calls` is left out without calls,
+    since templates test for the key. Arguments that are no JSON object stay as they are. `reasoning` is also given as
+    `reasoning_content`. Raises ValueError where role or content is missing or of a type that no text model reads.
     """
     normal = dict(message)
     role = normal.get("role")

@@ -18,10 +18,10 @@ class Clock:
 
 
 class AwakeClock:
-    """A monotonic clock that leaves out the times in which nobody looked at it.
+    """A monotonic clock without the times in which nobody looked at it.
 
-    A process that was stopped (SIGSTOP, a suspended machine) finds that its deadlines have passed, while what would
-    have met them waits to be read. With this clock they have as long to go as before.
+    After a stop (SIGSTOP, a suspended machine) deadlines have as long to go as before, while the answers that wait are
+    read.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk.
 
-For everything that a later start must find: logs, ledgers, checkpoints, manifests. All calls block and raise OSError.
+All calls block and raise OSError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The console scripts: each prepares the process before the program's imports, which take seconds, and calls its main.
 
-Ctrl-C while a program is still coming up ends it at once and without a traceback; once it runs,
-`meshrl.core.program.run` drains it instead.
+Until the program runs, Ctrl-C ends it at once without a traceback; then `meshrl.core.program.run` drains it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def _call(module: str) -> None:
 
 
 def _have_home() -> None:
-    """Sets HOME where there is none, as for a container's user id that passwd does not know: libraries look for it.
-    Ends the process with a sentence where no folder can be made."""
+    """Sets HOME where there is none, as for a container's user id that passwd does not know. Ends the process with a
+    sentence where no folder can be made."""
     try:
         Path.home()
     except RuntimeError:

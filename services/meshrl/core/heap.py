@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Keeps the collector from what long imports load, while they load it and ever after: little of it is garbage.
+    """Keeps the collector from what long imports load, while they load it and ever after.
 
     It would look through half a million objects, in half a second, three times over, again in `freeze_loaded`, and
     twice at the end. Where all was imported before, nothing is hidden.
@@ -30,8 +30,8 @@ def freeze_loaded() -> None:
     """Hides everything that exists from the collector: models, tasksets, and modules that did not come in `loading`.
 
     Blocks for 0.1 s, about 1 s where much was imported outside `loading`. A full collection waits until what survived
-    since the last one is a quarter of what survived that one. The second collection here makes that a quarter of what
-    is in use instead of a quarter of torch, so that cycles do not pile up for hundreds of steps.
+    since the last one is a quarter of what survived that one; the second collection here makes that a quarter of what
+    is in use instead of a quarter of torch.
     """
     gc.collect()
     gc.freeze()

@@ -1,13 +1,13 @@
-"""Ends processes whose parent or peer is gone, and removes their files, so that a run leaves nothing behind.
+"""Ends processes whose parent or peer is gone, and removes their files.
 
 A rank ends when another rank or its agent is gone (`Lifeline`, `end_with_agent`). A process of `multiprocessing` ends
-with its program (`end_with_parent`). Others are ended by a guardian, a process beside the one that started them: `rl`,
-a program with a temporary folder (`FolderGuardian`), or one whose environments start programs (`children_end_too`).
+with its program (`end_with_parent`). Others are ended by a guardian, a process beside their starter: `rl`, a program
+with a temporary folder (`FolderGuardian`), or one whose environments start programs (`children_end_too`).
 
 The guardian is this file run as a script, with the standard library alone, `orphans.py GRACE_S LOCK_FILE MARK
 FOLDER...`. It reads from stdin `+PID` when a process group has been started, `-PID` when it is gone. At the end of
-stdin every group left is asked to end and killed after the grace. Then processes with MARK in their environment, which
-may have sessions of their own, are killed, and the folders removed, unless another process has LOCK_FILE locked.
+stdin every group left is asked to end and killed after the grace. Then processes with MARK in their environment are
+killed, and the folders removed, unless another process has LOCK_FILE locked.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Lifeline:
     """A rank's connections to the others of its training group; `lost` is called, on its own thread, when one breaks.
 
     A collective that waits for a dead rank may hang for minutes, in code that no signal reaches. So each rank keeps a
-    TCP connection to rank 0 on which nothing is sent, and a thread that watches it: the system closes it when a process
-    dies.
+    silent TCP connection to rank 0, which the system closes when a process dies, and a thread that watches it.
     """
 
     def __init__(self, peers: Mapping[socket.socket, str], *, lost: Callable[[str], None], parent: int | None) -> None:
@@ -125,10 +124,10 @@ class Lifeline:
 
 
 def end_with_agent(environment: Mapping[str, str]) -> None:
-    """Ends this process soon after the agent that has started it, even when that is gone already.
+    """Ends this process soon after the agent that has started it, even when that is gone already; only in a rank of
+    ours.
 
-    Called before anything that takes time: ranks that import torch or look for each other would wait for minutes. Does
-    nothing in a process that is no rank of ours.
+    Called before anything that takes time: ranks that import torch or look for each other would wait for minutes.
     """
     if AGENT_PID in environment:
         Lifeline({}, lost=leave_at_once, parent=_agent_of(environment))
@@ -196,8 +195,8 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
 def end_with_parent(*, whole_group: bool = False) -> None:
     """Ends this process soon after the one that started it with `multiprocessing`, also when that is killed.
 
-    With `whole_group` the programs that it started end too: it must lead a process group. vLLM's workers watch its
-    engine process, but nothing watches the program above it: without this, a SIGKILL would leave the model in the GPU's
+    With `whole_group`, which needs a process that leads its group, the programs that it started end too: vLLM's workers
+    watch its engine process, but nothing watches the program above it, whose SIGKILL would leave the model in the GPU's
     memory.
     """
     import multiprocessing
@@ -250,7 +249,7 @@ class FolderGuardian:
 @contextmanager
 def children_end_too() -> Iterator[None]:
     """Whatever this process starts in the block is killed after it, also when this process is killed. In a program of a
-    run that is left to the guardian of `rl`. On Linux alone."""
+    run the guardian of `rl` does that. On Linux alone."""
     if RUN_MARK in os.environ:
         yield
         return

@@ -43,7 +43,8 @@ class Layout:
 
     @property
     def control(self) -> Path:
-        """By what a trainer of several runs finds the run of this folder, and what it writes for the run's owner."""
+        """Files by which a trainer of several runs finds the run of this folder, and those that it writes for its
+        owner."""
         return self.output_dir / "control"
 
     @property

@@ -62,7 +62,7 @@ def spool_name(output_dir: Path, engine_id: str) -> str:
 
 
 def _private_name(output_dir: Path, purpose: str) -> str:
-    """A folder name that all programs of a run compute alike, and no other user can guess, by a secret in
+    """A folder name that all programs of a run compute alike and no other user can guess, by a secret in
     output_dir/credentials, which the first call makes."""
     file = private_folder(Layout(output_dir).credentials) / "folders.secret"
     if not file.exists():
@@ -95,10 +95,10 @@ def socket_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def short_socket_paths() -> Iterator[None]:
-    """The sockets of `multiprocessing` and of vLLM are in a `socket_folder` of this process, however long TMPDIR is.
+    """Puts the sockets of `multiprocessing` and of vLLM into a `socket_folder` of this process, however long TMPDIR is.
 
-    For the whole life of a program: a fork server keeps its socket. The folder goes with the process. Ends the process
-    with a sentence where there is no place for one.
+    For the whole life of a program: a fork server keeps its socket. Ends the process with a sentence where no place is
+    found.
     """
     try:
         folder = socket_folder()

@@ -1,7 +1,7 @@
 """One main for all programs: configuration, logging, tracing, signals, the event loop, and exit codes.
 
-Exit codes: 0 for a program that has done its work or was asked to stop, 2 for a configuration that is not allowed, 1
-for any other failure, 128 plus the signal's number for a program that a second signal ended at once.
+Exit codes: 0 for work done or a requested stop, 2 for a configuration that is not allowed, 1 for any other failure, 128
+plus the signal's number after a second signal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run_program(
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> NoReturn:
     """Runs a whole program and ends the process with its exit code. `serve` gets the configuration, the event that asks
-    the program to stop, and its tracer."""
+    for a stop, and the tracer."""
     log_as(name, config)
     code = run_traced(name, config, serve, blocking_threads=blocking_threads)
     gc.freeze()  # the interpreter would look through all that was imported before it ends, which takes up to a second
@@ -241,7 +241,7 @@ def say_ready(tracer: Tracer) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process now: neither a group that is half gone nor a thread inside torch holds it up."""
+    """Ends this process now, past a group that is half gone or a thread inside torch."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -43,8 +43,8 @@ def network_file_system(path: Path) -> str | None:
 
 
 def prepare(connection: sqlite3.Connection, path: Path, *, outlives_power_cuts: bool = False) -> None:
-    """Sets how a connection commits: what is committed outlives the process and, if asked for or on a network file
-    system, the machine. Call it outside a transaction."""
+    """Sets how a connection commits, outside a transaction: a commit outlives the process and, if asked for or on a
+    network file system, the machine."""
     if network_file_system(path) is None:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if outlives_power_cuts else 'NORMAL'}")

@@ -139,8 +139,8 @@ def flag_of(path: Path) -> str:
 
 
 def flag(key: str, *, off: bool = False, environ: Mapping[str, str] | None = None) -> str:
-    """The flag for a program's own key, such as `server.insecure`, in advice: of one that rl has started, a flag of rl.
-    `off` is the one that turns it off."""
+    """The flag to advise for a program's own key, such as `server.insecure`; in a program that rl started, rl's flag.
+    `off` turns the key off."""
     section = (os.environ if environ is None else environ).get(SECTION, "").partition("_")[0]
     name = flag_of(tuple(filter(None, (section, key)))).removeprefix("--")
     return f"--{'no-' if off else ''}{name}"

@@ -41,12 +41,12 @@ class TlsConfig(BaseConfig):
     """Credentials of a program and its peers; a path that is None is not used. See SECURITY.md."""
 
     folder: Path | None = None
-    """Folder with ca.pem, cert.pem, key.pem, token and trust.sqlite, as `meshrl join` fills it; those that are there
-    count. The other keys come first; MESHRL_TLS_FOLDER, _CA, _CERT, _KEY, _TOKEN and _TRUST are the defaults."""
+    """Folder with ca.pem, cert.pem, key.pem, token and trust.sqlite, or some of them, as `meshrl join` fills it. The
+    other keys come first. MESHRL_TLS_FOLDER, _CA, _CERT, _KEY, _TOKEN and _TRUST are the defaults."""
 
     ca: Path | None = None
     """Certificates of the authority that signs for peers, in PEM. Clients then use TLS; a server that has a certificate
-    asks its callers for theirs."""
+    asks callers for theirs."""
 
     cert: Path | None = None
     """This program's certificate and those that lead to the authority, in PEM."""
@@ -105,22 +105,22 @@ class LogConfig(BaseConfig):
     """Write log lines as JSON objects."""
 
     traces_max_mib: int | None = Field(default=16, ge=1)
-    """Most MiB of spans that each program keeps below traces/. When PROGRAM.jsonl.zst holds half of it, it becomes
-    PROGRAM.1.jsonl.zst in place of the one before, whose spans are gone. None keeps all, some 0.5 kB a rollout."""
+    """Most MiB of spans that each program keeps below traces/, half of them in PROGRAM.1.jsonl.zst; older ones are
+    deleted. None keeps all, some 0.5 kB a rollout."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port at which each program serves its metrics to Prometheus, at /metrics. 0 takes a free port, None serves none.
-    metrics_targets/PROGRAM.json names the port."""
+    """Port at which each program serves metrics to Prometheus, at /metrics. 0 takes a free port, which
+    metrics_targets/PROGRAM.json names; None serves none."""
 
     metrics_host: str = "127.0.0.1"
     """Address to serve them at. Anyone who reaches it can read them."""
 
     tensorboard: bool = False
-    """Write the records of steps and evaluations for TensorBoard, too, below tensorboard/ in output_dir. Needs
-    `pip install 'meshrl[tensorboard]'`; look with `tensorboard --logdir OUTPUT_DIR/tensorboard`."""
+    """Also write records for TensorBoard, below tensorboard/ in output_dir. Needs `pip install 'meshrl[tensorboard]'`;
+    look with `tensorboard --logdir OUTPUT_DIR/tensorboard`."""
 
     trackio: bool = False
-    """Keep them in a Trackio database, too, below trackio/ in output_dir, or in TRACKIO_DIR where that is set. Needs
+    """Also keep records in a Trackio database, below trackio/ in output_dir, or in TRACKIO_DIR where that is set. Needs
     `pip install 'meshrl[trackio]'`; look with `TRACKIO_DIR=OUTPUT_DIR/trackio trackio show`."""
 
     device_hour_price: float | None = Field(default=None, ge=0.0)
@@ -202,8 +202,8 @@ class PrimeMonitorConfig(BaseConfig):
 
 
 def log_extras_of(shown: WandbConfig | PrimeMonitorConfig | None, log: LogConfig) -> LogExtrasConfig | None:
-    """Samples and distributions that a run logs: by W&B's or the platform's section, else the usual ones for
-    TensorBoard and Trackio; None for none."""
+    """Samples and distributions that a run logs: by W&B's or the platform's section, else the defaults for TensorBoard
+    and Trackio; None for none."""
     if shown is not None:
         return shown.log_extras
     return LogExtrasConfig() if log.tensorboard or log.trackio else None
@@ -238,8 +238,8 @@ class SamplingConfig(BaseConfig):
 
 
 class StageDeadlinesConfig(BaseConfig):
-    """Limits in seconds for a rollout of one environment, as a whole and in each stage. A slower one fails with its
-    stage in the error. None sets no limit but the request's own."""
+    """Limits in seconds for a rollout of one environment. A slower one fails with its stage in the error. None sets no
+    limit but the request's own."""
 
     setup_s: float | None = Field(default=None, gt=0.0)
     """From the rollout's start to its first model call: runtime, set-up of task and harness, tool servers."""
@@ -254,16 +254,16 @@ class StageDeadlinesConfig(BaseConfig):
     """The whole rollout."""
 
     blocked_s: float = Field(default=30.0, gt=0.0)
-    """How long the environment's code may block the event loop of a worker of its own before that worker is replaced.
-    A worker that others share is replaced after rollout.blocked_s."""
+    """How long the environment's code may block the event loop of a worker of its own before that worker is replaced;
+    for shared workers see rollout.blocked_s."""
 
 
 class EnvConfig(BaseConfig):
     """One environment: a taskset, its options and its share of the tasks."""
 
     id: str = Field(min_length=1)
-    """Taskset: a name that verifiers knows or a Python module. A run that resumes draws an infinite one again up to
-    where it stood, unless the taskset has a method task_at(index) that makes any task at once."""
+    """Taskset: a name that verifiers knows or a Python module. A resumed run draws an infinite one again up to where it
+    stood, unless the taskset has a method task_at(index)."""
 
     name: str | None = Field(default=None, min_length=1)
     """Name in metrics and requests; None means the id."""
@@ -282,11 +282,11 @@ class EnvConfig(BaseConfig):
 
     isolated: bool = False
     """Play it in workers of its own: `workers`, by default one. An environment that ends or blocks a shared worker gets
-    its own worker automatically."""
+    one automatically."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
-    """Most MiB of memory that its worker, then one of its own, may take beyond its use after loading the tasks; a
-    worker above it is replaced. None takes rollout.max_memory_mib."""
+    """Most MiB that its worker, then one of its own, may take beyond its use after loading; a worker above it is
+    replaced. None takes rollout.max_memory_mib."""
 
     deadlines: StageDeadlinesConfig = StageDeadlinesConfig()
     """Seconds that a rollout may take, as a whole and in each stage."""
@@ -295,8 +295,8 @@ class EnvConfig(BaseConfig):
     """Folder of its logs, logs/envs/train or logs/envs/eval; rl sets it to where the environment is listed."""
 
     seq_len: int | None = Field(default=None, ge=2)
-    """Longest sequence of this environment in tokens. A model call may use the part of it that its prompt leaves free,
-    and training cuts longer sequences. At most the program's own seq_len, which None takes."""
+    """Longest sequence of this environment in tokens, at most the program's own seq_len, which None takes. A model call
+    may use what its prompt leaves free, and training cuts longer sequences."""
 
     @property
     def resolved_name(self) -> str:
@@ -314,8 +314,8 @@ class WeightBroadcastConfig(BaseConfig):
     """How weight versions travel from the trainer to engines."""
 
     type: Literal["auto", "filesystem", "nccl", "stream"] = "auto"
-    """filesystem: by reference to files that both sides see. nccl: broadcast from the trainer's devices to the
-    engines'. stream: in chunks over gRPC. auto: the best for the engines at the hub when the trainer starts."""
+    """filesystem: by files that both sides see. nccl: broadcast from the trainer's devices to the engines'. stream: in
+    chunks over gRPC. auto: the best for the engines at the hub when the trainer starts."""
 
     address: str = "127.0.0.1:50053"
     """Address of the weight hub."""
@@ -324,24 +324,21 @@ class WeightBroadcastConfig(BaseConfig):
     """Size of one chunk in bytes; at most the hub's limit."""
 
     broadcast_dir: str | None = None
-    """filesystem: folder for the files of versions. None means a folder in /dev/shm where hub and engines are on this
-    host and it has room for three versions, else output_dir/broadcasts."""
+    """filesystem: folder for the files of versions. None: in /dev/shm if hub and engines are on this host and three
+    versions fit, else output_dir/broadcasts."""
 
     bucket_mib: int = Field(default=256, ge=1, le=4096)
     """nccl: tensors are broadcast in buckets of about this many MiB; an engine holds two of them."""
 
     transfer_deadline_s: float = Field(default=60.0, gt=0.0)
-    """nccl: seconds without progress after which a broadcast's group is abandoned and the version is sent again."""
+    """nccl: seconds without progress after which a broadcast is abandoned and the version is sent again."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """nccl: address at which engines reach the trainer, and the only one at which it listens for them.
-
-    Of the network between them where they are on other hosts.
-    """
+    """nccl: address at which engines reach the trainer, and the only one at which it listens for them."""
 
     deltas: Literal["auto", "off"] = "auto"
     """stream, filesystem: auto publishes the changes since the previous version if they have less than half of the full
-    version's bytes, as at the learning rates of post-training. off publishes every version in full."""
+    version's bytes. off publishes every version in full."""
 
     anchor_every: int = Field(default=32, ge=1)
     """stream, filesystem: after so many deltas a version goes in full, for engines that join: they fetch that and one
@@ -352,8 +349,8 @@ class WeightBroadcastConfig(BaseConfig):
     answers, before it asks the hub."""
 
     connections: int = Field(default=48, ge=1, le=128)
-    """stream: most connections over which an engine fetches a version, as many as bring something, and over which a
-    trainer sends one to a hub far away."""
+    """stream: most connections over which an engine fetches a version, and over which a trainer sends one to a far hub;
+    fewer where more bring nothing."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)
     """stream: most megabits per second that an engine fetches, or a trainer sends, on average; 0 is no limit."""
@@ -366,8 +363,8 @@ class WeightBroadcastConfig(BaseConfig):
     """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""
 
     probe_tokens: int = Field(default=64, ge=0, le=1024)
-    """Tokens of a fixed prompt that the trainer scores with each version, and each engine once it serves it; 0: none.
-    Digests show that the bytes arrived, the probe that the engine computes with them."""
+    """Tokens of a fixed prompt that the trainer scores with each version, and each engine once it serves it, which
+    shows that it computes with the version; 0: none."""
 
     max_probe_error: Annotated[float, Field(gt=0.0)] | Literal["auto"] = "auto"
     """Mean distance of an engine's logprobs of the probe from the trainer's, in nats, above which it refuses the
@@ -414,8 +411,8 @@ class ServicesConfig(BaseConfig):
     """Addresses of the three services."""
 
     rollout: AddressesOrNone = Field(default=["127.0.0.1:50051"])
-    """RolloutService, one address or a list of them; an environment may live on some of them only. May be empty where
-    workers dial in (`exchange`)."""
+    """RolloutService, one address or a list; an environment may be at some of them only. May be empty where workers
+    dial in (`exchange`)."""
 
     trainer: str = "127.0.0.1:50052"
     """TrainerService."""

@@ -73,8 +73,7 @@ class TomlFile(TomlConfigSettingsSource):
 def key_lines(text: str) -> dict[Path, int]:
     """The line, from 1, on which each key and table of a valid TOML text is set; entries of lists by their places.
 
-    The standard library's parser does not report it. Keys of an inline table and items of a list have the line of the
-    key whose value they are.
+    Keys of an inline table and items of a list have the line of the key whose value they are.
     """
     lines: dict[Path, int] = {}
     table = Path()
@@ -112,7 +111,7 @@ def line_of(path: Path, lines: dict[Path, int]) -> int:
 
 
 class Variables(EnvSettingsSource):
-    """The PRIME_ variables of an environment. Unlike its base it knows places of lists, lists with commas and older
+    """The PRIME_ variables of an environment. Beyond its base it knows places of lists, lists with commas and older
     spellings, and reports all wrong ones."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -123,8 +122,8 @@ class Variables(EnvSettingsSource):
         return self._environ
 
     def layer(self, spellings: Spellings, problems: list[str]) -> tuple[Layer, list[str]]:
-        """The layer and warnings. Unknown names belong to other tools, unless they begin with a known section, which is
-        a warning. Unreadable values are added to the `problems`."""
+        """The layer and warnings. An unknown name is a warning only if it begins with a known section. Unreadable
+        values are added to the `problems`."""
         layer, warnings = Layer(), []
         level = self._environ.get(LOG_LEVEL)
         if level and spellings.root.step("log") is not None:

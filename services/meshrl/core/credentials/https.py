@@ -1,4 +1,4 @@
-"""TLS for an engine's HTTP server and its clients, made from the same credential files as gRPC's.
+"""TLS for an engine's HTTP server and its clients, from the same credential files as gRPC's.
 
 An engine is known by its certificate, which names its host and, by the run's authority, its role; a caller by the API
 key.
@@ -31,8 +31,7 @@ def scheme(environ: Mapping[str, str] = os.environ) -> str:
 
 def client_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
     """Verifies engines by the run's authority and those of the system; a member of a run must be an agent that is not
-    revoked. None where no authority is named: those of the system alone count. Raises ConfigError for an unreadable
-    one."""
+    revoked. None where no authority is named. Raises ConfigError for an unreadable one."""
     files = CredentialFiles.from_environ(environ)
     if files.ca is None:
         return None

@@ -1,8 +1,8 @@
 """Finds the credentials that a program shows to others, and renews its certificate; mains are wrapped by `as_member`.
 
-Credentials are those of the keys `tls.*` and the MESHRL_TLS_ variables. Where none are set and the run's own authority
-is in output_dir (`meshrl run init`), the program issues itself a certificate by it; else it has none. The result is put
-into the MESHRL_TLS_ variables, which servers, clients and the processes that the program starts read.
+Credentials are those of `tls.*` and the MESHRL_TLS_ variables, else a certificate that the program issues itself by the
+run's authority in output_dir (`meshrl run init`), else none. They are put into the MESHRL_TLS_ variables, which
+servers, clients and started processes read.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def read_secret(
 ) -> str | None:
     """The secret of key `key`: its own value, else that of `<key>_file`, else of the variable; None without one.
 
-    Raises ConfigError, which never shows it, for one that no HTTP header can carry and for an unreadable file.
+    Raises ConfigError, without the secret, for one that no HTTP header can carry and for an unreadable file.
     """
     if given is not None:
         return checked(given.get_secret_value(), key)

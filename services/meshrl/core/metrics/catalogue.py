@@ -19,7 +19,7 @@ class Source(enum.Enum):
 
 
 class UndeclaredMetricError(Exception):
-    """A program fills a name that is not declared, or that is another's; the message names the place to declare it."""
+    """A program fills a name that is not declared, or is another's; the message names the place to declare it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Asks an engine over HTTP with the standard library alone: for programs whose install has no aiohttp. It blocks."""
+"""Asks an engine over HTTP with the standard library alone, for installs without aiohttp. It blocks."""
 
 from __future__ import annotations
 

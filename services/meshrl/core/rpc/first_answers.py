@@ -1,4 +1,4 @@
-"""Remembers mutating calls by request id: one that is repeated gets the first answer, another one under the id none."""
+"""Remembers mutating calls by request id: a repeated one gets the first answer, another one under the id none."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ALL = Scope()
 @dataclass(frozen=True, kw_only=True)
 class Caller:
     """A member by certificate, or the holder of a token. `expires_s` in seconds of the epoch. `account` is the id of
-    its token, or of that by which it came, and `scope` is what that one is good for."""
+    the token that it holds or joined by, and `scope` what that one is good for."""
 
     role: Role
     name: str
@@ -79,8 +79,8 @@ class Guard:
         return caller
 
     def why_not(self, caller: Caller, *, standing: bool = False) -> MeshError | None:
-        """Why a caller does not count, or no longer does; None when it does. A `standing` call outlives what it began
-        with, which its caller has renewed meanwhile; only a revocation ends it."""
+        """Why a caller does not count, or no longer does; None when it does. Only a revocation ends a `standing` call,
+        whose caller may have renewed its credential meanwhile."""
         trust, now_s = self._now(known=True), time.time()
         if caller.token is not None:
             problem = trust.why_not(*caller.token, now_s)

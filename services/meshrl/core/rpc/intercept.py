@@ -81,8 +81,8 @@ class _ParsedRequests:
 
 
 async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-    """Has the sender of an upload stop, and takes in what is under way until it does. An answer sent into a running
-    upload may get lost at the sender: see `ServiceClient._upload`."""
+    """Has the sender of an upload stop, and takes in what is under way until it does: an answer sent into a running
+    upload may get lost at the sender, see `ServiceClient._upload`."""
     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
     with suppress(TimeoutError, grpc.aio.InternalError):  # a sender that goes on or has left: answer all the same
         async with asyncio.timeout(_STOP_UPLOAD_S):
@@ -94,9 +94,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     """Wraps the handlers of all services, of all four kinds.
 
     A servicer's MeshError becomes its gRPC status with details; any other exception is logged and becomes INTERNAL.
-    Requests are read and parsed here: for bytes that are no message gRPC itself logs a traceback and answers UNKNOWN,
-    and it never answers a call without its message. Services whose name starts with "meshrl." are also counted, refused
-    in a drain and guarded, with the caller's trace context current inside the servicer.
+    Requests are read and parsed here, since gRPC answers UNKNOWN with a traceback for bytes that are no message, and
+    never answers a call without its message. Services whose name starts with "meshrl." are also counted, refused in a
+    drain and guarded, with the caller's trace context current inside the servicer.
     """
 
     def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
@@ -261,7 +261,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             self._shut_out.pop(task, None)
 
     def _start_span(self, context: grpc.aio.ServicerContext, method: str) -> trace.Span:
-        """Makes the span current. gRPC runs each call in a task, so nothing need be undone."""
+        """Makes the span current. Nothing need be undone, as each call is a task."""
         remote = None
         for key, value in context.invocation_metadata() or ():
             if key == TRACEPARENT and isinstance(value, str):

@@ -1,7 +1,7 @@
 """Server reflection: lists for tools such as `buf curl` and `grpcurl` the services and messages of the server.
 
-Offered as grpc.reflection.v1, which tools ask for first, and as v1alpha, which older ones know. The two have the same
-messages, and the library has code for v1alpha only.
+Offered as grpc.reflection.v1, and with the same messages as v1alpha, which older tools know and for which alone the
+library has code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which role may call which RPC, and which runs a caller may name in it: both are read from proto/.
 
-A role is in a certificate or token, and the option `allowed_roles` lists those of each RPC. One without it admits no
-member. Health and reflection are open to everybody. A request names runs in its fields `run_id`, also those inside its
-messages, such as a batch's header. A caller whose credential has no patterns of runs may name any. Lists in answers
-whose entries name a run hold for the others those that their patterns fit.
+The option `allowed_roles` lists the roles of each RPC; one without it admits no member. Health and reflection are open.
+A request names runs in its fields `run_id`, also those of messages inside it. A credential without patterns of runs may
+name any; otherwise lists in answers hold only the entries of runs that its patterns fit.
 """
 
 from __future__ import annotations

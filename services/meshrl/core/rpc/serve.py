@@ -115,8 +115,8 @@ class GrpcServer:
         self._health.set(self._services, serving=False)
 
     async def drain(self, grace_s: float) -> None:
-        """NOT_SERVING, refuse new calls with DRAINING, wait for those in flight, stop. Calls that still run after
-        `grace_s` are cancelled. Health and reflection answer until the end."""
+        """Sets NOT_SERVING, refuses new calls with DRAINING, waits for those in flight and stops. Calls that still run
+        after `grace_s` are cancelled. Health and reflection answer until the end."""
         self.set_not_serving()
         self._calls.refusing = True
         if not await self._calls.wait_idle(grace_s):

@@ -53,10 +53,10 @@ class SlurmConfig(BaseConfig):
     """Interpreter on the nodes, with meshrl installed; None means the path of the one that submits."""
 
     max_requeues: int = Field(default=5, ge=0)
-    """How many times a job puts itself back into the queue: because a node went away, or by requeue_at_limit."""
+    """How many times a job requeues itself: because a node went away, or by requeue_at_limit."""
 
     requeue_at_limit: bool = False
-    """Requeue the job before its time limit, once everything is saved; its next start continues from there."""
+    """Requeue the job before its time limit, once everything is saved; its next start resumes."""
 
 
 class OneNodeConfig(BaseConfig):
@@ -76,7 +76,7 @@ class InferenceDeploymentConfig(BaseConfig):
     """One node, or num_infer_nodes of them."""
 
     num_infer_nodes: int = Field(default=1, ge=1)
-    """Nodes with an engine each, or with parts of one where data_parallel_size asks for more GPUs than a node has."""
+    """Nodes with an engine each, or with parts of one if data_parallel_size asks for more GPUs than a node has."""
 
     gpus_per_node: int = Field(default=8, ge=0)
     """GPUs that the job asks for on each node; 0 for nodes without."""

@@ -1,8 +1,8 @@
 """Serves a program's metrics to Prometheus at GET /metrics, where `log.metrics_port` is set, and starts its watch.
 
-Served from a thread, so that a program whose event loop is stuck can still report it. Every process of a run writes its
-address into `metrics_targets/PROGRAM.json`, the form of Prometheus' file_sd_configs. Served are the process, its waits
-and its event loop; at the orchestrator also every metric of the last record.
+A thread serves them, also while the event loop is stuck. Every process writes its address into
+`metrics_targets/PROGRAM.json`, the form of Prometheus' file_sd_configs. Served are the process, its waits and its event
+loop; at the orchestrator also every metric of the last record.
 """
 
 from __future__ import annotations
