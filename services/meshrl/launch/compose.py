@@ -30,11 +30,11 @@ _KEYS_OF_THE_ROLLOUT_PROGRAM: Mapping[str, bool | set[str]] = {
 """Keys that rl takes in the orchestrator's section, at their older place."""
 
 CLIENTS, ENGINES, HUB = 1, 2, 3
-"""Stages of the end of a run: orchestrators are stage 0, and each stage uses only later ones."""
+"""Stages of the end of a run: orchestrators are stage 0; each stage uses only later ones."""
 
 MOST_LORAS = 16  # that vLLM reserves memory for, unless more are asked for
 RESTART_DEADLINE_S = 180.0
-"""How long the others wait for a program that is started again, which imports torch and loads a model first."""
+"""How long the others wait for a restarted program, which imports torch and loads a model first."""
 
 START_MARGIN_S = 60.0
 """What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`."""
@@ -49,7 +49,7 @@ class Part:
     module: str
     config: BaseConfig
     end_stage: int
-    """Programs end stage by stage, clients before what they use."""
+    """Programs end stage by stage, clients first."""
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables beyond those of rl; they may hold a secret."""
@@ -58,12 +58,12 @@ class Part:
     """None means the interpreter of rl."""
 
     run_id: str = ""
-    """Of the run that an orchestrator feeds, where it is not the trainer's own."""
+    """The run that an orchestrator feeds, if not the trainer's own."""
 
     restarts: int = 0
 
     after: tuple[str, ...] = ()
-    """Names of the programs that must serve before it is started."""
+    """Programs that must serve before it is started."""
 
 
 def compose(
@@ -76,10 +76,10 @@ def compose(
 ) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
-    Addresses of programs that are started here replace those of the configuration. For a service in
-    orchestrator.services there is no part, and the others get its address. `session` names this launch, by which a
-    restarted program goes on. `gpus` may be used; over several nodes `placement` lists which program has which, and
-    where engines listen. Raises ConfigError when there are too few GPUs.
+    Addresses of programs that are started here replace those of the configuration. A service in orchestrator.services
+    has no part, and the others get its address. `session` names this launch, by which a restarted program goes on.
+    `gpus` may be used; over several nodes `placement` has each program's, and where engines listen. Raises ConfigError
+    when there are too few GPUs.
     """
     running = config.orchestrator.services
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
@@ -215,7 +215,7 @@ class _Composition:
         return with_values(orchestrator_of(section), values)
 
     def teacher_rollout(self, section: OrchestratorConfig, rollout: RolloutConfig, name: str) -> RolloutConfig | None:
-        """The rollout program in which a run's teacher plays; None where it plays nothing, or one runs already."""
+        """The rollout program in which a run's teacher plays; None if it plays nothing, or one runs already."""
         names, teacher = section.taught_environments, section.teacher
         if not names or teacher is None or teacher.rollout is not None:
             return None
@@ -315,7 +315,7 @@ def orchestrator_of(section: OrchestratorConfig) -> OrchestratorConfig:
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
-    """The configuration with some keys, by dotted path, set anew and everything validated again."""
+    """A copy with some keys, by dotted path, set anew and everything validated again."""
     if not values:
         return config
     changed = config.model_dump()

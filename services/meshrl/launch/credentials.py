@@ -1,9 +1,9 @@
 """Makes the credentials of a run, so that its programs accept calls from each other only.
 
-On one host each role has a token in output_dir/credentials, made by each `rl`; servers hold their hashes
-(trust.sqlite). Engines get an API key in the same way. A run over several nodes gets a certificate authority, with
-which `meshrl.launch.nodes.certificates` signs a certificate for each node. Where the configuration or the environment
-names credentials, none are made.
+On one host each `rl` makes a token for each role in output_dir/credentials, of which servers hold hashes
+(trust.sqlite), and an API key for the engines. A run over several nodes gets a certificate authority, with which
+`meshrl.launch.nodes.certificates` signs a certificate for each node. Where the configuration or the environment names
+credentials, none are made.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ENGINE_KEY = "engine.key"
 
 
 def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
-    """The configuration with an API key for its engines, where neither it nor the environment has one. Rollout services
-    that run already could not know it; their engines want a key for their admin routes alone."""
+    """The configuration with an API key for its engines, unless it or the environment has one. If rollout services run
+    already, which cannot know it, engines want it for admin routes alone."""
     inference, client = config.inference, config.rollout.client
     if inference is None or not config.makes_credentials(environ) or "rollout" in config.orchestrator.services.given():
         return config
@@ -53,8 +53,8 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
 def credentials_for(
     config: RLConfig, parts: Sequence[Part], environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, str]]:
-    """Writes the run's tokens and its engines' key (`config` is from `with_engine_key`); returns each part's variables
-    by its name. Raises ConfigError."""
+    """Writes the run's tokens and its engines' key (`config` is from `with_engine_key`); returns variables by part.
+    Raises ConfigError."""
     folder = Layout(config.output_dir).credentials
     if not config.makes_credentials(environ):
         return {}

@@ -50,7 +50,7 @@ MADE_HERE = frozenset({"model", "data", "sft", "rl", "metrics.jsonl", "summary.j
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message gives the reason and the logs to look at."""
+    """The message gives the reason and the logs to look at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ def _vllm(configs: Path) -> tuple[str, ...]:
 
 
 def empty(folder: Path) -> None:
-    """Raises DemoError for a folder with anything else than an earlier demo in it."""
+    """Raises DemoError if the folder holds anything but an earlier demo."""
     if not folder.exists():
         return
     strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in MADE_HERE)

@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 class ReportError(Exception):
-    """The metrics of a run lack what the report is about; the message names it."""
+    """The metrics of a run lack something that the report needs; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def read_records(path: Path) -> list[JsonObject]:
 
 
 def curves(records: Sequence[JsonObject]) -> Curves:
-    """Training reward of each step, and the held-out score of each evaluation at the version it was made with."""
+    """Training reward of each step, and the held-out score of each evaluated version."""
     train = [
         (int(record["step"]), float(record["reward/all/mean"])) for record in records if "reward/all/mean" in record
     ]
@@ -105,7 +105,7 @@ def summarise(
     seed: int,
     versions: Mapping[str, str],
 ) -> Summary:
-    """The figures of a finished run. Raises ReportError when it lacks steps or evaluations at both ends."""
+    """The figures of a finished run. Raises ReportError if steps are missing, or evaluations at both ends."""
     points = curves(records)
     steps = [record for record in records if "reward/all/mean" in record]
     if not steps:

@@ -1,4 +1,4 @@
-"""Chooses the GPUs of each program of a run: those listed, or as many of the visible ones as it needs, engines first.
+"""Chooses the GPUs of each program of a run: those listed, or as many visible ones as it needs, engines first.
 
 A GPU is named by its place among the visible ones, so `--trainer-gpu-ids 0` under CUDA_VISIBLE_DEVICES=4,5 is GPU 4.
 """
@@ -18,12 +18,12 @@ from meshrl.core.torch_environment import VISIBLE_GPUS, may_have_gpu
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; None leaves a program all that are visible, or none where none are."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; None: all that are visible."""
 
     engines: tuple[tuple[str, ...] | None, ...] = ()
     trainer: tuple[str, ...] | None = None
     hosts: tuple[str, ...] = ()
-    """At which each engine listens; empty: where the configuration has it."""
+    """Where each engine listens; empty: as configured."""
 
     def shared(self, engine: int) -> bool:
         return bool(set(self.engines[engine] or ()) & set(self.trainer or ()))
@@ -31,7 +31,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDemand:
-    """How many GPUs a run takes, and those that are listed, as places among the visible ones."""
+    """The number of GPUs that a run takes, and those that are listed, as places among the visible ones."""
 
     engines: int
     for_engines: int
@@ -42,7 +42,7 @@ class GpuDemand:
 
 
 def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs of this machine that a program started here may use, under the names that CUDA takes."""
+    """The GPUs of this machine that a program started here may use, by CUDA's names."""
     listed = environ.get(VISIBLE_GPUS)
     if listed is not None:
         return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
@@ -70,8 +70,8 @@ def _count() -> int:
 
 
 def place(demand: GpuDemand, gpus: Sequence[str]) -> Placement:
-    """Raises ConfigError if the GPUs are too few. On a machine without GPUs nothing is placed, and lists, which
-    preflight refuses there, are taken as they are."""
+    """Raises ConfigError if the GPUs are too few. Without GPUs nothing is placed, and lists are taken as they are,
+    since preflight refuses them."""
     count = demand.engines
     if not gpus:
         if demand.num_infer_gpus is not None:
@@ -116,7 +116,7 @@ def _places(demand: GpuDemand, num_visible: int) -> tuple[Sequence[int], Sequenc
 
 
 def divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
-    """The GPUs of each of `count` engines, which share them where they are fewer; None where none are named."""
+    """The GPUs of each of `count` engines, which share them if they are fewer; None if none are named."""
     if gpus is None:
         return (None,) * count
     if len(gpus) < count:

@@ -1,7 +1,7 @@
 """A configuration of `rl` as that of one more run in a mesh that runs: `rl @ rl.toml --mesh FOLDER --run-id NAME`.
 
-The orchestrator's section is used whole, and the trainer's for adapter, optimizer, schedule and loss. Everything else
-belongs to the mesh, whose programs run already.
+The orchestrator's section is used whole, the trainer's for adapter, optimizer, schedule and loss. The rest belongs to
+the mesh.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ _LORA = {"rank", "alpha", "dropout", "target_modules"}
 
 
 def has_sections(argv: Sequence[str]) -> bool:
-    """Whether a command line is in the form of `rl`; without a section of it the keys are the orchestrator's own.
-
-    Raises ConfigError for a file that cannot be read.
-    """
+    """Whether a command line has a section of `rl`; otherwise the keys are the orchestrator's own. Raises ConfigError
+    for a file that cannot be read."""
     files = [TomlFile((), name)() for before, name in pairwise(argv) if before == "@"]
     flags = {word.removeprefix("--").partition(".")[0] for word in argv if word.startswith("--") and "." in word}
     return any(set(COMPONENTS) & set(keys) for keys in (*files, flags))

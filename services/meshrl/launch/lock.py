@@ -1,5 +1,4 @@
-"""The lock on a run's output folder: one `rl` at a time writes there, and a second one gets an error that names the
-first."""
+"""The lock on a run's output folder: one `rl` at a time writes there; the error for a second one names the first."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class FolderInUseError(ConfigError):
 
 class FolderLock:
     """Holds an output folder for a `with` block; makes one that is missing, and leaves none empty. The lock is the
-    kernel's (flock), so it ends with the last process that has the file open: rl, or the guardian that ends its
-    programs when rl is killed."""
+    kernel's (flock), so it ends with the last process that has the file open: rl, or the guardian of its programs."""
 
     def __init__(self, layout: Layout) -> None:
         self._folder, self._path = layout.output_dir, layout.lock
@@ -64,8 +62,8 @@ class FolderLock:
         self.fd = -1
 
     def _try(self) -> bool:
-        """False when another process has the lock. Its last holder removes the file, and a folder that it made, perhaps
-        between any two of these lines."""
+        """Returns False if another process has the lock. Its last holder removes the file, and a folder that it made,
+        perhaps between any two of these lines."""
         while True:
             self._made = not self._folder.exists()
             try:

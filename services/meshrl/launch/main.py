@@ -62,7 +62,7 @@ def programs(
     parts: Sequence[Part], layout: Layout, credentials: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[Program]:
     """Each part as a process that reads its own configuration file, with its credentials' variables. A restarted
-    trainer goes on from the newest checkpoint that this run has written."""
+    trainer goes on from this run's newest checkpoint."""
     began_s = time.time()
 
     def from_newest_checkpoint() -> list[str]:
@@ -91,7 +91,7 @@ def programs(
 
 
 def guests(layout: Layout, parts: Sequence[Part]) -> list[str]:
-    """The runs that others train in this mesh at this moment, by the folders that their orchestrators write to."""
+    """The runs of others in this mesh at this moment, by the folders that their orchestrators write to."""
     own = {part.config.output_dir.name for part in parts if isinstance(part.config, OrchestratorConfig)}
     found = [folder for folder in layout.output_dir.glob("run_*") if folder.name not in own]
     return sorted(folder.name for folder in found if RunFolder(folder).is_running())
@@ -163,7 +163,7 @@ def _engine_certificates(parts: Sequence[Part], spread: Spread, layout: Layout) 
 def checked(
     config: RLConfig, free_ports: FreePorts | NodePorts, *, spread: Spread | None = None, folder_in_use: bool = False
 ) -> tuple[tuple[Part, ...], list[Finding]]:
-    """The parts of a run that can start, and the findings. Raises ConfigError naming all problems."""
+    """The parts of a run that can start, and the findings. Raises ConfigError with all problems."""
     gpus = visible(os.environ)
     parts: tuple[Part, ...] = ()
     findings = []

@@ -17,8 +17,8 @@ HOLDS = sys.platform == "linux"
 class FreePorts:
     """Free ports of this machine, each given once and held until `close`, or the end of a `with` block.
 
-    A held port is bound and does not listen: the kernel gives it to nobody who asks for any port, while a server that
-    asks for it by number gets it, also after a restart.
+    A held port is bound and does not listen: the kernel gives it only to a server that asks for it by number, also
+    after a restart.
     """
 
     def __init__(self) -> None:

@@ -27,16 +27,16 @@ from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
 MAX_FAILED_STARTS = 3
-"""Ends in a row before it served, after which a program is taken to be unable to start."""
+"""A program that ends so often in a row before it served is unable to start."""
 BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the same way
 KILL_WAIT_S = 2.0
 REMOVAL_WAIT_S = 30.0
 TAIL_POLL_S = 0.2
 READY_POLL_S = 0.1
 LOST_POLL_S = 5.0
-"""Seconds between looks at the files of the run's folder; it is lost when two looks in a row find none."""
+"""Seconds between looks at the run's folder, which is lost when two looks in a row find no file."""
 WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
-"""Becomes the command that follows once its stdin has a line, and ends when it will have none."""
+"""Becomes the command that follows once its stdin has a line; ends at end of file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Program:
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     end_stage: int = 0
     leader: bool = False
-    """Its log is shown as well. One of several that fails does not end the others."""
+    """Its log is shown as well. A leader that fails does not end other leaders."""
 
     title: str = ""
     """Before each line of a leader's log that is shown."""
@@ -58,13 +58,13 @@ class Program:
     """Restarts when it dies, unless MAX_FAILED_STARTS in a row ended before it served."""
 
     resumed: Callable[[], Sequence[str]] = tuple
-    """Arguments that the command of a restart has besides."""
+    """Further arguments of the command of a restart."""
 
     after: Sequence[str] = ()
-    """Programs that must serve before it runs; the order of starts is that of the list."""
+    """Programs that must serve before it starts; starts are in the order of the list."""
 
     ends_on_usr1: bool = False
-    """It is asked to end with USR1 instead of TERM: a step of a SLURM job, which srun kills on TERM."""
+    """Ends on USR1 instead of TERM: a step of a SLURM job, which srun kills on TERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Grace:
     shutdown_s: float = 60.0
     failure_s: float = 4.0
     cause_s: float = 1.0
-    """After the leader failed, for another program to end, which may be the cause and is then named."""
+    """After the leader failed: wait for another program to end, which may be the cause and is then named."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class Supervisor:
     """Runs programs until the leader is done, one dies, or a stop is requested. Nothing is left running after `run`.
 
     Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
-    process is killed, holds `lock_fd` until then, ends what left its program's session and removes the `temporary`
+    process is killed, holds `lock_fd` until then, ends programs that left their session and removes the `temporary`
     folders.
     """
 
@@ -107,9 +107,8 @@ class Supervisor:
         landmarks: Sequence[Path] = (),
         guests: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
-        """`landmarks` are in the run's folder from its beginning to its end: once none is left the run has failed.
-        `guests` are runs of others at this moment, for which the programs go on after the last leader.
-        """
+        """`landmarks` are in the run's folder from its beginning to its end: without any of them the run has failed.
+        `guests` are runs of others at this moment, for which the programs go on after the last leader."""
         self._programs = programs
         self._landmarks, self._guests = landmarks, guests
         self._lock_fd = lock_fd
@@ -126,7 +125,7 @@ class Supervisor:
         """Returns the exit code: 0 when the run is over or was stopped in order, else 1.
 
         `lead` leads in place of a program, in this process: the run is over when it returns, with its exit code, and
-        what it raises is raised. It is cancelled when a program dies, or on `stop` where it does not end by itself.
+        its exceptions are raised. It is cancelled when a program dies, or on `stop` if it does not end by itself.
         """
         tails = [
             LogTail(program.log, partial(self._show_of, program.title)) for program in self._programs if program.leader
@@ -299,7 +298,6 @@ class Supervisor:
                 ends.append(staying)
 
     async def _until_alone(self) -> None:
-        """Returns once no run of others is left in the mesh."""
         told: Sequence[str] = ()
         while guests := self._guests():
             if guests != told:

@@ -47,7 +47,7 @@ def call(
     deadline_s: float,
     relay: bool,
 ) -> None:
-    """Call METHOD of a service with a request in JSON ({} if left out; - reads one a line), and print what it answers.
+    """Call METHOD of a service with a request in JSON ({} if left out; - reads one a line), and print the answer.
 
     Several requests are a stream. Field names are those of proto/: meshrl call trainer GetTrainer
     """
@@ -102,8 +102,8 @@ def start_call(
     deadline_s: float | None,
     credentials: Credentials,
 ) -> Any:
-    """Begins a call of any RPC; the result is awaited, or read message by message where the server streams. All
-    `requests` are sent where the client streams, else the first."""
+    """Begins a call of any RPC; the result is awaited, or read message by message from a server's stream. All
+    `requests` are sent if the client streams, else the first."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     answer = message_factory.GetMessageClass(method.output_type)

@@ -56,7 +56,7 @@ def folder_option(command: _Command) -> _Command:
 
 
 def address_option(command: _Command) -> _Command:
-    """One service anywhere, in place of those that the run's folder names."""
+    """Option: one service anywhere, in place of those that the run's folder names."""
     return click.option("--address", metavar="HOST:PORT", help="The service, where no run's folder names it.")(command)
 
 
@@ -111,7 +111,7 @@ def options_for(folder: RunFolder, **changes: Unpack[_Changes]) -> ChannelOption
 
 
 def run(work: Coroutine[None, None, _T]) -> _T:
-    """Runs calls to services to their end; one that fails is a CliError with the service's own words."""
+    """Runs calls to services to their end; a failed one is a CliError with the service's own words."""
     import asyncio  # `--help` need not wait for it
 
     try:

@@ -109,7 +109,7 @@ def _gpus() -> Diagnosis:
 
 
 def _network() -> Diagnosis:
-    """What decides how fast versions and rollouts cross a link between sites: congestion control and packet size."""
+    """Congestion control and packet size, which decide how fast versions and rollouts cross a link between sites."""
     try:
         control = CONGESTION_CONTROL.read_text().strip()
         mtus = {each.parent.name: int(each.read_text()) for each in sorted(INTERFACES.glob("*/mtu"))}
@@ -156,7 +156,7 @@ def _services(folder: RunFolder) -> Iterator[Diagnosis]:
 
 
 def causes(folder: RunFolder, run: Observed) -> list[Diagnosis]:
-    """The causes of trouble that a run's metrics show, the one that explains most first; none without metrics."""
+    """The causes of trouble in a run's metrics, the one that explains most first; none without metrics."""
     return [
         Diagnosis(what=one.cause, state="warn", found=f"{one.symptom}: {one.evidence}", remedy=_remedy(folder, one))
         for one in diagnose(run)
@@ -164,8 +164,7 @@ def causes(folder: RunFolder, run: Observed) -> list[Diagnosis]:
 
 
 async def observed_at(address: str, options: ChannelOptions) -> Observed:
-    """The metrics of a trainer's own run, which it keeps of its last steps; the orchestrator's are in its folder.
-    Raises MeshError."""
+    """The metrics of a trainer's own run of its last steps; the orchestrator's are in its folder. Raises MeshError."""
     from meshrl.client import TrainerClient  # gRPC, which a machine is examined without
     from meshrl.wire.types import StepState
 
@@ -184,7 +183,6 @@ async def observed_at(address: str, options: ChannelOptions) -> Observed:
 
 
 def _remedy(folder: RunFolder, found: Ailment) -> str:
-    """What to do, with the value that the key has in the run."""
     program, *path = found.key.split(".")
     value: object = folder.config(program)
     for name in path:
@@ -205,11 +203,11 @@ class NoiseFloor:
     most_abs: float
     mean_kl: float
     before: float | None
-    """mean_abs of the run's own last steps, which has the lag of its weights as well."""
+    """mean_abs of the run's own last steps, in which its weights lag behind."""
 
 
 def measure_drift(folder: RunFolder, steps: int, varied: Sequence[str]) -> list[NoiseFloor]:
-    """The noise floor with the run's own configuration, and with each of the changes KEY=VALUE. Raises CliError."""
+    """The noise floor with the run's configuration, and with each change KEY=VALUE. Raises CliError."""
     config = folder.path / "configs/rl.toml"
     if not config.exists():
         raise CliError(f"{folder.path} has no configs/rl.toml: name the output folder of a run that `rl` started")
@@ -246,7 +244,7 @@ def _measured(folder: RunFolder, config: Path, steps: int, change: str) -> Noise
 
 
 def noise_floor(made: RunFolder, change: str, *, before: float | None) -> NoiseFloor:
-    """What a run at learning rate 0 has shown. Raises CliError for one without mismatch metrics."""
+    """The mismatch of a run at learning rate 0. Raises CliError for one without mismatch metrics."""
     columns = made.history().series.columns
     found = [columns.get(f"mismatch_{name}") for name in ("abs/all/mean", "abs/all/max", "kl/all/mean")]
     mean_abs, most_abs, mean_kl = ([] if column is None else list(column.values) for column in found)

@@ -107,7 +107,7 @@ def _show(found: Sequence[JsonObject], *, as_json: bool) -> None:
 def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     """Show the story of one rollout: its group, the step it trained, its advantage, its trace.
 
-    The beginning of its id is enough, and so is that of its trace's id.
+    The beginning of its id, or of its trace's, is enough.
     """
     with closing(_open(folder)) as ledger:
         where = "rollouts.rollout_id LIKE ?1 || '%' OR trace_id LIKE ?1 || '%'"
@@ -147,7 +147,6 @@ def _trace_of(folder: RunFolder, rollout_id: str) -> str | None:
 
 
 def _of_a_step(command: Callable[..., object]) -> Callable[..., object]:
-    """The options of a command that reads the kept rollouts of a step."""
     command = click.option("--env", "environment", help="Only of this environment.")(json_option(command))
     return folder_option(click.argument("step", type=int, required=False)(command))
 

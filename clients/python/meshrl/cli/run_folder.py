@@ -81,8 +81,7 @@ class RunFolder:
         return (local_address(server["host"], server["port"]),) if isinstance(server, dict) else ()
 
     def credentials(self) -> Credentials | None:
-        """The operator's credentials for the run's services; None if the environment has them, or the folder has
-        none."""
+        """The operator's credentials for the run's services; None if the environment has some, or the folder has none."""
         from meshrl.client.credentials import PREFIX, CredentialFiles, credentials_of  # gRPC takes 0.1 s to import
 
         folder = self.path / "credentials"
@@ -104,9 +103,9 @@ class RunFolder:
         return steps_in(self.path / "checkpoints", "trainer") if to_resume else steps_in(self.path / "weights")
 
     def last_step(self) -> JsonObject | None:
-        """The record of the step that metrics.jsonl ends with, None where there is none yet.
+        """The last step's record in metrics.jsonl, None without one.
 
-        The file's last line may be half written, and evaluations have records of their own without a reward.
+        The file's last line may be half written, and evaluations have records without a reward.
         """
         newest_first = json_records(lines_from_the_end(self.path / "metrics.jsonl"))
         return next((record for record in newest_first if "time/step" in record), None)
@@ -118,7 +117,7 @@ class RunFolder:
             return None
 
     def is_held(self) -> bool:
-        """Whether an `rl` on this machine runs here: it locks a file of the folder for as long as it lives."""
+        """Whether an `rl` on this machine runs here: it keeps a file of the folder locked."""
         try:
             with (self.path / "rl.lock").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -129,7 +128,7 @@ class RunFolder:
         return False
 
     def is_running(self) -> bool:
-        """Whether programs run here: an `rl`, or some that were started by hand and reported a moment ago."""
+        """Whether programs run here: an `rl`, or others that reported a moment ago."""
         return self.is_held() or any(time.time() - state.at_s < SILENT_AFTER_S for state in self.states().values())
 
     def states(self) -> dict[str, ProgramState]:
@@ -143,14 +142,14 @@ class RunFolder:
         return f"the disk of {self.path} is full: {free / 2**20:.1f} MiB are free" if free < FULL_BYTES else ""
 
     def history(self) -> MetricsHistory:
-        """The metrics, as far as they are written by now; `read_on` takes what comes."""
+        """The metrics as written by now; `read_on` reads later ones."""
         history = MetricsHistory(self.path / "metrics.jsonl")
         history.read_on()
         return history
 
     def outcome(self, history: MetricsHistory | None = None, price: float | None = None) -> RunOutcome | None:
-        """What the run came to and cost; None without a step. `price` is of one device for an hour, else the one of
-        the configuration."""
+        """The run's outcome and cost; None without a step. `price` is of one device for an hour, by default the
+        configuration's."""
         history = history or self.history()
         engine = self.config("inference")
         size = engine.get("tensor_parallel_size")
@@ -178,7 +177,7 @@ class RunFolder:
         return None
 
     def why_it_ended(self) -> str:
-        """The error that `rl` ended with, in one line; "" where it ended well, or runs."""
+        """The error that `rl` ended with, in one line; "" after a good end, or while it runs."""
         end = self.end()
         return "" if end is None else end.why
 
@@ -197,10 +196,8 @@ class RunFolder:
         return found
 
     def observed(self, history: MetricsHistory | None = None) -> Observed:
-        """What the causes of trouble are looked for in: metrics, event loops and, without a step, dropped rollouts.
-
-        `history`: the metrics that have been read already, so that only what is new is read.
-        """
+        """The input of `diagnose`: metrics, event loops and, without a step, dropped rollouts. `history` are metrics
+        that were read before."""
         history = history or self.history()
         history.read_on()
         return Observed(
@@ -255,8 +252,8 @@ class RunFolder:
         return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
 
     def spans(self, program: str = "") -> Iterator[RunSpan]:
-        """Each span of the run, or of programs whose names begin with `program`; half-written lines are left out, and
-        a file that goes before it is read."""
+        """Each span of the run, or of programs whose names begin with `program`. Half-written lines and vanished files
+        are left out."""
         for path in trace_files(self.path / "traces"):
             if not path.name.startswith(program):
                 continue
@@ -269,7 +266,7 @@ class RunFolder:
 
 @lru_cache(maxsize=64)
 def _toml(path: Path, _mtime_ns: int, _size: int) -> JsonObject:
-    """A file as it was at that time: the page asks for the same ones every few seconds."""
+    """Cached by the file's time and size: the page asks for the same files every few seconds."""
     with path.open("rb") as file:
         return tomllib.load(file)
 

@@ -1,7 +1,7 @@
-"""`meshrl status`: every service of a run, the version it is at, and how far behind that is.
+"""`meshrl status`: every service of a run, its version, and how far behind that is.
 
-Asks rollout, trainer and weights at once, each with a deadline; the orchestrator serves nothing and is known by what it
-writes. A service that does not answer is a row like the others, with the reason.
+Asks rollout, trainer and weights at once, each with a deadline; the orchestrator serves nothing and is known by its
+files. A service that does not answer is a row with the reason.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class RunStatus:
 
     @property
     def is_well(self) -> bool:
-        """Whether all answer, and no program of the run is silent for too long or stuck."""
+        """Whether all answer, and no program of the run is stuck or silent for too long."""
         in_trouble = any(program.trouble(time.time()) for program in self.programs)
         return bool(self.rows) and all(row.is_well for row in self.rows) and not in_trouble
 
 
 async def read_status(folder: RunFolder) -> RunStatus:
-    """Asks every service that the folder names; one that does not answer has the error in its row."""
+    """Asks every service that the folder names."""
     asked: list[Awaitable[list[ServiceRow]]] = [
         _ask(folder, service, address, ask)
         for service, ask in (

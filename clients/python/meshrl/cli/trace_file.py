@@ -1,6 +1,6 @@
 """Reads the spans that programs write below traces/: OTLP JSON lines, each a zstd frame of its own.
 
-Files of earlier versions are plain lines. An incomplete frame is left for the next look, a damaged one is left out.
+Files of earlier versions are plain lines. An incomplete frame is read at the next look, a damaged one is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.wire.values import JsonObject
 PATTERNS = ("*.jsonl", "*.jsonl.zst")
 _FRAME = b"\x28\xb5\x2f\xfd"
 _FIRST_BYTES = 4096
-"""The end of a frame is looked for in these first; what is behind it is copied."""
+"""Bytes in which the end of a frame is looked for first; those behind it are copied."""
 
 
 @dataclass(frozen=True, kw_only=True)

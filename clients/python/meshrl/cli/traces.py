@@ -42,9 +42,9 @@ def trace() -> None:
 @click.argument("what", metavar="STEP|ROLLOUT|TRACE")
 @json_option
 def show(folder: RunFolder, what: str, as_json: bool) -> None:
-    """Show what happened in one step, one rollout or one trace, as a tree in the order of time.
+    """Show what happened in one step, rollout or trace, as a tree in the order of time.
 
-    A rollout is named by its id and a trace by its, both by their beginning.
+    The beginning of the id of a rollout or trace is enough.
     """
     spans = read_spans(folder)
     trace_id = _trace_of_step(folder, spans, int(what)) if what.isdecimal() and len(what) < _ID else None
@@ -152,8 +152,8 @@ def export(folder: RunFolder, target: Path) -> None:
 def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
     """Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
 
-    Perfetto wants whole microseconds, since it drops slices that overlap by a rounding; ids of threads that no other
-    thread or process has; and numbered arrows from what begins first to what begins later.
+    Perfetto wants whole microseconds (it drops slices that overlap by a rounding), ids of threads that no other thread
+    or process has, and numbered arrows from the earlier begin to the later.
     """
     programs = {program: number for number, program in enumerate(sorted({span.program for span in spans}), 1)}
     begin_us = min(span.start_us for span in spans)
@@ -183,7 +183,7 @@ def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
 
 
 def _track(tracks: list[list[tuple[int, int]]], span: RunSpan) -> int:
-    """The first track on which the span nests into what is open, or follows it; a new one if none has room."""
+    """The first track on which the span nests into an open one, or follows the last; a new one if none has room."""
     for number, opened in enumerate(tracks):
         while opened and opened[-1][1] <= span.start_us:
             opened.pop()

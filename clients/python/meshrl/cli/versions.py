@@ -32,7 +32,7 @@ from meshrl.wire.saved_steps import pin_step, pinned_steps, unpin_step
 from meshrl.wire.types import VersionInfo
 
 QUIET_S = 0.5
-"""The hub's watch sends the past at once; when nothing came for this long, all of it has come."""
+"""The hub's watch sends the past at once, so it is over after this long a silence."""
 
 
 step_argument = click.argument("step", type=click.IntRange(min=1))
@@ -132,8 +132,8 @@ def unpin(step: int, folder: RunFolder, as_json: bool) -> None:
 def rollback(step: int, folder: RunFolder, deadline_s: float, yes: bool, as_json: bool) -> None:
     """End the run, and print the command that continues from STEP.
 
-    Versions go forward only, so a run that goes on is never given older weights. Resumed, it publishes those of STEP
-    as its first version, and sets checkpoints of later steps aside. STEP is pinned, too.
+    Versions go forward only: the resumed run publishes the weights of STEP as its first version, and sets checkpoints
+    of later steps aside. STEP is pinned, too.
     """
     _require_saved(folder, step, to_resume=True)
     running = folder.is_running()

@@ -87,7 +87,7 @@ def _services(status: RunStatus) -> Iterator[str]:
 def watch(folder: RunFolder, interval_s: float, count: int | None) -> None:
     """Show curves, rates, waits, programs and what is wrong, again and again, in place.
 
-    80 columns are enough, and it uses no colour. Where the terminal has no block characters it draws with letters.
+    80 columns are enough, without colour. On a terminal without block characters it draws with letters.
     """
     history = folder.history()
     looks = 0

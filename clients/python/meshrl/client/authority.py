@@ -1,9 +1,8 @@
 """The certificate authority of one run: made by `meshrl run init`, used to let members in for a day at a time.
 
 The authority's key never leaves its folder, a member's key never its host: the member sends a request signed with its
-key, and gets a certificate. Role and name are in the certificate's URI, spiffe://meshrl/RUN/ROLE/NAME. Its DNS names
-are those of the role's servers and the hosts bound to the member's token. All cryptography is the library's: ECDSA on
-P-256, X.509.
+key, and gets a certificate. Role and name are in its URI, spiffe://meshrl/RUN/ROLE/NAME; its DNS names are those of the
+role's servers and the hosts bound to the member's token. All cryptography is the library's: ECDSA on P-256, X.509.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from meshrl.client.trust import SERVING, Role, Trust, TrustFile
 CERTIFICATE_S = 24 * 3600.0
 AUTHORITY_DAYS = 3650
 BACKDATED_S = 300.0
-"""Certificates count from a little before they are made: clocks differ."""
+"""Certificates count from a little before they are made, since clocks differ."""
 
 SERVER_NAMES = 8
-"""Latest names of a role that a certificate has: a client may not have learned of the last revocations."""
+"""Newest names of a role that a certificate has, for clients that have not learned of the last revocations."""
 
 
 class AuthorityError(ValueError):
@@ -217,7 +216,7 @@ def _host_name(host: str) -> x509.GeneralName:
 
 
 def _key_of(request_pem: bytes) -> ec.EllipticCurvePublicKey:
-    """Raises AuthorityError where the sender has not proven that it has the key."""
+    """Raises AuthorityError without proof that the sender has the key."""
     try:
         request = x509.load_pem_x509_csr(request_pem)
         proven = request.is_signature_valid

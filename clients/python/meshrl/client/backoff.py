@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 
 AWAY_S = (0.1, 0.5)
-"""The first and the longest wait between calls of a service that is away: it may be back right after one."""
+"""The first and the longest wait between calls of a service that is away."""
 
 
 class Backoff:
-    """Waits that double from `first_s` to `most_s`, each shortened by up to `jitter` of itself, by chance, which
-    spreads callers that failed together. `draw` returns the chance, from 0 (shortest wait) to 1 (the whole wait)."""
+    """Waits that double from `first_s` to `most_s`, each shortened by chance by up to `jitter` of itself, to spread
+    callers that failed together. `draw` returns the chance, from 0 (shortest wait) to 1 (the whole wait)."""
 
     def __init__(
         self, first_s: float, most_s: float, *, jitter: float = 0.5, draw: Callable[[], float] = random.random

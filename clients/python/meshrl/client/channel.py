@@ -30,7 +30,7 @@ CONTRACT_KEY = "meshrl-contract"
 RECONNECT_MS = 250
 """The longest wait between two attempts to connect."""
 CONNECT_MS = 2000
-"""For one attempt: to far servers it takes several round trips."""
+"""For one attempt: a far server takes several round trips."""
 
 _T = TypeVar("_T")
 
@@ -159,7 +159,7 @@ class ServiceClient:
 
     async def why_not_serving(self, deadline_s: float) -> str:
         """Empty when the server's health is SERVING within `deadline_s`, else its answer. Raises NOT_SUPPORTED for a
-        server that has no health service."""
+        server without a health service."""
         stub = health_pb2_grpc.HealthStub(self._channel)
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=self.service), timeout=deadline_s)
@@ -177,7 +177,7 @@ class ServiceClient:
 
     async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
         """`on_wait` gets the reason, at once and whenever it changes. Raises UNREACHABLE after `deadline_s`, and
-        NOT_SUPPORTED at once for a server that has no health service."""
+        NOT_SUPPORTED at once for a server without a health service."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         last = "no answer"
@@ -250,7 +250,7 @@ class ServiceClient:
         on_standing: Callable[[], None] | None = None,
         with_span: bool = False,
     ) -> AsyncGenerator[Any, None]:
-        """Ending the iteration early cancels the call. `on_standing` is called once the server has taken the stream up.
+        """Ending the iteration early cancels the call. `on_standing` is called once the server serves the stream.
         Streams that last as long as the process have no span."""
         with self._span(method, start=with_span) as (span, metadata):
             outgoing = Outgoing(request) if isinstance(request, AsyncGenerator) else None
@@ -315,8 +315,7 @@ class ServiceClient:
 
     @contextmanager
     def _span(self, method: str, start: bool = True) -> Iterator[tuple[trace.Span, tuple[tuple[str, str], ...] | None]]:
-        """A client span around a call, and the metadata that carries its context. Gets and lists, made every second,
-        have none."""
+        """A client span around a call, and the metadata that carries its context. Frequent gets and lists have none."""
         if not start or method.startswith(("Get", "List")):
             yield trace.INVALID_SPAN, self._metadata(trace.get_current_span())
             return
@@ -347,7 +346,7 @@ class ServiceClient:
         return ((*metadata, (TRACEPARENT, traceparent)) if traceparent else metadata) or None
 
     def _raise_if_cut(self, call: object) -> None:
-        """Raises UNREACHABLE for a call that was ended because a certificate of its server's role was revoked."""
+        """Raises UNREACHABLE if the call ended because a certificate of its server's role was revoked."""
         if isinstance(self._channel, ReloadingChannel) and self._channel.was_cut(call):
             raise MeshError(
                 Reason.UNREACHABLE,

@@ -1,8 +1,7 @@
 """How two programs of the mesh trust each other: one object opens every channel and adds every port.
 
-By default clients and servers take what the MESHRL_TLS_ variables name, and plain connections where they name nothing.
-With a certificate of its own a server answers only callers whose certificate the same authority has signed; without
-one, callers show a token.
+By default it uses the MESHRL_TLS_ variables, and plain connections without them. A server with a certificate answers
+only callers whose certificate the same authority has signed; without one, callers show a token.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class CredentialError(ValueError):
 class Credentials(Protocol):
     @property
     def encrypted(self) -> bool:
-        """Whether nobody on the way can read or change what is sent."""
+        """Whether traffic is encrypted and authenticated."""
 
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
         """A channel that connects with its first call. `server` is the role of the server's certificate; empty takes
         any name that fits the address."""
 
     def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
-        """For code without an event loop, which closes it soon: a new certificate is not looked for."""
+        """For code without an event loop, which closes it soon: no new certificate is looked for."""
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Has a server that is not started listen at `address`; returns the port. Raises RuntimeError as grpc does."""
@@ -93,10 +92,10 @@ class CredentialFiles:
     """Those that are None are not used."""
 
     ca: Path | None = None
-    """Of who may sign for a peer, in PEM."""
+    """Of the authority that signs for peers, in PEM."""
 
     cert: Path | None = None
-    """Followed by those that lead to the authority, in PEM."""
+    """In PEM, followed by those that lead to the authority."""
 
     key: Path | None = None
     token: Path | None = None
@@ -169,7 +168,7 @@ class FileCredentials:
     """A file that changes is read again, for the next handshake or call."""
 
     def __init__(self, files: CredentialFiles, *, by_host: bool = False, asks: bool = True) -> None:
-        """asks: whether a server with these wants to know who calls; False for one that lets members in."""
+        """asks: whether a server with these identifies callers; False for one that lets members in."""
         self.files, self.asks = files, asks
         self._by_host = by_host
         learns = files.trust is not None and files.ca is not None and not by_host and _is_of_a_run(files.ca)

@@ -1,7 +1,7 @@
 """How a host joins a run and stays in it: it gets a certificate for a join token, and renews it before it expires.
 
-The first connection knows only the hash of the authority's key, which came with the token. So the authority's
-certificate is taken from the server and compared with the hash before anything is sent.
+The token comes with the hash of the authority's key. The authority's certificate is taken from the server and compared
+with it before anything is sent.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class ExchangeClient(ServiceClient):
         self, messages: AsyncGenerator[pb.AttachRequest | bytes, None]
     ) -> AsyncGenerator[pb.AttachResponse, None]:
         """Sends `messages`, the hello first, and yields the orchestrator's until it ends the stream; bytes are an
-        AttachRequest. A line that breaks raises UNREACHABLE."""
+        AttachRequest. A broken line raises UNREACHABLE."""
         async for message in self._stream(self._attach, "Attach", messages, None, with_span=False):
             yield message
 

@@ -1,4 +1,4 @@
-"""Closes connections of an aiohttp server on which no request arrives: aiohttp itself waits for a first one for ever.
+"""Closes connections of an aiohttp server on which no request arrives, for whose first one aiohttp waits for ever.
 
 The time counts until a request is complete, and again from the end of each answer.
 """

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 
 def server_name(role: str, revoked: int = 0) -> str:
-    """The DNS name of a role's servers, whatever their hosts are called: ROLE.meshrl.
+    """The DNS name of a role's servers, on any host: ROLE.meshrl.
 
     revoked: number of revoked members of the role. Each revocation gives its servers another name, for which the
     authority signs no certificate of a revoked one.

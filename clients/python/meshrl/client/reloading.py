@@ -1,8 +1,8 @@
 """A gRPC channel whose certificate, and whose server's name, may change while it is used.
 
-gRPC's own channels keep what they were made with. This one opens another once the certificate has changed; running
-calls go on over the old one, which is closed after the last. Once a server's certificate has been revoked, its role's
-servers get another name, and calls over the old channel end.
+Once the certificate has changed it opens another channel of gRPC; running calls go on over the old one, which is closed
+after the last. Once a server's certificate has been revoked, its role's servers get another name, and calls over the
+old channel end.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from meshrl.wire.validate import validate_contract_version
 _REFUSED = "Connection refused"
 """gRPC's words for a server whose process is gone, with all that it kept."""
 CANCEL_DEADLINE_S = 2.0
-"""For the call that ends a group whose stream was closed and which would go on without it."""
+"""For the call that ends a group which would outlive its closed stream."""
 
 
 class RolloutClient(ServiceClient):
@@ -68,10 +68,9 @@ class RolloutClient(ServiceClient):
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Yields the rollouts and failures of one group in order of completion, then its summary.
 
-        An unreadable rollout comes as a failure with reason BAD_ROLLOUT; those after it are not lost. Closing the
-        iterator (`contextlib.aclosing`) cancels the group. A stream that breaks is attached to again, for up to
-        `linger_s` of the request, where the server can; else, and if it ends without its summary, it raises
-        UNREACHABLE.
+        An unreadable rollout comes as a failure with reason BAD_ROLLOUT. Closing the iterator (`contextlib.aclosing`)
+        cancels the group. A stream that breaks is attached to again, for up to `linger_s` of the request, if the server
+        can; else, and if it ends without its summary, it raises UNREACHABLE.
         """
         asked = request if request.traceparent else replace(request, traceparent=current_traceparent())
         loop = asyncio.get_running_loop()
@@ -118,7 +117,7 @@ class RolloutClient(ServiceClient):
         return self._stream(self._stub.RunRollouts, "RunRollouts", message, deadline_s, with_span=True)
 
     async def _end_group(self, group_id: str) -> None:
-        """Where that fails, the server ends it after its linger_s."""
+        """If that fails, the server ends it after its linger_s."""
         request = pb.CancelRolloutsRequest(request_id=str(uuid.uuid4()), group_ids=[group_id])
         with suppress(MeshError):
             await self._unary(self._stub.CancelRollouts, "CancelRollouts", request, CANCEL_DEADLINE_S)

@@ -51,7 +51,7 @@ class TrainerClient(ServiceClient):
         """Yields the events of a run after a revision, history first, then live, until the trainer drains.
 
         Reconnects and resumes for up to `reconnect_s`, then raises UNREACHABLE. Raises REVISION_EXPIRED when the
-        history no longer reaches back to `after_revision`.
+        history begins after `after_revision`.
         """
         return self._watch(
             self._stub.WatchSteps,
@@ -103,7 +103,7 @@ class TrainerClient(ServiceClient):
         await self._unary(self._stub.DeleteRun, "DeleteRun", request)
 
     async def drain(self, deadline_s: float | None = None) -> int:
-        """Makes the trainer finish what is queued and end; returns the last step that finished."""
+        """Has the trainer finish its queue and end; returns the last step that finished."""
         limit_s = self.options.checkpoint_deadline_s if deadline_s is None else deadline_s
         response = await self._unary(self._stub.Drain, "Drain", pb.DrainRequest(), limit_s)
         return int(response.step)

@@ -1,8 +1,7 @@
-"""The trust file of a run, `trust.sqlite`: hashes of its tokens, the members that got certificates, and what is
-revoked.
+"""The trust file of a run, `trust.sqlite`: hashes of its tokens, the members that got certificates, and revocations.
 
-The run's `rl`, the `meshrl` command and the enrollment server write it. Servers read it to check their callers, clients
-to check servers. A token is ID.SECRET; the secret has 256 random bits, so its plain SHA-256 discloses nothing.
+The run's `rl`, the `meshrl` command and the enrollment server write it. Servers read it to check callers, clients to
+check servers. A token is ID.SECRET; the secret has 256 random bits, so its plain SHA-256 discloses nothing.
 """
 
 from __future__ import annotations
@@ -194,8 +193,8 @@ class TrustFile:
     def enroll(self, token: str, name: str, key: str, asked: Sequence[str]) -> Member:
         """Records a member that has joined by a token, with the hash of its key; `asked` as in `granted_hosts`.
 
-        Raises TokenError for a token that does not count, and ValueError for a name that is another's, revoked,
-        enrolled with another key, or none, and for hosts that were not bound to the token.
+        Raises TokenError for a token that does not count, and ValueError for a name that is invalid, another's, revoked
+        or enrolled with another key, and for hosts that were not bound to the token.
         """
         id_, _, secret = token.partition(".")
         name = member_name(name)
@@ -213,7 +212,7 @@ class TrustFile:
 
     def note_member(self, role: Role, name: str, by: str, key: str = "", hosts: Sequence[str] = ()) -> Member:
         """Records a member let in by the authority's owner; `by` stands in place of a token, `hosts` are canonical.
-        Raises ValueError where the name is another's or revoked, or is none."""
+        Raises ValueError for a name that is invalid, another's or revoked."""
         member = Member(role, member_name(name), tuple(hosts) if role in SERVING else ())
         with self._open() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -234,8 +233,7 @@ class TrustFile:
     def revoke(self, what: str) -> list[str]:
         """Revokes a token (ID or ID.SECRET), or one member, ROLE/NAME; returns what is revoked now.
 
-        With a token it revokes all members that came by it, and those of other roles with their names, which are the
-        same host.
+        With a token go all members that came by it, and those of other roles with their names, which are the same host.
         """
         role, _, name = what.partition("/")
         with self._open() as connection:

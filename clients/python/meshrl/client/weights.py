@@ -98,7 +98,7 @@ class WeightSyncClient(ServiceClient):
         tracer: Tracer | None = None,
         of_relay: bool = False,
     ) -> None:
-        """of_relay: `address` is that of a relay, whose certificate names this role instead of the hub's."""
+        """of_relay: `address` is a relay's, whose certificate names this role instead of the hub's."""
         if of_relay:
             self.server_role = "relay"
         super().__init__(address, options, tracer=tracer)
@@ -181,7 +181,7 @@ class WeightSyncClient(ServiceClient):
         deadline_s: float | None = None,
     ) -> VersionInfo:
         """Declares a staged version complete; raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not. The hub may have
-        to hash all of it within `deadline_s`; a second call meanwhile does not begin anew."""
+        to hash all of it within `deadline_s`; a repeated call joins the first."""
         request = pb.SealVersionRequest(
             request_id=str(uuid.uuid4()),
             run_id=run_id,
@@ -247,7 +247,7 @@ class WeightSyncClient(ServiceClient):
         self, run_id: str = "", version: int | None = None, *, artifact_id: str = ""
     ) -> tuple[Manifest, str]:
         """(manifest, artifact_id) of a version, by default the newest committed one; with `artifact_id` of that
-        content, also where a later epoch has published the version anew."""
+        content, even if a later epoch has published the version anew."""
         found = await self.find_version(run_id, version, artifact_id=artifact_id)
         return found.manifest, found.artifact_id
 
@@ -339,8 +339,8 @@ class WeightSyncClient(ServiceClient):
     ) -> OpenedGroup:
         """Has engines join a new group for the nccl transport; returns at once with its generation and members.
 
-        All meet at `store_address` within `deadline_s`. It is a group of `engine_ids`, or of all engines, minus
-        `without`, for versions that are sealed from now on. Raises GROUP_BROKEN while no engine can take part.
+        All meet at `store_address` within `deadline_s`. The group has `engine_ids`, or all engines, minus `without`,
+        and is for versions that are sealed from now on. Raises GROUP_BROKEN while no engine can take part.
         """
         request = pb.OpenGroupRequest(
             request_id=str(uuid.uuid4()),
@@ -356,8 +356,8 @@ class WeightSyncClient(ServiceClient):
         return convert.from_proto(OpenedGroup, await self._unary(self._stub.OpenGroup, "OpenGroup", request))
 
     async def sleep_engines(self, engine_pool: str = "", *, deadline_s: float) -> SleepOutcome:
-        """Has engines without work give their memory back until the next version or request. Those that have not
-        answered after `deadline_s` count as awake, like those that cannot sleep or have work."""
+        """Has engines without work give their memory back until the next version or request. Those without sleep mode,
+        with work, or without an answer after `deadline_s` count as awake."""
         request = pb.SleepEnginesRequest(engine_pool=engine_pool, deadline_s=deadline_s)
         limit_s = deadline_s + self.options.unary_deadline_s
         return convert.from_proto(

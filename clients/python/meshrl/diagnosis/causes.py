@@ -1,7 +1,7 @@
 """The causes of trouble that a run's metrics show, each with its evidence and the key to change.
 
-`CAUSES` is in the order of ranking: a cause stands before those that it brings about, such as a learning rate of 0
-before a reward that stands still. Each looks at the last steps alone, so that it is over when they are well again.
+`CAUSES` is in the order of ranking: a cause stands before its consequences, such as a learning rate of 0 before a
+reward that stands still. Each looks at the last steps alone, so that it is over when they are well again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from meshrl.diagnosis.history import Column
 RECENT = 5
 """Steps that "now" is the mean of."""
 BEST = 3
-"""Steps in a row whose mean is the best that a run had."""
+"""Steps in a row with the best mean of the run."""
 TREND = 15
-"""Steps that a run must have before a trend is looked for."""
+"""Fewest steps for a trend."""
 MOST_ERRORED = 0.05
 MOST_TRUNCATED = 0.3
 MOST_EMPTY = 0.3
@@ -46,10 +46,10 @@ NOISES = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What is known of a run.
+    """Facts about a run.
 
     `synchronous`: the trainer waits for each batch by design. `loop_lags_s`: how late the programs' event loops are.
-    `dropped`: rollouts that were dropped by reason, for a run that has no step.
+    `dropped`: rollouts that were dropped by reason, for a run without a step.
     """
 
     columns: Mapping[str, Column]
@@ -91,7 +91,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ailment:
-    """A cause that a run has: the evidence in figures, the key to change, and how."""
+    """A cause of a run's trouble: the evidence in figures, the key to change, and how."""
 
     cause: str
     symptom: str
@@ -107,9 +107,9 @@ class Ailment:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One cause: `look` returns its evidence in a sentence, or "" for a run that does not have it.
+    """One cause: `look` returns its evidence in a sentence, or "".
 
-    `symptom` is what a user notices, `key` the configuration key to change (or "" where none is to be changed).
+    `symptom` is what a user notices, `key` the configuration key to change (or "").
     """
 
     name: str
@@ -129,7 +129,7 @@ def diagnose(run: Observed, causes: Sequence[Cause] | None = None) -> list[Ailme
 
 
 def _cause(symptom: str, key: str, remedy: str) -> Callable[[Callable[[Observed], str]], Cause]:
-    """Makes a cause of a look at a run; the look's name is what users see."""
+    """Makes a cause of a look at a run; users see the function's name."""
     return lambda look: Cause(name=look.__name__, symptom=symptom, key=key, remedy=remedy, look=look)
 
 

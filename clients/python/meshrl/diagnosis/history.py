@@ -1,4 +1,4 @@
-"""The metrics of a run as columns; what charts are drawn from, and what the causes of trouble are looked for in."""
+"""The metrics of a run as columns, for charts and for the causes of trouble."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class MetricsHistory:
         return self._file.offset != before
 
     def points(self, names: Iterable[str], most: int, along: str = "step") -> dict[str, Points]:
-        """At most `most` points of each of the metrics; those that nobody wrote are left out.
+        """At most `most` points of each written metric.
 
-        Their x is the step, or what the run had until then: trained "tokens", or "time" in seconds of its steps.
+        Their x is the step, or the run's total until then: trained "tokens", or "time" in seconds of its steps.
         """
         columns = self.series.columns
         x_of = self._along(along)

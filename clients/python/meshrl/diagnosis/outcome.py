@@ -1,6 +1,4 @@
-"""What a run came to, what it cost and which half of it was the slower: shown at its end, by `meshrl report` and by
-`meshrl doctor`.
-"""
+"""The outcome of a run, its cost and its slower half: shown at its end, by `meshrl report` and by `meshrl doctor`."""
 
 from __future__ import annotations
 
@@ -73,9 +71,8 @@ def outcome_of(
 
 
 def slower_half(run: Observed) -> str:
-    """Which half was the slower, the shares of the time for which each waited, and the key that moves it; "" where the
-    metrics do not show it. The first step warms up and does not count. The keys are those of `meshrl doctor`.
-    """
+    """The slower half, the shares of the time for which each waited, and the key that moves it; "" if the metrics do
+    not show it. The first step warms up and does not count."""
     names = ("time/wait_for_batch", "time/train_step", "perf/engines_idle", "time/step")
     columns = [
         dict(zip(column.steps, column.values, strict=True)) for name in names if (column := run.columns.get(name))

@@ -6,7 +6,8 @@ import ipaddress
 import socket
 
 ANY_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
-"""Hosts that stand for all addresses of a machine, which a server can bind and nobody can call; with its loopback."""
+"""Hosts that stand for all addresses of a machine, with its loopback: a server can bind them, a client cannot call
+them."""
 
 
 def address_of(host: str, port: int | str) -> str:

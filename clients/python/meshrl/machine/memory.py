@@ -22,7 +22,7 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory | None:
-    """This machine's memory, or what the tightest of this process's cgroups allows of it; None if it is unknown.
+    """This machine's memory, or the part that the tightest of this process's cgroups allows; None if it is unknown.
 
     Files that the system can drop from memory count as available. `root` is where /proc and /sys are found.
     """
@@ -51,7 +51,7 @@ def _whole_machine(root: Path) -> tuple[int, int] | None:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of each cgroup of this process that has a limit, its parents included."""
+    """(limit, used) of each limited cgroup of this process, its parents included."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no Linux

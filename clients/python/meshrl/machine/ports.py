@@ -8,8 +8,8 @@ import socket
 def bound(host: str, *, shared: bool = False) -> socket.socket:
     """A socket that is bound to a free port of the host ("" is all of them), and does not listen. Raises OSError.
 
-    While it is open the kernel gives the port to no socket that asks for any; with `shared` a server may have it by
-    number all the same, on Linux alone.
+    While it is open the kernel gives the port to no socket that asks for any; with `shared` a server may still have it
+    by number, on Linux alone.
     """
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:

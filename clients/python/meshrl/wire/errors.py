@@ -1,7 +1,7 @@
 """The error catalogue: every reason for which a call between services can fail, and its translation to gRPC and back.
 
 A servicer raises `MeshError`; the server turns it into a gRPC status with `google.rpc` details, the client turns that
-back. On the wire a reason is its name, in `ErrorInfo` with domain "meshrl".
+back. A reason travels as its name, in `ErrorInfo` with domain "meshrl".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Serializes chunks of weights by hand, since protobuf in Python copies them several times.
 
-A `Chunk` inside a CreateVersionRequest or FetchResponse is a few bytes of header, the data and a few bytes of trailer.
-Writing them around the data copies it once; reading returns a view into the message. The bytes are exactly protobuf's,
-so either side may use plain messages.
+A `Chunk` inside a CreateVersionRequest or FetchResponse has a few bytes of header and trailer around the data. Writing
+copies the data once; reading returns a view into the message. The bytes are exactly protobuf's, so either side may use
+plain messages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads the lines of files that another process appends to: logs, and records as JSON lines such as metrics.jsonl.
+"""Reads the lines of files that another process appends to: logs, and JSON lines such as metrics.jsonl.
 
-A last line without its end is being written, or was cut off by a kill: it is left for the next look.
+A last line without its end is left for the next look: it is being written, or was cut off by a kill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GrowingFile:
         """The byte after the last line that was read."""
 
     def shrank(self) -> bool:
-        """It was begun anew, and is then read from its beginning."""
+        """Whether it was begun anew; it is then read from its beginning."""
         try:
             return self.path.stat().st_size < self.offset
         except FileNotFoundError:
@@ -79,7 +79,7 @@ def lines_from_the_end(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def json_records(lines: Iterable[bytes]) -> Iterator[JsonObject]:
-    """Lines that are no JSON object are damaged, or were cut off by a full disk."""
+    """Skips lines that are no JSON object: they are damaged, or were cut off by a full disk."""
     for line in lines:
         try:
             record = json.loads(line)

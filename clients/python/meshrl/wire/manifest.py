@@ -1,8 +1,8 @@
 """Manifests of weight versions: the tensors, chunks and hashes by which a version's bytes are identified and checked.
 
-Every hash is BLAKE3 over a canonical form: each field is a length-prefixed byte string, so that no two different values
-share an encoding. A version's byte stream is its tensors without gaps, the widest element type first (so each tensor is
-aligned) and by name within a width: the order in which safetensors writes.
+Every hash is BLAKE3 over length-prefixed byte strings, so that no two different values share an encoding. A version's
+byte stream is its tensors without gaps, the widest element type first (so each tensor is aligned) and by name within a
+width, as safetensors writes them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, 
 
 
 def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, str]]:
-    """(field, what to change) for everything in which a manifest does not agree with itself."""
+    """(field, what to change) for everything in which a manifest contradicts itself."""
     found = _kind_violations(manifest)
     if manifest.digest_algorithm not in DIGEST_BYTES_OF:
         known = ", ".join(sorted(filter(None, DIGEST_BYTES_OF)))

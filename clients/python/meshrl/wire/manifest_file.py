@@ -74,7 +74,7 @@ def from_json(text: bytes) -> Manifest:
 
 
 def open_regular(path: str | Path) -> int:
-    """Opens a file that somebody else has named, for reading. Raises OSError for what is not a regular file: opening a
+    """Opens a file that somebody else has named, for reading. Raises OSError unless it is a regular file: opening a
     pipe would block, and a link may lead anywhere."""
     _check_regular(os.lstat(path), path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""The state file of a program in its run's folder: what it waits for, since when, and how late its event loop is.
+"""The state file of a program in its run's folder: its waits, since when, and how late its event loop is.
 
 Each program of a run writes `state/PROGRAM.json` every two seconds (`meshrl.core.telemetry.watchdog`); the programs and
 `meshrl status` follow the waits from one program to the next.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 FOLDER = "state"
 SILENT_AFTER_S = 10.0
-"""A program that has not written for so long is dead, stopped, or its machine is."""
+"""A program that has not written for so long is dead or stopped, or its machine is."""
 STUCK_AFTER_S = 5.0
-"""An event loop that has answered nothing for so long serves nobody."""
+"""After so long without an answer an event loop is stuck."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class WaitState:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramState:
-    """`loop_lag_s` is its event loop's largest lag since the state before, `stuck_s` for how long it has not answered
-    at all. `serves` lists addresses by which others may name it."""
+    """`loop_lag_s` is its event loop's largest lag since the state before, `stuck_s` its present silence. `serves`
+    lists addresses by which others may name it."""
 
     program: str
     host: str
@@ -83,7 +83,7 @@ def from_json(text: str) -> ProgramState:
 
 
 def read_states(output_dir: Path) -> dict[str, ProgramState]:
-    """By the programs' names; those that have ended well have left nothing."""
+    """By the programs' names; a program that ended well has none."""
     states = {}
     for path in sorted((output_dir / FOLDER).glob("*.json")):
         try:
@@ -95,8 +95,8 @@ def read_states(output_dir: Path) -> dict[str, ProgramState]:
 
 
 def waiting_chain(states: Mapping[str, ProgramState], start: str, now_s: float) -> str:
-    """Who waits for whom, from `start` on, in one sentence; "" when it waits for nothing. Ends at one that waits for
-    nobody, or of whom nothing can be expected."""
+    """Who waits for whom, from `start` on, in one sentence; "" when it waits for nothing. Ends at a program that does
+    not wait, or is in trouble."""
     said: list[str] = []
     seen: set[str] = set()
     state = _find(states, start)
@@ -121,8 +121,8 @@ def troubles_for(state: ProgramState, others: Mapping[str, ProgramState], *, eve
 
 
 def run_line(states: Mapping[str, ProgramState], now_s: float) -> str:
-    """What a whole run waits for: the chain from the trainer on where it waits for a batch, else from the orchestrator,
-    then other programs in trouble."""
+    """The wait of a whole run: the chain from the trainer if it waits for a batch, else from the orchestrator, then
+    other programs in trouble."""
     trainer = states.get("trainer")
     trains = trainer is not None and not any(wait.name == "batch" for wait in trainer.waits)
     starts = ["orchestrator", "trainer"] if trains else ["trainer", "orchestrator"]
@@ -163,7 +163,6 @@ def _process_state(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this machine has a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Which steps of a run are saved: those with a folder `step_N`; and which of them are never deleted.
+"""Which steps of a run are saved: those with a folder `step_N`; and which are never deleted.
 
 A pinned step has an empty file `weights/step_N.pinned` beside its folder, which a trainer that deletes old checkpoints
 (`ckpt.keep_last`) looks for.
@@ -16,7 +16,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def steps_in(root: Path, part: str = "") -> list[int]:
-    """The steps that have a folder below `root`, in order; with `part`, those whose folder holds that folder: a trainer
+    """The steps that have a folder below `root`, in order; with `part`, only if that folder holds `part`: a trainer
     resumes from its own, `trainer`. Folders that are being written or deleted have other names."""
     names = (folder.name.removeprefix("step_") for folder in root.glob("step_*") if (folder / part).is_dir())
     return sorted(int(name) for name in names if name.isdecimal())

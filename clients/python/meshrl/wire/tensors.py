@@ -67,7 +67,7 @@ def dtype_name(number: int) -> str | None:
 
 def encode(array: Array, dtype: str | None = None) -> pb.Tensor:
     """`dtype` defaults to the array's own type. For bfloat16 and float8 pass the name and an array of unsigned integers
-    of the same width. Raises ValueError for a type that has no number on the wire or another width."""
+    of that width. Raises ValueError for a type without a number on the wire, or another width."""
     name = array.dtype.name if dtype is None else dtype
     kind = DTYPES.get(name)
     if kind is None:
@@ -79,8 +79,8 @@ def encode(array: Array, dtype: str | None = None) -> pb.Tensor:
 
 
 def decode(tensor: pb.Tensor, *, expect: str | None = None, ndim: int | None = None, field: str = "") -> Array:
-    """The array as a read-only view of the message's bytes. `expect` and `ndim` state the caller's needs; `field` names
-    the tensor in errors. Raises MeshError INVALID_REQUEST when the type, the shape or the number of bytes is wrong."""
+    """The array as a read-only view of the message's bytes. `field` names the tensor in errors. Raises MeshError
+    INVALID_REQUEST if the number of bytes is wrong, or the type or number of dimensions is not as expected."""
     kind = _BY_NUMBER.get(tensor.dtype)
     if kind is None:
         raise _refuse(field, "dtype", f"element type {tensor.dtype} is not known here")

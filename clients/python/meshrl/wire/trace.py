@@ -21,7 +21,7 @@ def format_traceparent(span_context: trace.SpanContext) -> str:
 
 def sync_context(version: int, root: bytes) -> trace.SpanContext:
     """The context of the span of the commit of this version with this root. Hub, engines and rollouts compute it alike,
-    so that each can link to it before it is over."""
+    so that each can link to it before the commit is over."""
     digest = hashlib.blake2b(b"rl.sync" + version.to_bytes(8, "little") + root, digest_size=24).digest()
     return trace.SpanContext(
         trace_id=int.from_bytes(digest[:16], "little"),

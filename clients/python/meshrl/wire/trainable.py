@@ -69,7 +69,7 @@ def rollout_problems(
     rollout: Rollout, *, vocab_size: int | None, newest_version: int | None = None, routed: RoutedShape | None = None
 ) -> tuple[tuple[str, str], ...]:
     """(field, what it must be) for everything that keeps a trainer from taking a finished rollout. `newest_version` is
-    the newest that exists, `routed` the trainer's routes; None leaves either unchecked."""
+    the newest that exists, `routed` the trainer's routes; None checks neither."""
     found: list[tuple[str, str]] = []
     for index, sample in enumerate(rollout.samples):
         field = f"samples[{index}]"

@@ -16,7 +16,7 @@ HOSTED_KEYS = (
 
 
 def complete(values: ReadTable) -> Table:
-    """Fills in hosted environments, and port 0 where rl is to choose. Without an engine of its own the hub keeps its
+    """Fills in hosted environments, and port 0 where rl is to choose. A hub without an engine of its own keeps its
     usual port, which a running engine can know."""
     completed = dict(values)
     fit_preset(completed)
@@ -54,7 +54,7 @@ def complete(values: ReadTable) -> Table:
 
 
 def _adapt_experts(values: Table) -> None:
-    """Has the experts of a mixture adapted as well where engines serve that and grouped products take the rank."""
+    """Has the experts of a mixture adapted where engines serve that and grouped products take the rank."""
     lora, rank = at(values, "trainer", "model", "lora"), str(at(values, "trainer", "model", "lora", "rank") or 16)
     merged = str(at(values, "trainer", "weight_broadcast", "lora_adapter_only")).lower() == "false"
     served = merged or at(values, "inference", "engine") == "embedded"
@@ -72,7 +72,6 @@ def _follow(values: Table, name: str, key: str, other: str) -> None:
 
 
 def _hosted_environments(orchestrators: Sequence[object]) -> list[Table]:
-    """The environments that the rollout program must host for the train and eval entries, each name once."""
     hosted: dict[str, Table] = {}
     trained = False
     for orchestrator in orchestrators:

@@ -59,7 +59,7 @@ def apply_preset(layer: Layer) -> None:
     """Puts the `algorithm` of one layer of configuration where it belongs; a component's own key wins.
 
     Keys of the same loss in lower layers are unset, so that an algorithm on the command line replaces the whole loss of
-    a file. A loss whose type the same layer chooses itself is left alone, and so is its advantage.
+    a file. If the same layer chooses the type of a loss itself, that loss and its advantage are left alone.
     """
     name, origin = layer.given.get(("algorithm",), (None, ""))
     preset = _preset(name)
@@ -78,8 +78,8 @@ def apply_preset(layer: Layer) -> None:
 
 
 def fit_preset(values: Table) -> None:
-    """Fits the preset to the layers above it: where those chose another loss, its keys go, and a loss that is divided
-    by a fixed length gets the longest reply's."""
+    """Fits the preset to the layers above it: if those chose another loss, its keys go, and a loss divided by a fixed
+    length gets the longest reply's."""
     preset = _preset(values.get("algorithm"))
     loss = None if preset is None else section_of(section_of(values, "trainer"), "loss")
     if preset is None or loss is None:

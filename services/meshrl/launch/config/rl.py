@@ -36,9 +36,9 @@ class RLConfig(BaseConfig):
     """Trains a model by reinforcement learning: starts rollout, trainer, weights, inference and orchestrator.
 
     Shared keys at the top are handed down to the components. Within one file, or on the command line, a component's own
-    key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file.
-    Addresses of the programs that rl starts are always set by rl; ports that are not given are free ones. A service
-    whose address orchestrator.services gives runs already and is not started.
+    key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file. rl
+    sets the addresses of the programs that it starts; ports that are not given are free ones. A service in
+    orchestrator.services runs already and is not started.
     """
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -65,8 +65,8 @@ class RLConfig(BaseConfig):
     """Folder of the run; the same for every program."""
 
     readable_by: Annotated[ReadableBy, HandedTo(every_component("readable_by"))] = "owner"
-    """Who may read what the run writes, for every program: its own user alone, also the group of the files, or everyone
-    on the machine. Credentials stay for the owner."""
+    """Who may read what the run writes, for every program: its own user alone, its files' group too, or everyone on the
+    machine. Credentials stay for the owner."""
 
     model: Annotated[ModelConfig | None, HandedTo(("trainer.model", "inference.model", "rollout.model"))] = None
     """The model, for trainer, inference and rollout."""
@@ -85,8 +85,8 @@ class RLConfig(BaseConfig):
     """Training steps, for trainer, orchestrator and each of `runs`."""
 
     algorithm: AlgorithmName | None = None
-    """Advantage and loss of an algorithm (see meshrl.launch.config.presets), for orchestrator and trainer; within one
-    file or on the command line, their own keys win. None leaves both to orchestrator.advantage and trainer.loss."""
+    """Advantage and loss of an algorithm (see meshrl.launch.config.presets), for orchestrator and trainer; in the same
+    file or on the same command line their own keys win. None leaves both to those."""
 
     max_async_level: Annotated[int | None, HandedTo(("orchestrator.max_async_level", "runs.*.max_async_level"))] = (
         Field(default=None, ge=0)
@@ -128,8 +128,8 @@ class RLConfig(BaseConfig):
     """Check everything, write the resolved configurations to output_dir/configs and end."""
 
     preflight: bool = True
-    """Before the start, check model, checkpoint, environments, ports, disk and more, and list everything that is
-    missing; takes some seconds."""
+    """First check model, checkpoint, environments, ports, disk and more, and list everything that is missing; takes
+    some seconds."""
 
     deployment: Annotated[
         RunDeploymentConfig, HandedTo(("trainer.deployment.num_train_gpus",), key="num_train_gpus")
@@ -140,30 +140,26 @@ class RLConfig(BaseConfig):
     """Submit the run as a SLURM job; None starts it here."""
 
     trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
-    """GPUs of the trainer, as places among the visible ones. With several, one training process each. None takes those
-    that inference leaves."""
+    """GPUs of the trainer, as places among the visible ones, with a training process each. None takes those that
+    inference leaves."""
 
     inference_gpu_ids: list[int] | None = None
     """GPUs of inference, as places among the visible ones, divided among the engines. On a GPU shared with the trainer
     the engine takes half of the memory, or gpu_memory_utilization."""
 
     num_engines: int | None = Field(default=None, ge=1)
-    """Inference programs to start, each with an engine of its own. None starts as many as the GPUs of inference hold:
-    tensor_parallel_size times data_parallel_size GPUs make one."""
+    """Inference programs to start, each with an engine of its own. None: as many as the GPUs of inference hold, at
+    tensor_parallel_size times data_parallel_size each."""
 
     restarts: int = Field(default=0, ge=0)
-    """How often each program is restarted when it dies. One death more ends the run, and so does the third death in a
-    row before the program served.
-
-    A trainer continues from its last checkpoint, so ckpt.interval is required. The other programs wait for a restarted
-    one.
-    """
+    """How often each program is restarted when it dies. One death more ends the run, and so does the third in a row
+    before the program served. A trainer continues from its last checkpoint, so ckpt.interval is required."""
 
     trainer_restarts: int | None = Field(default=None, ge=0)
     """The same for the trainer alone; None is as many as `restarts`."""
 
     orchestrator_restarts: int | None = Field(default=None, ge=0)
-    """The same for the orchestrator alone, which needs no checkpoint; None is as many as `restarts`."""
+    """The same for the orchestrator, which needs no checkpoint; None is as many as `restarts`."""
 
     engine_restarts: int = Field(default=0, ge=0)
     """The same for inference programs alone; the larger number counts."""
@@ -183,20 +179,20 @@ class RLConfig(BaseConfig):
         HandedTo(("rollout.client",), key="client"),
         HandedTo(("rollout.vf_level",), key="log.vf_level"),
     ] = OrchestratorSection()
-    """The orchestrator of the trainer's own run. Without an environment to train on there is none: a mesh of the runs
-    in `runs`, and of those that join it."""
+    """The orchestrator of the trainer's own run. Without an environment to train on there is none, only the runs in
+    `runs` and those that join the mesh."""
 
     mesh: Path | None = None
-    """Folder of a mesh that runs: nothing is started but the orchestrator of one more run there, run_id. The trainer's
-    section then gives its adapter, optimizer, schedule and loss. A file may also hold the orchestrator's keys alone."""
+    """Folder of a running mesh: start nothing but the orchestrator of one more run there, run_id. The trainer's section
+    then gives its adapter, optimizer, schedule and loss. A file may also hold the orchestrator's keys alone."""
 
     runs: list[RunSection] = Field(default_factory=list)
-    """Runs that train adapters of their own beside each other, each by an orchestrator of its own: its keys, with
-    run_id and [runs.run]. The trainer needs model.lora."""
+    """Runs that train adapters of their own, each by an orchestrator of its own: its keys, with run_id and [runs.run].
+    The trainer needs model.lora."""
 
     inference: InferenceConfig | None = None
     """The inference engine to start; None starts none. Engines in orchestrator.client.base_url run already and are used
-    too. With neither, the engine is at http://127.0.0.1:8000."""
+    too. With neither, one is expected at http://127.0.0.1:8000."""
 
     rollout: RolloutSection
     """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""
@@ -206,7 +202,7 @@ class RLConfig(BaseConfig):
 
     @property
     def local_environments(self) -> list[EnvConfig]:
-        """The environments of the rollout program that is started; none where none is."""
+        """The environments of the rollout program, if that is started."""
         elsewhere = self.orchestrator.environments_elsewhere
         hosted = self.rollout.env if self.starts("rollout") else []
         return [entry for entry in hosted if entry.resolved_name not in elsewhere]
@@ -257,12 +253,12 @@ class RLConfig(BaseConfig):
 
     @property
     def running_engines(self) -> tuple[str, ...]:
-        """Base URLs of engines that run already: those that are given, else the usual one where none is started."""
+        """Base URLs of engines that run already: the given ones, else the usual one if none is started."""
         return tuple(url.rstrip("/").removesuffix("/v1") for url in self.rollout.client.base_url)
 
     @property
     def gpu_demand(self) -> GpuDemand:
-        """The GPUs of all engines, and of the trainer where none is used that runs already."""
+        """The GPUs of all engines, and of the trainer unless a running one is used."""
         given, engines = self._given_gpus(), 0
         if self.inference is not None:
             engines = self.engine_count * self.inference.gpus_per_engine() if given is None else given
@@ -276,8 +272,8 @@ class RLConfig(BaseConfig):
         )
 
     def makes_credentials(self, environ: Mapping[str, str]) -> bool:
-        """Whether the run has credentials of its own: neither keys nor variables name others, or want none between its
-        nodes."""
+        """Whether the run has credentials of its own: neither keys nor variables name others, or refuse them between
+        its nodes."""
         parts = [getattr(self, name) for name in COMPONENTS]
         named = any(part is not None and part.tls != TlsConfig() for part in (self, *parts))
         named = named or any(variable.startswith(PREFIX) and value for variable, value in environ.items())
@@ -285,7 +281,7 @@ class RLConfig(BaseConfig):
 
     @property
     def hub_is_open(self) -> bool:
-        """Whether programs that were started before the run's hub call it, which cannot know its tokens."""
+        """Whether programs that were started before the run's hub, and do not know its tokens, call it."""
         given = self.orchestrator.services.given()
         return "weights" not in given and bool({"rollout", "trainer"} & set(given))
 

@@ -27,8 +27,8 @@ class RunningServicesConfig(BaseConfig):
 
     rollout: AddressesOrNone | None = None
     """host:port of a RolloutService that runs already, or a list of them; None starts the rollout program. `local` in
-    the list starts it beside the others; it hosts the environments whose key `local` is true. [] starts none: workers
-    dial in (orchestrator.exchange)."""
+    the list starts it beside the others, for the environments whose key `local` is true. [] starts none: workers dial
+    in (orchestrator.exchange)."""
 
     trainer: str | None = Field(default=None, min_length=1)
     """host:port of a TrainerService that runs already; None starts the trainer."""
@@ -52,7 +52,7 @@ class RunningServicesConfig(BaseConfig):
 
 
 class OrchestratorSection(OrchestratorConfig):
-    """The orchestrator, with keys that belong to the rollout program now and are taken at their older place."""
+    """The orchestrator, with keys of the rollout program at their older place."""
 
     services: RunningServicesConfig = RunningServicesConfig()  # type: ignore[assignment]  # rl knows the other addresses
     """Services that run already. rl uses them, starts none in their place and leaves them running at the end."""
@@ -93,7 +93,7 @@ class RunSection(OrchestratorConfig):
     """The orchestrator of a run that trains an adapter of its own in the mesh."""
 
     run_id: str = Field(min_length=1, pattern=r"^[^/\\]+$")
-    """Name of the run, which its folder run_NAME in output_dir has as well."""
+    """Name of the run and of its folder, run_NAME in output_dir."""
 
     run: NewRunConfig = NewRunConfig()
     """How the trainer makes it; what is left out is as in the trainer's section."""
@@ -135,12 +135,12 @@ class RunDeploymentConfig(DeploymentConfig):
     """How a run is spread over the GPUs of this machine, or over the nodes of a job."""
 
     num_infer_gpus: int | None = Field(default=None, ge=1)
-    """GPUs for inference: the first visible ones; the trainer takes the next ones. None means the number for
-    num_engines and the sizes of an engine. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
+    """GPUs for inference: the first visible ones; the trainer takes the next ones. None is as many as num_engines and
+    the sizes of an engine need. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
 
     type: DeploymentType = "single_node"
-    """multi_node starts the trainer on the first num_train_nodes nodes of a SLURM job and engines on the next
-    num_infer_nodes; the other programs run on the first node."""
+    """multi_node: the trainer on the first num_train_nodes nodes of a SLURM job, engines on the next num_infer_nodes,
+    the other programs on the first."""
 
     num_train_nodes: int = Field(default=1, ge=1)
     """multi_node: nodes of the trainer."""
@@ -149,16 +149,15 @@ class RunDeploymentConfig(DeploymentConfig):
     """multi_node: nodes of inference."""
 
     gpus_per_node: int = Field(default=8, ge=0)
-    """In a SLURM job: GPUs of each node, all of which multi_node uses; 0 for nodes without, where a node has one
-    training process or one engine."""
+    """In a SLURM job: GPUs of each node, all of which multi_node uses; 0 for nodes without, which have one training
+    process or one engine each."""
 
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
-    """multi_node: nodes that hold one copy of the trainer's model between them; sets trainer.model.dp_replicate. None
-    leaves that key as it is."""
+    """multi_node: nodes that hold one copy of the trainer's model; sets trainer.model.dp_replicate. None leaves that
+    key as it is."""
 
     insecure: bool = False
-    """multi_node: let the programs talk to each other without certificates, and let everybody on the network of the
-    nodes call them. Without it the job makes certificates of its own, and its programs know each other by them."""
+    """multi_node: make no certificates. Anyone on the network of the nodes may then call the programs."""
 
     @property
     def nodes(self) -> int:

@@ -1,1 +1,1 @@
-"""A run over the nodes of a SLURM job: which they are, what each works on, and how programs are started there."""
+"""A run over the nodes of a SLURM job: their addresses, their programs, and how these are started."""

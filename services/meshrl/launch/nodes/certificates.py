@@ -1,7 +1,7 @@
-"""Certificates for the engines of a job, by the run's authority on the first node, whose own programs need no help.
+"""Certificates for the engines of a job, by the run's authority on the first node.
 
-A node's key is made there and stays there; a certificate request and a certificate, neither of them secret, are all
-that goes over srun. The hub renews the certificates while the run lasts.
+A node's key is made there and stays there; only a certificate request and a certificate, neither of them secret, go
+over srun. The hub renews the certificates while the run lasts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ STEP = ("srun", "--overlap", "--nodes=1", "--kill-on-bad-exit=1", "--cpu-bind=qu
 
 
 class NodeLostError(Exception):
-    """SLURM could not do what it was asked for; a job of several nodes may be requeued."""
+    """A request to SLURM failed; a job of several nodes may be requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)

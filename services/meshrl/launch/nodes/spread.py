@@ -29,7 +29,7 @@ trap : TERM
 (trap '' USR1; exec "$@") & child=$!
 while :; do wait "$child"; code=$?; kill -0 "$child" 2>/dev/null || exit "$code"; done
 """
-"""Runs a program on a node and has it drain on USR1, which srun hands on; on TERM srun kills its step at once."""
+"""Runs a program on a node and drains it on USR1, which srun hands on; on TERM srun kills its step at once."""
 
 AS_RANK = 'export RANK=$((FIRST_RANK + SLURM_PROCID)) LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
 
@@ -103,7 +103,7 @@ def _at(node: JobNode, server: ServerConfig, given: RunDeploymentConfig) -> Serv
 def on_nodes(
     programs: Sequence[Program], spread: Spread, layout: Layout, free_port: Callable[[str], int]
 ) -> list[Program]:
-    """The programs as steps of the job, each on its node; a trainer on several nodes becomes one for each."""
+    """The programs as steps of the job, each on its node; one for each node of a trainer."""
     started: list[Program] = []
     engines = iter(spread.engines)
     numbers: dict[str, int] = {}
@@ -122,7 +122,7 @@ def on_nodes(
 
 
 def link_logs(layout: Layout) -> None:
-    """Lets logs/trainer.log and logs/inference.log be those of the first node."""
+    """Makes logs/trainer.log and logs/inference.log those of the first node."""
     for name in ("trainer", "inference"):
         log_place(layout, f"{name}.log").symlink_to(f"{name}/node_0.log")
 

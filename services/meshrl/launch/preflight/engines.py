@@ -1,4 +1,4 @@
-"""Is vLLM there for the engines that are started, and do those that run already take versions from this run's hub?"""
+"""Is vLLM there for the engines that are started, and do running ones take versions from this run's hub?"""
 
 from __future__ import annotations
 

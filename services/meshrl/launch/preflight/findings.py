@@ -23,7 +23,7 @@ class Finding:
 class Plan:
     config: RLConfig
     parts: Sequence[Part]
-    """Its programs; none when they could not be made out, which is a finding of its own."""
+    """Its programs; none if they could not be composed, which is a finding of its own."""
 
     gpus: Sequence[str] = ()
     chosen_ports: Collection[int] = field(default_factory=frozenset)

@@ -1,8 +1,7 @@
 """Can environments and functions of the user's own be imported, and do their options fit?
 
-To know that, their modules must be imported, and with them verifiers or torch, which takes seconds: a process of its
-own does it, in which a module may also print, fail or exit as it likes. A dry run also loads the tasks of every
-environment, as the rollout program would; before a run that program does it itself.
+Their modules are imported in a process of its own, since that brings verifiers or torch, and a module may print, fail
+or exit as it likes. A dry run also loads the tasks of every environment; before a run the rollout program does that.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def check_running_services(plan: Plan) -> Iterator[Finding]:
 
 
 def check_environments_elsewhere(plan: Plan) -> Iterator[Finding]:
-    """A dry run asks a rollout service that runs already for its environments: they are loaded there, not here."""
+    """A dry run asks a running rollout service for the environments that it hosts."""
     addresses = plan.config.orchestrator.services.given().get("rollout")
     if addresses is None or not plan.config.dry_run:
         return

@@ -21,8 +21,7 @@ DEEPEST = 3
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folder where it is a run's, and those of runs in its mesh; else those of runs in it. Raises CliError where
-    there is none."""
+    """The folder if it is a run's, with the runs of its mesh; else the runs in it. Raises CliError if there are none."""
     if _is_run(folder):
         return [folder, *sorted(path for path in folder.glob("run_*") if _is_run(path))]
     found = [path for depth in range(1, DEEPEST + 1) for path in folder.glob("/".join("*" * depth)) if _is_run(path)]
@@ -42,8 +41,8 @@ def _is_run(folder: Path) -> bool:
 def ui(output_dirs: tuple[Path, ...], host: str, port: int) -> None:
     """Show runs in a browser: curves, rollouts, a timeline, versions and the ledger.
 
-    OUTPUT_DIRS are output folders of runs, or folders that hold some, by default ./outputs; a copy of one will do.
-    Several can be compared.
+    OUTPUT_DIRS are output folders of runs, their copies, or folders that hold some; by default ./outputs. Several can
+    be compared.
     """
     runs = [RunFolder(found) for path in output_dirs or (Path("outputs"),) for found in runs_in(path)]
     try:

@@ -1,7 +1,8 @@
-"""The text of each token of a rollout: from the tokenizer.json of the run's model, where this machine has it.
+"""The text of each token of a rollout, from the tokenizer.json of the run's model on this machine; needs no library of
+tokenizers.
 
-For the page's view of tokens. Needs no library of tokenizers: a token's text is its entry in the vocabulary, in which
-byte-level vocabularies (Qwen, Llama 3, GPT-2) write each byte as one character and others a space as U+2581.
+A token's text is its entry in the vocabulary. Byte-level vocabularies (Qwen, Llama 3, GPT-2) write each byte as one
+character, others a space as U+2581.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _HUB = Path.home() / ".cache" / "huggingface" / "hub"
 
 
 class TokenPieces:
-    """The texts of a run's tokens; the vocabulary is read when it is first asked for."""
+    """The texts of a run's tokens; the vocabulary is read on first use."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder

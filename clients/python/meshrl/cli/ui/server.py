@@ -1,8 +1,7 @@
-"""The web server of `meshrl ui`: a page, what it asks for as JSON, and an event stream with a run's progress.
+"""The web server of `meshrl ui`: a page, its data as JSON, and an event stream with a run's progress.
 
-It reads the folders that it was given and asks the services that they name; it changes nothing. Anyone who opens the
-page sees what policies wrote, so it listens on loopback; elsewhere every request needs the token that its address
-carries.
+It reads the given folders and asks the services that they name; it changes nothing. Anyone who opens the page sees the
+policies' texts, so it listens on loopback; elsewhere every request needs the token in its address.
 """
 
 from __future__ import annotations
@@ -48,9 +47,10 @@ _T = TypeVar("_T")
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S, REST_S = 0.5, 5.0
-"""Seconds between two looks at whether a run's files have grown, and after one that found so: pages draw anew then."""
+"""Seconds between two looks at whether a run's files have grown, and after one that found growth, at which pages draw
+anew."""
 STATUS_S = 3.0
-"""How long an answer of the services is good for, however many pages ask."""
+"""Seconds for which an answer of the services is reused for all pages."""
 MOST_POINTS = 2000
 _DIGITS, _MOST = 18, 2**62
 """Longer numbers than any step has count as _MOST: Python reads no more than 4,300 digits, a file name has 255."""
@@ -67,7 +67,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ShownRun:
-    """One run's folder and what has been read of it so far. Files are read on a thread, one call at a time."""
+    """One run's folder and what was read of it. Files are read on a thread, one call at a time."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -81,7 +81,8 @@ class ShownRun:
         self._asking = asyncio.Lock()
 
     async def read(self, read: Callable[[], _T]) -> _T:
-        """The answer of a function that reads files. It goes on where the request is cancelled: no other may begin.
+        """The result of a function that reads files, which runs on if the request is cancelled, so that no other
+        begins.
 
         Raises HTTPServiceUnavailable for files that are damaged or cannot be read.
         """
@@ -203,10 +204,8 @@ class Page:
         return _json(await self._run(request).status())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """`names`, with commas between them, as at most `points` points each; without `names` what there is.
-
-        `along` is step, tokens or time.
-        """
+        """`names`, with commas between them, as at most `points` points each; without `names` a list of metrics.
+        `along` is step, tokens or time."""
         run = self._run(request)
         names = [name for name in request.query.get("names", "").split(",") if name]
         along = request.query.get("along", "step")
@@ -228,7 +227,7 @@ class Page:
         return _json({"step": step, "steps": steps, "rollouts": found})
 
     async def _rollout(self, request: web.Request) -> web.Response:
-        """A rollout with the first tokens of its first sample; `_tokens` has the others, as they are looked at."""
+        """A rollout with the first tokens of its first sample; `_tokens` has the others."""
         run, found = await self._kept(request)
         if samples := found.get("samples"):
             first = await run.read(lambda: run.window(samples[0], 0))
@@ -276,7 +275,7 @@ class Page:
         return _json(await run.read(run.funnel.read))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """An event each time that metrics.jsonl has grown, with its size; ends with the server."""
+        """An event with the size of metrics.jsonl each time that it has grown."""
         run = self._run(request)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         known = -1

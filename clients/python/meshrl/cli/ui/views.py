@@ -1,4 +1,4 @@
-"""What the page's views show, worked out from a run's files: rollouts of a step, its timeline, the ledger, versions."""
+"""The data of the page's views from a run's files: rollouts of a step, its timeline, the ledger, versions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshrl.diagnosis.history import Column
 from meshrl.wire.values import JsonObject
 
 FIRST_WORDS = 160
-"""Characters of what a policy said that a list of rollouts shows."""
+"""Characters of a policy's text that a list of rollouts shows."""
 MOST_SPANS = 4000
 """Spans of a timeline; of more the longest are shown."""
 KEPT_SPANS = 300_000
 """Spans that are held, the newest; `meshrl trace` reads all there are."""
 
 NEWEST_BYTES, LEAST_BYTES = 4 * 2**20, 2**16
-"""What is read of all trace files at first, their ends, and of one at least: about 15,000 spans a MiB."""
+"""Bytes that are read of all trace files at first, from their ends, and of one at least: about 15,000 spans a MiB."""
 STEPS_OF = "orchestrator"
 
 MOST_VERSIONS, KEPT_VERSIONS = 40, 400
@@ -33,13 +33,13 @@ MOST_VERSIONS, KEPT_VERSIONS = 40, 400
 WINDOW = 1024
 """Tokens that the page fetches at once."""
 PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs")
-"""What a sample has a list of, with one entry a token."""
+"""A sample's lists with one entry a token."""
 
 LATELY_S = 60.0
 OF_VERSIONS = ("weights", "inference")
 """Programs whose traces name versions: reading those of every rollout takes far longer."""
 FUNNEL_S, SLOW_S = 10.0, 0.2
-"""A count that took longer than SLOW_S stands for FUNNEL_S."""
+"""An answer that took longer than SLOW_S to count is reused for FUNNEL_S."""
 
 
 def _is_step(span: RunSpan) -> bool:
@@ -47,8 +47,7 @@ def _is_step(span: RunSpan) -> bool:
 
 
 class KeptRollouts:
-    """The rollouts of a step that are kept; those of the step that was looked at last stay read. Not for several
-    threads."""
+    """The kept rollouts of a step; those of the last step stay read. Not for several threads."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -92,7 +91,7 @@ WAITS = (
 
 
 def waits_of(columns: Mapping[str, Column], step: int) -> list[str]:
-    """What a step waited for, in words, the longest first; waits below a hundredth of a second are left out."""
+    """The waits of a step in words, the longest first, without those below a hundredth of a second."""
     found = []
     for name, words in WAITS:
         column = columns.get(name, Column())
@@ -126,7 +125,7 @@ def tokens_of(sample: JsonObject, window: int) -> JsonObject:
 class LedgerFunnel:
     """How many rollouts of each environment are in each state, and why. Not for several threads.
 
-    Counting a million rollouts takes a second, so an answer is given again while the ledger has not changed, and for
+    Counting a million rollouts takes a second, so an answer is reused while the ledger has not changed, and for
     FUNNEL_S after.
     """
 
@@ -161,7 +160,6 @@ class LedgerFunnel:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """What changes when a file is written: its size and time; zeros where there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -172,8 +170,8 @@ def _state(path: Path) -> tuple[int, int]:
 class Traces:
     """The newest spans of a run's traces, read on as the files grow. Not for several threads.
 
-    A long run has millions of spans, and reading them takes minutes: of each file the end is read, and all files again
-    for a step from before.
+    Reading the millions of spans of a long run takes minutes: only the end of each file is read, and all files again
+    for an older step.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -190,7 +188,7 @@ class Traces:
         return sorted(self._steps)
 
     def read_on(self, programs: tuple[str, ...] = ("",)) -> None:
-        """Takes what the files of programs, by the beginnings of their names, have gained since the last call."""
+        """Reads the spans that files of programs, by the beginnings of their names, have gained since the last call."""
         paths = trace_files(self._folder.path / "traces")
         share = max(LEAST_BYTES, NEWEST_BYTES // max(1, len(paths)))
         for path in paths:
@@ -231,8 +229,8 @@ class Traces:
     def versions(self, most: int = MOST_VERSIONS) -> JsonObject:
         """The newest versions, the newest first, and the engines that took some of them.
 
-        Each has whether it is a delta and of which version, its bytes, those it has in full, its lag, and for each
-        engine its pause in seconds and its seconds behind the first engine. What no trace has is left out.
+        Each has its base if it is a delta, its bytes, those in full, its lag, and for each engine its pause and its
+        seconds behind the first engine. What no trace has is left out.
         """
         found = sorted(self._versions.values(), key=lambda one: (one["version"], one["sealed"]), reverse=True)[:most]
         return {"versions": found, "engines": sorted({engine for one in found for engine in one["engines"]})}
@@ -260,7 +258,7 @@ class Traces:
             self._versions = dict(newest)
 
     def timeline(self, step: int, most: int = MOST_SPANS) -> JsonObject | None:
-        """The spans during a step, by the program or the engine that they ran in; None for a step without a span.
+        """The spans during a step, by program or engine; None for a step without a span.
 
         Spans of other steps that overlap it are among them: engines and trainer work on two steps at once.
         """

@@ -150,7 +150,6 @@ class BatchReader:
 
 
 def _shared(source: Batch | BatchHeader) -> dict[str, Any]:
-    """The fields that a batch and its header have alike."""
     names = {field.name for field in fields(Batch)} & {field.name for field in fields(BatchHeader)}
     return {name: getattr(source, name) for name in names}
 

@@ -1,7 +1,7 @@
 """Turns a dataclass into its message and back, by the annotations of the one and the descriptor of the other.
 
-Fields go by their name; how to convert them is looked up once for each kind. A new field of the contract needs its line
-in the proto and in the dataclass, and nothing here.
+Fields go by their name; their conversion is looked up once for each kind. A new field of the contract needs its line in
+the proto and in the dataclass, and nothing here.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _logprobs_to_proto(logprobs: Mapping[str, Any]) -> list[trainer_pb2.RolloutL
 
 
 def _logprobs(messages: Iterable[trainer_pb2.RolloutLogprobs]) -> dict[str, Any]:
-    """Unreadable ones are left out: an event is not given up for what is only looked at."""
+    """Unreadable ones are left out, since they are only for people to look at."""
     found = {}
     for message in messages:
         reader = FieldReader("the logprobs")

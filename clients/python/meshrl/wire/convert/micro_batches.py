@@ -18,7 +18,7 @@ from meshrl.wire.values import Array
 
 
 def _tensors(*, may_be_unset: bool) -> Mapping[str, str]:
-    """The element types of a micro-batch's tensors by their names; routes have one of two, and are none of these."""
+    """The element types of a micro-batch's tensors by name, without routes, which may have two."""
     found = ((name, unwrapped(hint)) for name, hint in get_type_hints(MicroBatch).items() if name != "routed_experts")
     return {
         name: dtype_of(kind)

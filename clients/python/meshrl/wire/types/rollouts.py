@@ -47,10 +47,10 @@ class EnvironmentInfo:
 class RolloutRequest:
     """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
 
-    `scores_only`: only rewards count, so logprobs need not fit training. `conversations`, `routed_experts`: the
-    rollouts are to hold their messages, or the experts of their tokens. `run_id`: the run whose policy plays, empty for
-    the engines' only one. `linger_s`: the group goes on for so long after its stream broke; `after_seq` attaches to it
-    again, behind that event.
+    `scores_only`: only rewards count, so logprobs need not fit training. `conversations`, `routed_experts`: rollouts
+    hold their messages, or the experts of their tokens. `run_id`: the run whose policy plays, empty for the engines'
+    only one. `linger_s`: the group outlives a broken stream for so long; `after_seq` attaches to it again, behind that
+    event.
     """
 
     request_id: str
@@ -218,8 +218,8 @@ class EngineEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """Counts of rollouts, not groups. At most `max_concurrent` run at once now, for `limit_reason`; None or 0 if the
-    server does not report it."""
+    """Counts of rollouts, not groups. At most `max_concurrent` run at once now, for `limit_reason`; None or 0 if not
+    reported."""
 
     running: int
     queued: int

@@ -106,7 +106,7 @@ class RunPhase(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Suspension:
-    """Why a run is suspended: `reason` of the catalogue if the trainer did it, else empty and `by` is ROLE/NAME."""
+    """Why a run is suspended: `reason` of the catalogue by the trainer, else empty and `by` is ROLE/NAME."""
 
     reason: str = ""
     message: str = ""
@@ -115,9 +115,9 @@ class Suspension:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """`epoch` grows each time the trainer of this run restarts. `durable_step` is the last step that a checkpoint on
-    the trainer's disk holds. `oldest_revision` is the smallest that a watch may begin after. Times are in seconds of
-    the epoch."""
+    """`epoch` grows with each restart of the run's trainer. `durable_step` is the last step in a checkpoint on the
+    trainer's disk. `oldest_revision` is the smallest that a watch may begin after. Times are in seconds of the epoch.
+    """
 
     run_id: str
     step: int
