@@ -33,7 +33,7 @@ from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout, RolloutEvent, RoutedShape, Sampling
 
 _AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
-"""What groups fail with while an engine or the rollout service is started again."""
+"""Failures of groups while an engine or the rollout service restarts."""
 
 WAIT_S = (0.02, 2.0)
 """After the first lost group, and at most."""
@@ -48,17 +48,17 @@ class DispatchSettings:
     """How the groups of a run are sampled."""
 
     sampling: Mapping[str, Sampling]
-    """By environment; what is unset is the rollout service's to fill."""
+    """By environment; the rollout service fills in what is unset."""
     taught: Collection[str]
     """Environments that a teacher plays."""
     max_zero_signal_groups: int
     """So many groups in a row with equal rewards end the run."""
     longest_first: bool
-    """Off for a run that is to be repeated: lengths are known only of what came back in time."""
+    """Off for a run that is to be repeated: known lengths depend on what came back in time."""
     vocab_size: int | None
     """The trainer's; None where not known."""
     routed: RoutedShape | None = None
-    """Of the routes of experts that the trainer replays; None where it replays none, so that none are asked for."""
+    """The shape of the routes of experts that the trainer replays; None if it replays none."""
 
 
 class Dispatcher:
@@ -80,14 +80,14 @@ class Dispatcher:
         self._teacher = teacher
         self._settings = settings
         self._cancelled: set[str] = set()
-        """Groups in flight that the rollout services were told to stop, because they would come back too old."""
+        """Groups in flight that were cancelled because they would come back too old."""
         self._scorer = scorer
         self._lost = lost
         self._lengths = LengthEstimates() if settings.longest_first else None
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Sampling runs as tasks of this group from now on, which fails with the first RunError of one."""
+        """From now on sampling runs as tasks of this group, which fails with the first RunError of one."""
         self._tasks = tasks
         self.dispatch()
 
@@ -103,7 +103,7 @@ class Dispatcher:
         run.changed.beat()
 
     def cancel_stale(self) -> None:
-        """Has the rollout services stop groups in flight that would come back too old for the next step, each once."""
+        """Has the rollout services stop groups in flight that would be too old for the next step, each once."""
         plan = self._run.plan
         if too_old := [group_id for group_id in plan.stale_in_flight() if group_id not in self._cancelled]:
             self._cancelled.update(too_old)
@@ -182,7 +182,7 @@ class LengthEstimates:
         self._of_environment: dict[str, tuple[float, int]] = {}  # mean, groups seen
 
     def observe(self, group: RolloutGroup) -> None:
-        """Notes the longest rollout of a group that is over: the group ends with it."""
+        """Notes the longest rollout of a group that is over."""
         if not group.rollouts:
             return
         task, length = group.ticket.task, float(max(map(sampled_tokens, group.rollouts)))
@@ -195,7 +195,7 @@ class LengthEstimates:
         self._of_environment[task.environment] = (mean + weight * (length - mean), seen + 1)
 
     def expected(self, task: TaskRef) -> float:
-        """Sampled tokens of the longest rollout of the next group of a task; 0 where nothing is known."""
+        """Sampled tokens of the longest rollout of the task's next group; 0 if unknown."""
         return self._of_task.get(task, self._of_environment.get(task.environment, (0.0, 0))[0])
 
     def longest_first(self, tickets: Iterable[GroupTicket]) -> list[GroupTicket]:
@@ -204,7 +204,7 @@ class LengthEstimates:
 
 
 class LossLimit:
-    """Counts the groups in a row that failures have left with fewer rollouts than their algorithm needs."""
+    """Counts groups in a row that failures have left with fewer rollouts than their algorithm needs."""
 
     def __init__(
         self,
@@ -226,8 +226,8 @@ class LossLimit:
         self._since_s = 0.0
 
     async def judge(self, group: RolloutGroup) -> None:
-        """After a lost group: waits, longer each time in a row. Raises RunError after too many; while an engine or the
-        service is away, only once it has had `unreachable_s`."""
+        """Waits after a lost group, longer each time in a row. Raises RunError after too many; while an engine or the
+        service is away, only after `unreachable_s`."""
         if len(group.rollouts) >= self._least[group.ticket.task.environment] or not group.errors:
             self._in_a_row = 0
             self._backoff.reset()

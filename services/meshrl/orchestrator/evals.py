@@ -28,7 +28,7 @@ ATTEMPTS = 3
 
 
 class Evaluator:
-    """Evaluates in the environments of `config`; None has none, so that nothing is evaluated."""
+    """Evaluates in the environments of `config`; None evaluates nothing."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Evaluator:
             await self._wait_for(0, self._config.env, version)
 
     async def go_on(self, tasks: asyncio.TaskGroup) -> None:
-        """Begins the evaluations anew that an earlier process did not end, those in one environment once."""
+        """Begins again the evaluations that an earlier process did not end, those in one environment once."""
         done = self._run.info.step
         last = [(env, done - done % self._config.interval_of(env)) for env in self._config.env]
         if owed := [(env, step) for env, step in last if step > self._evaluated]:
@@ -71,12 +71,12 @@ class Evaluator:
             await self._begin(step, [env for env, _ in owed], self._run.plan.active_version, tasks)
 
     async def after_step(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:
-        """What is due after this step: begun in `tasks`, and waited for where the run is synchronous."""
+        """Begins the evaluations due after this step in `tasks`, and waits for them in a synchronous run."""
         if step > self._evaluated:
             await self._begin(step, self._due(step), version, tasks)
 
     async def after_training(self, last_step: int) -> None:
-        """The last version in those environments in which it was not evaluated during the run."""
+        """Evaluates the last version in the environments in which the run has not."""
         if self._config.eval_final and last_step > 0:
             done = self._due(last_step)
             missing = [env for env in self._config.env if env not in done]
@@ -100,8 +100,8 @@ class Evaluator:
                 await self._evaluate(step, envs, version)
 
     async def _evaluate(self, step: int, envs: Sequence[EvalEnvConfig], version: int) -> None:
-        """Scores these environments, answered by `version` or newer, and writes a record of its own under `step`.
-        Raises RunError when it takes too long."""
+        """Scores these environments with `version` or newer, and writes a record of its own under `step`. Raises
+        RunError when it takes too long."""
         self.busy = True
         began_s = self._clock.now()
         metrics: dict[str, float] = {}
@@ -127,7 +127,7 @@ class Evaluator:
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
 
     async def _score_environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
-        """The scores of one environment. The log says how many rollouts they are over, and why others are missing."""
+        """The scores of one environment. Logs how many rollouts they are over, and why others are missing."""
         name, config = env.resolved_name, self._config
         sampling = env.sampling.to_wire().over(config.sampling.to_wire())
         num_tasks, wanted = self._environments[name].num_tasks, config.num_examples_of(env)

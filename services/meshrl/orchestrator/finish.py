@@ -74,11 +74,11 @@ class StepFinisher:
         self._step_began_s = clock.now()
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that asks the trainer for the logprobs that the rollout samples are to show."""
+        """The step with a batch that requests the trainer's logprobs for the rollout samples."""
         return step if self._samples is None else self._samples.request_logprobs(step)
 
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
-        """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
+        """Ends each step, in order, until the last one; evaluations beside training run in `tasks`."""
         self._step_began_s = self._clock.now()
         await self._evaluator.go_on(tasks)
         while (ended := await self._uploader.next()) is not None:

@@ -38,7 +38,7 @@ from meshrl.sampling.retry import RunError, first_cause
 from meshrl.wire.types import TrainerInfo
 
 BATCHES_AT_TRAINER = 2
-"""One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""
+"""One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class RunLoop:
         self._uploader.add(step)
 
     def _assemble(self, step: int, groups: list[RolloutGroup], scores: Scores) -> AssembledBatch:
-        """The batch of a step, and what the algorithms remember after it. Raises RunError when nothing can be made."""
+        """The batch of a step, and the algorithms' state after it. Raises RunError when nothing can be made."""
         run, kept = self.run, [group.kept for group in groups]
         streams = self._recipes.streams(kept, scores)
         try:
@@ -212,7 +212,8 @@ class RunLoop:
     # --- dissolve ---------------------------------------------------------------------------------
 
     async def _dissolve(self, refusal: BatchRefusal) -> None:
-        """Drops the rollouts that the trainer refused a batch for; its others, and later batches, are gathered anew."""
+        """Drops the rollouts for which the trainer refused a batch; its others, and later batches, are gathered
+        anew."""
         run = self.run
         taken = [await run.take_step(step) for step in range(refusal.step, run.steps.recorded + 1)]
         bad = at_fault(refusal.error, taken[0], vocab_size=self._trainer.vocab_size or None)

@@ -1,7 +1,7 @@
 """The state of one run that the loop's parts share: plan, journal, counters, batches, traces, and how far it has come.
 
-A process has one. Each field has one writer: the plan, the journal, the traces and the use of slots change by their own
-methods, the cursors by the uploader, the tally and the steps in memory here. All parts wait for the same `changed`.
+Each field has one writer: the plan, the journal, the traces and the use of slots change by their own methods, the
+cursors by the uploader, the tally and the steps in memory here. All parts wait for the same `changed`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepCursors:
     uploaded: int
     """The last step whose batch the trainer took."""
     trained: int
-    """The last step that is done, and that the loop was told of."""
+    """The last step that is done, as far as the loop knows."""
 
 
 class Run:
@@ -53,7 +53,7 @@ class Run:
         tracer: trace.Tracer,
         clock: Clock,
     ) -> None:
-        """`in_flight` describes which groups are sampled now and where; it and the addresses are for the log."""
+        """`in_flight` describes the groups that are sampled now, and where; it and the addresses are for the log."""
         start = journal.starting_point
         self.info = info
         self.plan = plan
@@ -63,7 +63,7 @@ class Run:
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
         """Written by the uploader alone."""
         self.tally = StepTally()
-        """What was judged and waited for since the last batch was made; written here alone."""
+        """What was judged and waited for since the last batch; written here alone."""
         self.services = services
         """Addresses, for errors."""
         self._in_flight = in_flight
@@ -80,8 +80,8 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, number: int = 0, *, step: int | None = None) -> Iterator[None]:
-        """The run waits for `name`, as long as the block lasts: the log names it, and its seconds are counted. `number`
-        is the version or step that the name is about. Calls are traced under the span of `step`."""
+        """The run waits for `name` during the block: the log names it, and its seconds are counted. `number` is the
+        version or step that it is about. Calls are traced under the span of `step`."""
         with ExitStack() as block:
             if step is not None:
                 block.enter_context(trace.use_span(self.traces.span(step)))
@@ -126,14 +126,14 @@ class Run:
     # --- counting ---------------------------------------------------------------------------------
 
     def count(self, group: RolloutGroup, screened: Screened) -> None:
-        """Counts what was dropped of a group that was judged, and the group itself when nothing of it is kept."""
+        """Counts the dropped rollouts of a judged group, and the group itself when nothing of it is kept."""
         self.drop(screened.dropped)
         if not screened.kept:
             self.tally.discarded.append(group)
             self.tally.zero_signal_groups += screened.zero_signal
 
     def drop(self, dropped: Iterable[tuple[Rollout, DropReason]]) -> None:
-        """Counts the rollouts that were dropped, each once: in the ledger, and for the record of the step."""
+        """Counts dropped rollouts once each, in the ledger and for the step's record."""
         for rollout, reason in dropped:
             self.journal.drop(rollout.rollout_id, reason)
             self.tally.drop(reason)
@@ -156,8 +156,8 @@ class Run:
         return known.assembled.batch if known is not None else await self.journal.load_batch(step)
 
     async def take_step(self, step: int) -> SubmittedStep:
-        """A step, which memory then holds no longer; one of an earlier process is read from the journal. Raises
-        RunError when the journal does not have it either."""
+        """Takes a step out of memory; one of an earlier process is read from the journal. Raises RunError when neither
+        has it."""
         if (known := self._submitted.pop(step, None)) is not None:
             return known
         groups, assembled = await self.journal.load_step(step)
@@ -165,15 +165,15 @@ class Run:
 
 
 class StepTraces:
-    """The traces of steps: a span `rl.step` each, from the first rollout dispatched for it to its version committed.
-    Groups, batch and version of the step are traced under it."""
+    """The traces of steps: a span `rl.step` each, from the first rollout dispatched for it to its version committed,
+    above its groups, batch and version."""
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
         self._open: dict[int, trace.Span] = {}
 
     def span(self, step: int) -> trace.Span:
-        """The span of a step, to make current around calls that belong to it; it starts with the first call."""
+        """The span of a step, to make current around its calls; it starts with the first."""
         if step not in self._open:
             self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
         return self._open[step]
@@ -200,8 +200,8 @@ class StepTraces:
 
 
 class SlotUse:
-    """How long no rollout is out, how many slots of the rollout services stand idle, and how many of them while a batch
-    waits for groups."""
+    """For how long no rollout is out, how many slots of the rollout services are idle, and how many of them while a
+    batch waits for groups."""
 
     def __init__(self, now: Callable[[], float], slots: Callable[[], int | None], out: Callable[[], int]) -> None:
         """`slots` are the rollouts that the services run at once, None until they report it; `out` are those that have
@@ -224,7 +224,7 @@ class SlotUse:
             self._waiting = False
 
     def idle_shares(self) -> dict[str, float]:
-        """The metrics of the time since the last call; without those of the slots where these are not known."""
+        """The metrics of the time since the last call; none of slots while these are unknown."""
         self.note()
         shares = {}
         if self._passed_s > 0.0:
@@ -236,7 +236,7 @@ class SlotUse:
         return shares
 
     def note(self) -> None:
-        """Rollouts may have begun or ended just now: the time before counts as it was."""
+        """Counts the time until now, before rollouts begin or end."""
         now_s = self._now()
         passed_s, self._since_s = now_s - self._since_s, now_s
         self._passed_s += passed_s

@@ -81,7 +81,8 @@ class RunFolder:
         return (local_address(server["host"], server["port"]),) if isinstance(server, dict) else ()
 
     def credentials(self) -> Credentials | None:
-        """The operator's credentials for the run's services; None if the environment has some, or the folder has none."""
+        """The operator's credentials for the run's services; None if the environment has some, or the folder has
+        none."""
         from meshrl.client.credentials import PREFIX, CredentialFiles, credentials_of  # gRPC takes 0.1 s to import
 
         folder = self.path / "credentials"

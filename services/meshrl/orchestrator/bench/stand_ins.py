@@ -1,8 +1,7 @@
 """Rollouts, trainer and weight hub that cost next to nothing, for `orchestrator --bench`; a process of its own.
 
-Each rollout is made up: random tokens of random length with a reward of 0 or 1. A batch is trained as soon as it has
-come and was read, a version is served as soon as it is asked for. They keep the contract, so the orchestrator works as
-in a run: what is measured is its own pace.
+Each rollout is random tokens of random length with a reward of 0 or 1. A batch is trained as soon as it was read, a
+version is served as soon as it is asked for. They keep the contract, so the orchestrator's own pace is measured.
 """
 
 # ruff: noqa: N802 (methods are named after the RPCs of the contract)

@@ -44,14 +44,14 @@ ROWS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class AloneRates:
-    """Tokens/s of each side with nobody else running; None where nobody measured it."""
+    """Tokens/s of each side alone; None if not measured."""
 
     engines: float | None = None  # sampled
     trainer: float | None = None  # trained
 
     @classmethod
     def read(cls, folder: Path) -> AloneRates:
-        """From what `--bench` of the programs left in a folder; a missing or empty file adds nothing."""
+        """From the files of the programs' `--bench` in a folder; a missing or empty one adds nothing."""
         return cls(engines=_rate(folder / "inference.json"), trainer=_rate(folder / "trainer.json"))
 
 

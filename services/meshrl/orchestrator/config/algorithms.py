@@ -13,12 +13,12 @@ from meshrl.core.config.shared import Addresses
 class LengthPenaltyConfig(BaseConfig):
     """Reward that long rollouts lose before advantages are made.
 
-    It does not count for filters.zero_signal: a group of equal rewards is dropped, although its lengths differ.
+    filters.zero_signal does not see it: a group of equal rewards is dropped, although its lengths differ.
     """
 
     type: Literal["overlong", "per_token"]
-    """overlong: nothing up to max_length - buffer_length sampled tokens, then in proportion, weight from max_length on
-    (the soft overlong punishment of DAPO, arXiv 2503.14476); per_token: weight for each sampled token."""
+    """overlong: nothing up to max_length - buffer_length sampled tokens, then in proportion up to weight at max_length
+    (the soft overlong punishment of DAPO, arXiv 2503.14476). per_token: weight for each sampled token."""
 
     weight: float = Field(ge=0.0)
     """overlong: the largest deduction, 1 in DAPO. per_token: the deduction per token, 1e-4 for example."""
@@ -106,11 +106,11 @@ class TeacherModelConfig(BaseConfig):
     """Which model the teacher is."""
 
     name: str = ""
-    """The name that its servers know it by; empty leaves it out, where a server has one model."""
+    """The model's name at its servers; empty leaves it out, for servers with one model."""
 
 
 class TeacherConfig(BaseConfig):
-    """A model that stays as it is, and that the policy learns from. Its servers are started by hand."""
+    """A fixed model that the policy learns from. Its servers are started by hand."""
 
     client: TeacherClientConfig = TeacherClientConfig()
     """How it is reached."""
@@ -125,8 +125,7 @@ class TeacherConfig(BaseConfig):
     """Most calls for scores in flight at once."""
 
     cache_tokens: int = Field(default=4_000_000, ge=0)
-    """Scores of so many tokens are kept, so that the same tokens are asked for once; 4 bytes each, and 8 for each of
-    algo.top_k."""
+    """Scores of so many tokens are cached; 4 bytes each, and 8 for each of algo.top_k."""
 
 
 AlgoName = Literal["grpo", "max_rl", "rae", "hierarchical_grpo", "echo", "opd", "opsd", "sft", "custom"]
@@ -147,7 +146,7 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
 
 
 class AlgoConfig(BaseConfig):
-    """An algorithm: who samples, what else is scored, and which terms of the objective its rollouts have."""
+    """Who samples, what else is scored, and the terms of the objective."""
 
     type: AlgoName = "grpo"
     """grpo: advantages by orchestrator.advantage. max_rl: reward minus the mean, over the mean. rae: each agent against
@@ -173,15 +172,15 @@ class AlgoConfig(BaseConfig):
     orchestrator.seq_len less one."""
 
     top_k: int = Field(default=0, ge=0, le=64)
-    """opd, opsd: the KL is summed over so many tokens that the teacher finds likeliest, with all others as one, instead
-    of sampled: far less noise a step, for more to carry, 8 bytes a token and candidate. 0 samples."""
+    """opd, opsd: sum the KL over so many of the teacher's likeliest tokens, with all others as one, instead of sampling
+    it: far less noise a step, for 8 bytes a token and candidate. 0 samples."""
 
     min_reward: float | None = None
     """sft: learn only from the teacher's rollouts of at least this reward; None takes all."""
 
     teacher: TeacherConfig | None = None
-    """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher. opsd: an engine that keeps
-    serving the run's first weights. None takes the current policy, which drifts with training."""
+    """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher. opsd: an engine with the run's
+    first weights; None takes the current policy, which drifts with training."""
 
     import_path: str | None = None
     """custom: `package.module.Class`, a subclass of meshrl.algorithms.recipes.base.Recipe."""

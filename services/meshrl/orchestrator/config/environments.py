@@ -15,8 +15,8 @@ class RunEnvConfig(EnvConfig):
     """One environment of a run."""
 
     local: bool = True
-    """Hosted by the rollout program that rl starts. False leaves it to a service that orchestrator.services.rollout
-    lists: it need not be installed here."""
+    """Hosted by the rollout program that rl starts. False: a service of orchestrator.services.rollout hosts it, and it
+    need not be installed here."""
 
 
 class TrainEnvConfig(RunEnvConfig):
@@ -36,13 +36,13 @@ class TrainEnvsConfig(BaseConfig):
     """Training environments, mixed by their ratio; at least one. A rollout service must host each name."""
 
     follow_mixture: bool = False
-    """Draw so that the groups that come to training have the ratios, not those that were begun: one that was dropped
-    for zero signal, lost or too old is made up for by another of its environment. Of an environment at most four times
-    as many groups are begun as its ratio asks for, so that one without any signal does not take over."""
+    """Draw so that the groups that are trained have the ratios, not those that were begun: a group dropped for zero
+    signal, lost or too old is replaced by another of its environment. An environment is drawn at most four times as
+    often as its ratio asks for, so that one without any signal does not take over."""
 
 
 class EvalEnvConfig(RunEnvConfig):
-    """One environment for evaluations. A key that is None is taken from the section `eval`."""
+    """One environment for evaluations. A key that is None is taken from `eval`."""
 
     interval: int | None = Field(default=None, ge=1)
     """Evaluate this environment after every this many steps; None takes eval.interval."""
@@ -61,7 +61,7 @@ class EvalConfig(BaseConfig):
     """Evaluate after every this many steps."""
 
     env: list[EvalEnvConfig] = Field(default_factory=list)
-    """Evaluation environments; at least one. An environment that training uses too may be named again."""
+    """Evaluation environments; at least one. Training environments may be named again."""
 
     num_examples: int = Field(default=-1, ge=-1)
     """Tasks per environment, from the first on; -1 takes all."""

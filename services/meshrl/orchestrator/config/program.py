@@ -42,7 +42,7 @@ class FilterConfig(BaseConfig):
     """Rewards that differ by no more than this count as equal."""
 
     max_zero_signal_groups: int = Field(default=1000, ge=1)
-    """Stop with an error after this many zero-signal groups in a row: the tasks have no signal left."""
+    """Stop with an error after this many zero-signal groups in a row, whose tasks have no signal left."""
 
     max_lost_groups: int = Field(default=64, ge=1)
     """Stop with an error after this many groups in a row that failures left with fewer than two rollouts."""
@@ -116,7 +116,7 @@ class RunSchedulerConfig(BaseConfig):
 
 
 class NewRunConfig(BaseConfig):
-    """A run that is made at a trainer of several runs when this orchestrator starts, unless it is there."""
+    """A run that this orchestrator makes at a trainer of several runs when it starts, unless it exists."""
 
     lora: RunLoraConfig | None = None
     """Its adapter; None is as trainer.model.lora has it."""
@@ -140,11 +140,11 @@ class NewRunConfig(BaseConfig):
     """Its share of the trainer's time while other runs have work, relative to theirs."""
 
     start_from: str | None = None
-    """Another run, as RUN or RUN@STEP, from whose newest checkpoint or that of the step it starts; None is the base
-    model. A run with checkpoints of its own goes on from these."""
+    """Start from another run's checkpoint: the newest of RUN, or RUN@STEP; None is the base model. A run with
+    checkpoints of its own goes on from these."""
 
     start_with_optimizer: bool = False
-    """Go on with the optimizer, schedule and step of start_from as well, not with its weights alone."""
+    """Take the optimizer, schedule and step of start_from as well as its weights."""
 
     delete: bool = False
     """Delete the run from the trainer once it is trained to its end. Its checkpoints stay."""
@@ -157,10 +157,8 @@ class NewRunConfig(BaseConfig):
         return text
 
     def spec(self, default: AdapterSpec | None = None) -> RunSpec:
-        """How the trainer is to train it; what is left out is as in the trainer's own configuration.
-
-        `default` is the trainer's adapter. Raises ValueError for an adapter without a rank.
-        """
+        """How the trainer is to train it; the rest is as in the trainer's own configuration. `default` is the trainer's
+        adapter. Raises ValueError for an adapter without a rank."""
         adapter, optim, schedule = None, self.optim, self.scheduler
         if self.lora is not None:
             rank = self.lora.rank or (None if default is None else default.rank)
@@ -207,8 +205,8 @@ class AlertsConfig(BaseConfig):
     """Causes that are not looked for, such as idle_engines."""
 
     webhook_var: str | None = None
-    """Name of the environment variable with the URL that each alert is posted to when it begins, as JSON with `text`;
-    None posts nothing."""
+    """Environment variable with the URL to which each alert is posted when it begins, as JSON with `text`; None posts
+    nothing."""
 
     @field_validator("ignore")
     @classmethod
@@ -232,7 +230,7 @@ class DeadlinesConfig(BaseConfig):
     """For a service that does not answer to come back; then the run ends."""
 
     retry_s: float = Field(default=300.0, gt=0.0)
-    """For refused groups (no engine holds the version, overload) to be accepted, over all attempts."""
+    """For refused groups (overload, or no engine has the version) to be accepted, over all attempts."""
 
     place_s: float = Field(default=3600.0, gt=0.0)
     """For a place at the trainer, while it holds as many runs as it may."""
@@ -244,7 +242,7 @@ class DeadlinesConfig(BaseConfig):
     """For the trainer to finish one step."""
 
     activation_s: float = Field(default=120.0, gt=0.0)
-    """For engines to prepare and serve a new version; then the version is skipped where the law allows it."""
+    """For engines to prepare and serve a new version; then it is skipped if the law allows that."""
 
     eval_s: float = Field(default=3600.0, gt=0.0)
     """For one evaluation."""
@@ -258,10 +256,10 @@ class LogprobCheckConfig(BaseConfig):
 
     max_mean_abs: float = Field(default=0.05, gt=0.0)
     """Largest mean of |trainer logprob - engine logprob| in nats that counts as rounding. bfloat16 gives about 0.003;
-    another model, or one that is computed wrongly, gives 0.5 and more."""
+    another or a wrongly computed model 0.5 and more."""
 
     fatal: bool = False
-    """End the run where they differ, before the first new version is served; otherwise they are reported."""
+    """End the run if they differ, before the first new version is served; otherwise report it."""
 
 
 class RolloutSamplesConfig(BaseConfig):
@@ -281,7 +279,7 @@ class RolloutSamplesConfig(BaseConfig):
 
     max_mib: float = Field(default=4.0, gt=0.0)
     """Most MiB of a step before compression, some tenth of that on disk. Failures come first, then the worst, the best
-    and the others, until it is full."""
+    and the others."""
 
 
 class OrchestratorConfig(BaseConfig):
@@ -303,8 +301,8 @@ class OrchestratorConfig(BaseConfig):
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Token budget of a micro-batch; longer rollouts are cut to it. At most the trainer's seq_len. rl uses a longer one
-    of the trainer by default, since a GPU computes long rows faster than short ones."""
+    """Token budget of a micro-batch, to which longer rollouts are cut; at most the trainer's seq_len. By default rl
+    gives the trainer a longer one, since a GPU computes long rows faster than short ones."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps; None runs until it is stopped."""
@@ -326,8 +324,8 @@ class OrchestratorConfig(BaseConfig):
     """The algorithm of every training environment without its own; None follows training_mode."""
 
     training_mode: Literal["rl", "opd", "sft"] = "rl"
-    """Source of the training signal if no algorithm is named. rl: rewards (the algorithm grpo), without a teacher. opd:
-    a teacher's scores of the policy's own tokens. sft: rollouts that a teacher plays."""
+    """Training signal if no algorithm is named. rl: rewards (the algorithm grpo), without a teacher. opd: a teacher's
+    scores of the policy's own tokens. sft: rollouts that a teacher plays."""
 
     teacher: TeacherConfig | None = None
     """The model that algorithms with a teacher learn from; None means none. rl does not start it."""
@@ -342,7 +340,7 @@ class OrchestratorConfig(BaseConfig):
     """What is looked for in the metrics of each step, and who gets it."""
 
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
-    """Check whether the logprobs of engines and trainer agree, in the first step with enough data."""
+    """In the first step with enough data, check that the logprobs of engines and trainer agree."""
 
     activation_policy: Literal["rolling", "gang"] = "rolling"
     """rolling: each engine takes a version when it has it; gang: all engines together."""
@@ -361,19 +359,19 @@ class OrchestratorConfig(BaseConfig):
     """Run of the trainer to feed; empty is the trainer's own run."""
 
     run: NewRunConfig | None = None
-    """Make the run of run_id, where the trainer does not have it. None: it must be there."""
+    """Make the run of run_id if the trainer lacks it. None: it must exist."""
 
     checkpoint_interval: int | None = Field(default=None, ge=1)
-    """Steps between the trainer's checkpoints: batches are kept until theirs is on disk, so that a trainer that
-    restarts gets them again. None: a step that is done is final. rl takes it from ckpt.interval."""
+    """Steps between the trainer's checkpoints: batches are kept until theirs is on disk, for a trainer that restarts.
+    None: a step that is done is final. rl takes it from ckpt.interval."""
 
     checkpoint_at_end: bool = False
-    """The trainer saves its last step, so the orchestrator's part of that checkpoint is written; with
-    checkpoint_interval it always is. rl sets it with ckpt."""
+    """The trainer saves its last step, so write the orchestrator's part of that checkpoint, as checkpoint_interval
+    always does. rl sets it with ckpt."""
 
     mesh: Path | None = None
-    """Folder of a mesh that runs: what `services` leaves out is taken from it, and so is the token to show; output_dir
-    is the folder run_RUN_ID in it where none is named. None: the addresses are those of `services`."""
+    """Folder of a running mesh, which supplies the addresses that `services` leaves out and the token; output_dir
+    defaults to run_RUN_ID in it. None: the addresses are those of `services`."""
 
     session: str = ""
     """Names one launch: an orchestrator that restarts under the same name continues the run of its output_dir, even
@@ -383,20 +381,19 @@ class OrchestratorConfig(BaseConfig):
     """Addresses of the three services."""
 
     exchange: ExchangeConfig | None = None
-    """Where rollout workers without a reachable address dial in; None disables it. services.rollout may then be
-    empty."""
+    """Where rollout workers without a reachable address dial in; None: nowhere. services.rollout may then be empty."""
 
     server: ServerConfig | None = None
     """Where to serve health; None means nowhere."""
 
     seed: int | None = None
-    """Seed of the order of tasks and of the rollouts' sampling. None: tasks come in the order of seed 0, and training
-    rollouts sample without seeds of their own, which cost vLLM a fifth of its pace at 512 in flight. Evaluations always
-    sample with seeds."""
+    """Seed of the order of tasks and of the rollouts' sampling. None: tasks are in the order of seed 0, and training
+    rollouts sample without seeds, which cost vLLM a fifth of its pace at 512 in flight. Evaluations always sample with
+    seeds."""
 
     bench: bool = False
-    """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step. Where `services` is
-    left out, the orchestrator is measured alone: made-up rollouts and a trainer that takes every batch stand in."""
+    """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step. If `services` is left
+    out, stand-ins with made-up rollouts take their place, and the orchestrator is measured alone."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""
@@ -422,7 +419,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def is_found(self) -> bool:
-        """Whether the trainer makes the run, whose folder it finds and whose name is the folder's."""
+        """Whether the trainer makes the run from its folder, whose name it has."""
         return (Layout(self.output_dir).control / ORCH_TOML).exists()
 
     @model_validator(mode="after")
@@ -525,7 +522,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def sampling_seed(self) -> int | None:
-        """What the seeds of training rollouts are made from; None where nobody asked for the same rollouts again."""
+        """The base of the seeds of training rollouts; None if no seed was configured."""
         if self.sampling.seed is not None or self.seed is not None:
             return self.seed if self.sampling.seed is None else self.sampling.seed
         return None if all(env.sampling.seed is None for env in self.train.env) else self.task_seed
@@ -551,8 +548,8 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def teacher_services(self) -> Sequence[str]:
-        """Rollout services in which the teacher plays. Raises RunError where it plays an environment and none is
-        named: rl names the one that it starts."""
+        """Rollout services in which the teacher plays. Raises RunError if it plays an environment and none is named: rl
+        names its own."""
         if not self.taught_environments:
             return ()
         if self.teacher is None or self.teacher.rollout is None:
@@ -564,7 +561,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def log_extras(self) -> LogExtrasConfig | None:
-        """How often samples and distributions are shown: what the first destination says that is asked for them."""
+        """How often samples and distributions are shown, by the first destination that is configured for them."""
         return log_extras_of(self.wandb or self.prime_monitor, self.log)
 
     @property
@@ -574,7 +571,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def mixture(self) -> dict[str, float]:
-        """Share of the rollouts that each training environment is asked for: its ratio times its group size."""
+        """Share of the rollouts asked of each training environment: its ratio times its group size."""
         weights = {env.resolved_name: env.ratio * self.group_sizes[env.resolved_name] for env in self.train.env}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 

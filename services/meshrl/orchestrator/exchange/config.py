@@ -19,17 +19,18 @@ class ExchangeConfig(ServerConfig):
     """Seconds for which a silent worker keeps its groups. Then others play them, and its later results are dropped."""
 
     heartbeat_s: float = Field(default=5.0, gt=0.0)
-    """Between two signs of life. Three that are missing end the stream, on either side; the worker dials again."""
+    """Seconds between two signs of life. After three missing ones either side ends the stream; the worker dials again.
+    """
 
     window: int = Field(default=256, ge=1)
     """Rollouts that a worker may send before the orchestrator has booked them."""
 
     wait_s: float = Field(default=1800.0, gt=0.0)
-    """Seconds that the run waits for a host of an environment that has none; then it ends."""
+    """Seconds that the run waits for a host of an environment; then it ends."""
 
     workers: list[str] = Field(default=[])
-    """Names of workers that the run waits for before it begins, for up to deadlines.startup_s. Empty: it begins as soon
-    as each environment has a host. Others may dial in at any time."""
+    """Workers that the run waits for before it begins, by name, for up to deadlines.startup_s. Empty: it begins once
+    each environment has a host. Others may dial in at any time."""
 
     @model_validator(mode="after")
     def _lease_outlasts_silence(self) -> Self:

@@ -27,9 +27,8 @@ LOOK_S = 1.0
 
 
 class RolloutExchange(pb_grpc.RolloutExchangeServicer):
-    """The server that workers dial. Order of use: `start` before the run waits for its services, `close` at the end.
-    Raises ConfigError where it cannot be bound. Without `credentials` it has those that the MESHRL_TLS_ variables
-    name."""
+    """The server that workers dial. `start` it before the run waits for its services, `close` it at the end. Raises
+    ConfigError if it cannot be bound. `credentials` default to the MESHRL_TLS_ variables."""
 
     def __init__(self, config: ExchangeConfig, pool: RolloutPool, *, credentials: Credentials | None = None) -> None:
         self.workers: dict[str, DialedInWorker] = {}
@@ -54,7 +53,7 @@ class RolloutExchange(pb_grpc.RolloutExchangeServicer):
         await self._server.drain(grace_s=0.0)
 
     def attach(self, hello: pb.WorkerHello, owner: str) -> tuple[DialedInWorker, WorkerStream]:
-        """A worker dials in; `owner` is the identity in its credentials. Raises MeshError for one that may not."""
+        """A worker dials in; `owner` is the identity in its credentials. Raises MeshError if it may not."""
         worker = self.workers.get(hello.worker)
         if worker is None:
             worker = DialedInWorker(hello.worker, self._config, time.monotonic)

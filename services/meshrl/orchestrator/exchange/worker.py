@@ -1,7 +1,7 @@
 """One worker that dialled in, as the rollout pool sees it: the same methods as a client of a RolloutService.
 
-Its calls outlive its streams: while it is away they wait, for as long as its lease runs. Then they fail as those of a
-service that is gone, and the pool plays what is missing elsewhere.
+Its calls outlive its streams: while it is away they wait for as long as its lease. Then they fail as those of a service
+that is gone, and the pool plays the missing rollouts elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ EventT = TypeVar("EventT")
 
 
 class SkippedEventError(Exception):
-    """An event has a number that does not follow the one before it: the worker breaks the contract."""
+    """An event's number does not follow the last one: the worker breaks the contract."""
 
 
 @dataclass(eq=False)
@@ -92,8 +92,8 @@ class CallBook(Generic[EventT]):
         return call
 
     def receive(self, call_id: str, seq: int, event: EventT) -> bool:
-        """Whether the event is new; False for one that was received before, and for one of a call that is over. Raises
-        SkippedEventError for one that is too early."""
+        """Returns False for an event that was received before, or of a call that is over. Raises SkippedEventError for
+        one that is too early."""
         call = self.calls.get(call_id)
         if call is None or seq <= call.received:
             return False
@@ -105,17 +105,17 @@ class CallBook(Generic[EventT]):
         return True
 
     def take(self, call: OpenCall[EventT]) -> int:
-        """The caller has recorded the first waiting event; returns its number, which is to be acknowledged."""
+        """Records that the caller has booked the first waiting event; returns its number, to be acknowledged."""
         call.waiting.popleft()
         call.taken += 1
         return call.taken
 
     def end(self, call_id: str) -> OpenCall[EventT] | None:
-        """Removes a call, of which no more events are wanted; returns it with the events that still wait."""
+        """Removes a call; returns it with the events that still wait."""
         return self.calls.pop(call_id, None)
 
     def cursors(self, held: Iterable[str]) -> Mapping[str, int]:
-        """For a worker that comes back with the calls `held`: the next event to send of each that is still wanted."""
+        """The next event to send of each of the calls `held` by a returning worker that is still wanted."""
         return {call_id: self.calls[call_id].taken + 1 for call_id in held if call_id in self.calls}
 
     def missing(self, held: Iterable[str]) -> tuple[list[OpenCall[EventT]], list[OpenCall[EventT]]]:
@@ -185,7 +185,7 @@ class DialedInWorker:
             self._stream = None
 
     def take_in(self, message: pb.AttachRequest, stream: WorkerStream) -> None:
-        """Something that came up. Raises INVALID_REQUEST for what breaks the contract."""
+        """Takes a message of the worker. Raises INVALID_REQUEST if it breaks the contract."""
         self._heard_s = self._now()
         match message.WhichOneof("message"):
             case "heartbeat":
@@ -247,7 +247,7 @@ class DialedInWorker:
             self._stream.send(pb.AttachResponse(start=start))
 
     def _fail(self, call: OpenCall[pb.CallEvent | MeshError], error: MeshError) -> None:
-        """Whoever waits for the call gets what was received of it, and then the error."""
+        """The call's caller gets the events received so far, and then the error."""
         self._book.end(call.call_id)
         call.waiting.append(error)
         call.news.set()
@@ -261,7 +261,7 @@ class DialedInWorker:
     # --- as a client of a RolloutService ----------------------------------------------------------
 
     async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
-        """As `RolloutClient` does. A worker that the pool knows of has dialled in, so there is nothing to wait for."""
+        """Returns at once: a worker that the pool knows has dialled in."""
         if why := await self.why_not_serving(deadline_s):
             on_wait(why)
             raise MeshError(Reason.UNREACHABLE, why)
@@ -281,8 +281,9 @@ class DialedInWorker:
         return self._status
 
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
-        """What the caller has come back for is acknowledged to the worker. Raises MeshError: the worker's own refusal,
-        OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away for its whole lease."""
+        """As `RolloutClient`; each event that the caller has come back for is acknowledged to the worker. Raises
+        MeshError: the worker's own refusal, OVERLOADED while it has no room, UNREACHABLE when it is away, or stays away
+        for its whole lease."""
         if self._stream is None:
             raise MeshError(Reason.UNREACHABLE, f"{self.address} is away: {await self.why_not_serving(0.0)}")
         if request.group_size > self._room:
@@ -325,7 +326,7 @@ class DialedInWorker:
         yield summary
 
     async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int:
-        """Stops the groups named, or all; their streams end with a summary. Returns the rollouts that had not ended."""
+        """Stops the groups named, or all; their streams end with a summary. Returns how many rollouts had not ended."""
         stopped = 0
         for call in self._book.calls.values():
             if self._stream is not None and (not group_ids or call.request.group_id in group_ids):

@@ -1,1 +1,1 @@
-"""What a run has done, on disk: which rollouts were counted, which batches were sent, where a restart goes on."""
+"""A run's past, on disk: which rollouts were counted, which batches were sent, where a restart goes on."""

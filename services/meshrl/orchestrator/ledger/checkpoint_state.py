@@ -25,7 +25,7 @@ def state_path(layout: Layout, step: int) -> Path:
 
 
 def write_state(layout: Layout, record: StepRecord) -> None:
-    """Writes totals and the position in the tasks, whole or not at all. A disk that refuses costs no run."""
+    """Writes totals and the position in the tasks, whole or not at all. A disk error does not end the run."""
     path = state_path(layout, record.step)
     state: dict[str, object] = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
     if record.algorithms:

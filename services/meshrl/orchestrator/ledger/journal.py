@@ -42,16 +42,16 @@ class StartingPoint:
     ready: tuple[RolloutGroup, ...] = ()
     redispatch: tuple[GroupTicket, ...] = ()
     carried: Mapping[str, tuple[Rollout, ...]] = field(default_factory=dict)
-    """What is finished of the groups to dispatch again, by the group that was cut off."""
+    """The finished rollouts of the groups to dispatch again, by the group that was cut off."""
     drawn: Mapping[str, int]
     next_sequence: int = 0
     algorithms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """What the algorithms remembered after the trainer's step, where no record of a step says it."""
+    """The algorithms' state after the trainer's step, if no step's record has it."""
 
 
 class Journal:
-    """The journal of one run. With `checkpoints` a trainer that restarts goes back to its last durable step, and with
-    `saves_last`, as with those, it saves the last step."""
+    """The journal of one run. With `checkpoints` a trainer that restarts goes back to its last durable step; then, or
+    with `saves_last`, it saves the last step."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Journal:
     # --- rollouts ---------------------------------------------------------------------------------
 
     def dispatch(self, ticket: GroupTicket) -> None:
-        """A group was admitted. Its own row comes last: a group that is known has all its rollouts."""
+        """Records an admitted group. Its own row comes last: a known group has all its rollouts."""
         self._ledger.dispatch(ticket)
         self._store.dispatched(ticket)
 
@@ -96,7 +96,7 @@ class Journal:
             self._ledger.fail(ticket.group_id, event.rollout_id, event.reason, trace_id_of(event.traceparent))
 
     def is_open(self, rollout_id: str) -> bool:
-        """True from when a rollout has come back until it is dropped, or trained."""
+        """True from a rollout's return until it is dropped or trained."""
         return self._ledger.is_open(rollout_id)
 
     def out(self) -> int:
@@ -104,7 +104,7 @@ class Journal:
         return self._ledger.out
 
     def close_group(self, group: RolloutGroup, *, cancelled_for: str) -> None:
-        """A group is over; its rollouts of an earlier process join it."""
+        """A group is over; rollouts of it from an earlier process join it."""
         self._ledger.close_group(
             group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short
         )
@@ -120,7 +120,8 @@ class Journal:
     async def batch(
         self, groups: Sequence[RolloutGroup], assembled: AssembledBatch, *, dp_size: int, drawn: Mapping[str, int]
     ) -> StepRecord:
-        """A step took these groups; returns when all of it is on disk. Raises RunError when it cannot be written."""
+        """Records the groups of a step; returns when all of it is on disk. Raises RunError when it cannot be
+        written."""
         step, rows = assembled.batch.step, assembled.batch.micro_batches
         before = self._records[step - 1].progress if step - 1 in self._records else self.starting_point.progress
         record = StepRecord(
@@ -155,7 +156,7 @@ class Journal:
         self._ledger.train(step)
 
     def release(self, step: int, *, damaged: Iterable[str]) -> None:
-        """The batch of a step is taken apart: what it took is finished, to be taken by another, but for the damaged."""
+        """Takes the batch of a step apart: its rollouts but the damaged are finished, for another step to take."""
         self._store.released(step)
         self._ledger.release(step)
         for rollout_id in damaged:
@@ -185,7 +186,7 @@ class Journal:
             self._forget()
 
     def go_back(self, step: int, done: int) -> None:
-        """The trainer restarted at `step` and does those up to `done` again. Raises RunError when it cannot."""
+        """The trainer restarted at `step` and repeats those up to `done`. Raises RunError when it cannot."""
         gone = [lost for lost in range(step + 1, done + 1) if lost <= self._forgotten or lost not in self._records]
         if gone:
             raise RunError(
@@ -206,8 +207,8 @@ class Journal:
             self._forgotten = upto
 
     async def state_checkpoint(self, last_step: int | None = None) -> None:
-        """Writes the orchestrator's part of the newest durable checkpoint, unless it is there. The last step's is
-        written ahead: the trainer saves that step after its watchers have gone."""
+        """Writes the orchestrator's part of the newest durable checkpoint, unless it exists. The last step's is written
+        ahead, since the trainer saves that step after its watchers have gone."""
         step = last_step if last_step is not None and self._saves_last else self._durable
         if step > self._stated and step in self._records:
             self._stated = step
@@ -229,7 +230,7 @@ class Journal:
         return batch
 
     async def load_step(self, step: int) -> tuple[tuple[RolloutGroup, ...], AssembledBatch]:
-        """What a step took, read from disk; groups have those of their rollouts that are kept."""
+        """The groups and batch of a step, read from disk; groups have the rollouts that are kept."""
         record = self._records[step]
         batch = await self.load_batch(step)
         found = await asyncio.to_thread(self._store.rollouts, [one for _, kept in record.groups for one in kept])

@@ -1,4 +1,4 @@
-"""Opens the journal of a run: finds out whether the last run of the folder goes on, and takes up what it left.
+"""Opens the journal of a run: finds out whether the folder's last run goes on, and takes up its state.
 
 Called once when an orchestrator starts; the loop goes on from the journal's starting point.
 """
@@ -38,9 +38,8 @@ def open_journal(
     writer: Writer | None = None,
 ) -> Journal:
     """Opens the ledger in a run's folder for this run of the trainer. Blocks. Raises RunError when it cannot be used.
-    `session` is that of the configuration, `least_rollouts` the fewest rollouts that a group must have left, by
-    training environment. `checkpoints` is whether the trainer saves steps on the way, `saves_last` whether it saves the
-    last one."""
+    `session` is that of the configuration, `least_rollouts` the fewest rollouts of a group, by training environment;
+    the trainer saves steps on the way (`checkpoints`), and the last one (`saves_last`)."""
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)
@@ -93,7 +92,7 @@ def _resume(
     step: int,
     least_rollouts: Mapping[str, int],
 ) -> StartingPoint:
-    """Takes up what an earlier process left, for a trainer at `step`. Raises RunError when the totals are lost."""
+    """Takes up an earlier process's state, for a trainer at `step`. Raises RunError when the totals are lost."""
     logged = last_logged_step(layout.metrics_jsonl, past.run.metrics_offset)
     decide = partial(
         plan_resume,
@@ -175,7 +174,7 @@ def end_whole(path: Path) -> int:
 
 def last_logged_step(path: Path, offset: int) -> int:
     """The last step with a record after `offset`, 0 without one; evaluations have records of their own. Read from the
-    end: records of steps that were done again follow those of later steps, and have a flag."""
+    end: records of repeated steps follow those of later steps, and have a flag."""
     for record in json_records(lines_from_the_end(path, offset)):
         if "time/step" in record and "progress/redone" not in record:
             return int(record["step"])

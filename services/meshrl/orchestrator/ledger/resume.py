@@ -1,9 +1,9 @@
-"""Plans how a run goes on after an earlier process, from what that left and where the trainer stands; no I/O.
+"""Plans how a run goes on after an earlier process, from its ledger and the trainer's step; no I/O.
 
-A trainer at step k has trained every step up to k and nothing after. So the groups of steps up to k are trained. The
-batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can take
-them. The groups of later steps count as finished again. Finished rollouts become groups again, in flight ones are over.
-A group that was cut off is completed: what has not come back is sampled again, so nothing that is finished is lost.
+A trainer at step k has trained every step up to k and nothing after, so the groups of these steps are trained. The
+batches after k are submitted again, unchanged and in order, as far as they are kept and the trainer can take them; the
+groups of other later steps count as finished. Finished rollouts become groups again. A group in flight is over, and its
+missing rollouts are sampled again, so nothing that is finished is lost.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from meshrl.sampling.groups import GroupTicket
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePlan:
-    """What to do with what is left, in this order of fields."""
+    """The actions on the past, in this order of fields."""
 
     trained: tuple[int, ...] = ()
-    """Steps that the trainer did while nobody was told."""
+    """Steps that the trainer did while it had no watcher."""
     again: tuple[int, ...] = ()
     """Steps whose batches are submitted again."""
     released: tuple[int, ...] = ()
-    """Steps beyond the trainer's whose batches are not: their rollouts are finished again."""
+    """Steps beyond the trainer's without a batch: their rollouts are finished again."""
     interrupted: tuple[str, ...] = ()
     """Groups that were in flight."""
     dropped: tuple[tuple[str, DropReason], ...] = ()
     """Finished rollouts that nothing can be made of."""
     ready: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Groups with the rollouts that are left of them, in order of dispatch."""
+    """Groups with their remaining rollouts, in order of dispatch."""
     redispatch: tuple[GroupTicket, ...] = ()
-    """Tickets of groups that were cut off, for as many rollouts as have not come back."""
+    """Tickets of groups that were cut off, for as many rollouts as are missing."""
     carried: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """What has come back of those groups: it joins the group that is dispatched again."""
+    """The returned rollouts of those groups, which join the group that is dispatched again."""
     unlogged: tuple[int, ...] = ()
     """Steps that are trained and have no record yet."""
 
 
 def goes_on(run: RunRow, *, run_id: str, session: str, epoch: int, trainer_step: int) -> bool:
     """Whether the last run of a folder goes on with this trainer, or another one begins. It goes on with a trainer that
-    has trained (it is alive, or was resumed), that is the process known from before, or that the same launch started. A
-    trainer that starts from nothing begins a run of its own."""
+    has trained (it is alive, or was resumed), that is the process known from before, or that the same launch started.
+    """
     if run.run_id != run_id:
         return False
     return trainer_step > 0 or epoch == run.epoch or bool(session and session == run.session)
@@ -62,8 +62,7 @@ def plan_resume(
     environments: Mapping[str, int],
 ) -> ResumePlan:
     """Decides about everything that is open. The trainer takes batches made for `dp_size`, with rows of at most
-    `seq_len` tokens. `environments` are those that the run trains on, with the rollouts that a group of each needs at
-    least."""
+    `seq_len` tokens. `environments` are those of the run, with the fewest rollouts of a group of each."""
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
         if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:
@@ -126,7 +125,7 @@ def _members(
 def _unfinished(
     past: Past, loose: Sequence[LedgerEntry], in_flight: AbstractSet[str], environments: Collection[str]
 ) -> dict[str, GroupTicket]:
-    """Tickets for what has not come back of the groups in flight; those that failed are tried once more."""
+    """Tickets for the missing rollouts of the groups in flight; failed ones are tried once more."""
     came_back = Counter(entry.group_id for entry in loose if entry.rollout_id not in past.damaged)
     tickets = {}
     for group_id in in_flight & past.groups.keys():

@@ -73,8 +73,8 @@ class RunRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What a step took. `progress` counts it and every step before; `drawn` are the tasks drawn by then, `algorithms`
-    what the algorithms of the environments remember."""
+    """The groups of a step. `progress` counts it and every step before; `drawn` are the tasks drawn by then,
+    `algorithms` is the state of the environments' algorithms."""
 
     step: int
     digest: str
@@ -103,7 +103,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What an earlier process of the run left. `entries` are open, or trained by a step that may still be forgotten."""
+    """An earlier process's state of the run. `entries` are open, or trained by a step that may still be forgotten."""
 
     run: RunRow
     entries: tuple[LedgerEntry, ...] = ()
@@ -120,7 +120,7 @@ class Past:
     next_sequence: int = 0
 
     def without(self, rollouts: Collection[str], steps: Collection[int]) -> Past:
-        """The same, but for payloads of rollouts and batches of steps that turned out to be damaged."""
+        """A copy without the payloads of damaged rollouts and the batches of damaged steps."""
         return replace(
             self,
             payloads=self.payloads - frozenset(rollouts),
@@ -130,7 +130,7 @@ class Past:
         )
 
     def latest(self, group_id: str) -> str:
-        """The group that has the rollouts of this one: itself, or the last that completes it."""
+        """The group that has this one's rollouts: itself, or the last that completes it."""
         while group_id in self.successors:
             group_id = self.successors[group_id]
         return group_id
@@ -149,8 +149,8 @@ def last_run(connection: sqlite3.Connection) -> RunRow | None:
 
 
 def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int) -> Past:
-    """Everything a run needs to go on with a trainer at `trainer_step`. What its end cut off (dropped because the run
-    ended) is open again: the run goes on."""
+    """Everything a run needs to go on with a trainer at `trainer_step`. Rollouts that were dropped because the run
+    ended are open again."""
     cut_off = f"(state = 'dropped' AND reason = '{DropReason.RUN_ENDED.value}')"
     forgotten = f"(state = 'trained' AND step > {int(trainer_step)})"
     wanted = f"(state IN ('dispatched', 'finished', 'batched') OR {cut_off} OR {forgotten})"
@@ -198,8 +198,8 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
 def _records(
     connection: sqlite3.Connection, run: RunRow, trainer_step: int
 ) -> tuple[dict[int, StepRecord], frozenset[int]]:
-    """Records from the trainer's step on and of steps whose batch is kept, and the steps whose record is damaged. No
-    other record is needed, or read: each names every rollout of its step."""
+    """Records from the trainer's step on and of steps whose batch is kept, and the steps with a damaged record. Others
+    are not needed, and each names every rollout of its step."""
     columns = "SELECT step, record, seal FROM steps WHERE run = ?1"
     kept = "SELECT DISTINCT step FROM parts WHERE run = ?1 AND step < ?2"
     rows = connection.execute(

@@ -49,8 +49,8 @@ class LedgerError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """One rollout. `key` is its place in its group, known before it has an id; `reason` is the reason for its loss.
-    `trace_id` is that of its own trace, in hexadecimal, from when it has come back; "" where it has none."""
+    """One rollout. `key` is its place in its group, known before it has an id; `reason` is why it was lost. `trace_id`
+    is in hexadecimal, "" before it has come back or without a trace."""
 
     key: str
     group_id: str
@@ -137,7 +137,7 @@ class Ledger:
         return len(self._open) - len(self._key_of)
 
     def fail(self, group_id: str, rollout_id: str, reason: str, trace_id: str = "") -> None:
-        """A rollout came back as a failure; one more failure than rollouts dispatched is ignored."""
+        """A rollout came back as a failure; failures beyond the number dispatched are ignored."""
         if self._unassigned[group_id]:
             key = self._unassigned[group_id].pop(0)
             self._move(key, RolloutState.FAILED, rollout_id=rollout_id, reason=reason, trace_id=trace_id)
@@ -145,8 +145,8 @@ class Ledger:
     def close_group(
         self, group_id: str, *, cancelled: int = 0, cancelled_for: str = "rollout_service", reason: str = ""
     ) -> int:
-        """A group is over: of what has not come back, `cancelled` were cancelled and the others failed for `reason`.
-        Returns how many had not come back."""
+        """A group is over: of its missing rollouts `cancelled` were cancelled and the others failed for `reason`.
+        Returns the number missing."""
         missing = self._unassigned.pop(group_id)
         for place, key in enumerate(missing):
             if place < cancelled:
@@ -169,7 +169,7 @@ class Ledger:
         return len(keys)
 
     def undo(self, step: int) -> int:
-        """The trainer forgot a step: what it took is batched for the same step again. Returns how many rollouts."""
+        """The trainer forgot a step: its rollouts are batched for it again. Returns how many."""
         forgotten = self._reopen(step)
         for key in forgotten:
             self._move(key, RolloutState.BATCHED)
@@ -177,27 +177,27 @@ class Ledger:
         return len(forgotten)
 
     def release(self, step: int) -> int:
-        """A step will not be trained with this batch: what it took is finished, to be taken by another step."""
+        """A step will not be trained with this batch: its rollouts are finished, for another step. Returns how many."""
         keys = [*self._batched.pop(step, []), *self._reopen(step)]
         for key in keys:
             self._move(key, RolloutState.FINISHED)
         return len(keys)
 
     def make_final(self, step: int) -> None:
-        """Steps up to this one are durable: what they trained is final."""
+        """Steps up to this one are durable: their rollouts are final."""
         for done in [known for known in self._trained if known <= step]:
             del self._trained[done]
 
     def interrupt(self, group_id: str, reason: str) -> int:
-        """An earlier process dispatched this group: what has not come back never will. Returns how many."""
+        """An earlier process dispatched this group: its missing rollouts will never come. Returns how many."""
         missing = self._unassigned.pop(group_id, [])
         for key in missing:
             self._move(key, RolloutState.CANCELLED, reason=reason)
         return len(missing)
 
     def restore(self, entries: Iterable[LedgerEntry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
-        """Goes on where an earlier process stopped, before any other event. `entries` are the open ones and those that
-        a step trained which may still be forgotten; `ended` counts all others by state and reason."""
+        """Goes on where an earlier process stopped, before any other event. `entries` are the open ones and those of
+        trained steps that may still be forgotten; `ended` counts all others by state and reason."""
         self._ended.update(ended)
         self._dispatched += sum(ended.values())
         for entry in entries:

@@ -46,12 +46,12 @@ ON CONFLICT (key) DO UPDATE SET state = excluded.state, rollout_id = excluded.ro
 """
 _ANY_LENGTH = 2**62
 _UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
-"""What reading damaged data raises: a digest that does not fit, bytes that are no message, a message that is wrong."""
+"""Errors of reading damaged data: a wrong digest, bytes that are no message, or a wrong message."""
 
 
 class LedgerStore:
-    """A ledger file. What changes it never blocks; `flush` and `close` return when everything before is on disk.
-    Reading blocks: call it beside an event loop. Everything raises LedgerFileError when the file cannot be used."""
+    """A ledger file. Changes never block; `flush` and `close` return once they are on disk. Reading blocks: call it
+    beside an event loop. Everything raises LedgerFileError when the file cannot be used."""
 
     def __init__(self, path: Path, writer: Writer | None = None) -> None:
         """`writer` commits the changes; None is a thread of its own."""
@@ -76,7 +76,7 @@ class LedgerStore:
             return last_run(connection)
 
     def begin(self, run: RunRow) -> RunRow:
-        """Starts a run of its own: what earlier ones left open ends with a reason. Returns its row."""
+        """Starts a run: open rollouts of earlier ones end with a reason. Returns its row."""
         superseded = DropReason.SUPERSEDED.value
         with ledger_file(self._path) as connection:
             connection.execute(
@@ -99,7 +99,7 @@ class LedgerStore:
         return replace(run, run=self._run)
 
     def resume(self, run: RunRow, *, trainer_step: int) -> Past:
-        """Goes on with the last run; returns what it left. `run` has what may have changed: session and epoch."""
+        """Goes on with the last run; returns its state. `run` has the new session and epoch."""
         with ledger_file(self._path) as connection:
             connection.execute(
                 "UPDATE runs SET session = ?, epoch = ?, first_step = ?, ended = '' WHERE run = ?",
@@ -117,13 +117,13 @@ class LedgerStore:
         self._put(lambda db: db.execute("UPDATE runs SET ended = ? WHERE run = ?", (reason, self._run)))
 
     def close(self, deadline_s: float = 30.0) -> None:
-        """Writes what is queued and stops. Raises LedgerFileError when something could not be written."""
+        """Writes the queue and stops. Raises LedgerFileError when something could not be written."""
         self._writer.close(deadline_s)
 
     # --- changes ----------------------------------------------------------------------------------
 
     def record(self, entry: LedgerEntry) -> None:
-        """The state of a rollout; the payload of a dropped one goes, unless the run may yet go on with it."""
+        """Records a rollout's state; the payload of a dropped one goes, unless the run may yet go on with it."""
         row = {**vars(entry), "run": self._run, "state": entry.state.value, "updated_s": time.time()}
         gone = entry.state is RolloutState.DROPPED and entry.reason != DropReason.RUN_ENDED.value
 
@@ -135,7 +135,7 @@ class LedgerStore:
         self._put(change)
 
     def keep(self, rollout: Rollout) -> None:
-        """The payload of a rollout; it is serialised on the writer's thread. Call it before the state is recorded."""
+        """Keeps a rollout's payload, serialised on the writer's thread. Call it before the state is recorded."""
 
         def change(db: sqlite3.Connection) -> None:
             data = convert.to_proto(rollout.without_routes()).SerializeToString()
@@ -165,7 +165,7 @@ class LedgerStore:
         self._put(lambda db: db.execute(sql, row))
 
     def batched(self, record: StepRecord, batch: Batch) -> None:
-        """What a step took and the messages of its batch, in place of what was known of the step. Routes of experts,
+        """Records the groups of a step and the messages of its batch, in place of an earlier record. Routes of experts,
         most of its bytes, are left out: the batch of the same digest then trains without replay."""
 
         run, step, text = self._run, record.step, record.to_json()
@@ -182,7 +182,7 @@ class LedgerStore:
         self._put(change)
 
     def released(self, step: int) -> None:
-        """A step will not be trained with the batch that it has. Call it before its rollouts are finished again."""
+        """A step will not be trained with its batch. Call it before its rollouts are finished again."""
 
         def change(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (self._run, step))
@@ -208,7 +208,7 @@ class LedgerStore:
     # --- reading ----------------------------------------------------------------------------------
 
     def batch(self, record: StepRecord) -> Batch | None:
-        """The batch of a step as it was recorded; None when it is not kept any more, or is damaged. Blocks."""
+        """The batch of a step as it was recorded; None when it is damaged or no longer kept. Blocks."""
         with ledger_file(self._path) as connection:
             parts = connection.execute(
                 "SELECT part, data, seal FROM parts WHERE run = ? AND step = ? ORDER BY part", (self._run, record.step)
@@ -230,7 +230,7 @@ class LedgerStore:
             return None
 
     def rollouts(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:
-        """The payloads of these rollouts that are kept, by id; those that are damaged are left out. Blocks."""
+        """The kept payloads of these rollouts, by id, without damaged ones. Blocks."""
         found = {}
         with ledger_file(self._path) as connection:
             for rollout_id in rollout_ids:

@@ -48,7 +48,7 @@ def unusable(path: Path, error: Exception) -> LedgerFileError:
 
 
 def check_layout(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises LedgerFileError for a file that another version of meshrl has written; an empty one is none yet."""
+    """Raises LedgerFileError for a file that another version of meshrl has written; an empty one passes."""
     layout = connection.execute("PRAGMA user_version").fetchone()[0]
     if layout != LAYOUT and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
         raise LedgerFileError(
@@ -60,8 +60,8 @@ def check_layout(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection to the file; what is changed in it is committed at the end. Raises LedgerFileError, also for a file
-    of another layout."""
+    """A connection to the file, whose changes are committed at the end. Raises LedgerFileError, also for a file of
+    another layout."""
     try:
         with closing(sqlite3.connect(path)) as connection, connection:
             check_layout(connection, path)
@@ -72,7 +72,7 @@ def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 class Writer(Protocol):
-    """Applies changes in the order in which they are put, whole transactions at a time."""
+    """Applies changes in the order of `put`, whole transactions at a time."""
 
     def start(self) -> None: ...
 
@@ -97,7 +97,7 @@ class ThreadedWriter:
         self._thread.start()
 
     def put(self, change: Change) -> None:
-        """Queues a change. Raises what an earlier one failed with, LedgerFileError where it was the file."""
+        """Queues a change. Raises the error of an earlier one, LedgerFileError if it was the file's."""
         self._check()
         self._queue.put(change)
 
@@ -109,7 +109,7 @@ class ThreadedWriter:
         return done
 
     def close(self, deadline_s: float) -> None:
-        """Commits what is queued and stops. Raises LedgerFileError when something could not be written."""
+        """Commits the queue and stops. Raises LedgerFileError when something could not be written."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)

@@ -32,7 +32,7 @@ _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRefusal:
-    """The trainer does not take the batch of `step`, for what it holds."""
+    """The trainer does not take the content of the batch of `step`."""
 
     step: int
     error: MeshError
@@ -41,7 +41,7 @@ class BatchRefusal:
 class BatchUploader:
     def __init__(self, client: TrainerClient, run: Run, *, deadlines: DeadlinesConfig, clock: Clock) -> None:
         self.refused: BatchRefusal | None = None
-        """A batch that the trainer does not take; until it is withdrawn nothing is uploaded."""
+        """A batch that the trainer does not take; nothing is uploaded until it is withdrawn."""
         self.watcher = StepWatcher(
             client,
             run=run.info,
@@ -67,7 +67,7 @@ class BatchUploader:
         self._changed.beat()
 
     def withdraw(self, step: int) -> None:
-        """The batch of `step`, which was refused, and those after it are taken apart: others come in their place."""
+        """Takes apart the refused batch of `step` and those after it, in whose place others come."""
         self._steps.recorded = step - 1
         self._steps.uploaded = min(self._steps.uploaded, self._steps.recorded)
         self.refused = None
@@ -81,7 +81,7 @@ class BatchUploader:
         self._changed.beat()
 
     async def wait_for_room(self, at_most: int) -> None:
-        """Returns when fewer than `at_most` batches are at the trainer, or when it has refused one."""
+        """Returns when fewer than `at_most` batches are at the trainer, or one was refused."""
         while self.refused is None and self._steps.recorded - self._steps.trained >= at_most:
             await self._changed.next()
 

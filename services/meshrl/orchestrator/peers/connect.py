@@ -64,8 +64,8 @@ def connect(
     exchange: ExchangeConfig | None = None,
     teachers: Sequence[str] = (),
 ) -> Services:
-    """Clients of the configured addresses; nothing is dialled yet. `exchange` has the workers that dial in, `teachers`
-    are rollout services in which a teacher plays."""
+    """Clients of the configured addresses; nothing is dialled yet. `exchange` has the workers that dial in, the teacher
+    plays in `teachers`."""
     options = ChannelOptions(reconnect_s=unreachable_s)
     return Services(
         rollouts=RolloutPool(
@@ -142,9 +142,9 @@ async def the_run(
     control: Path | None = None,
     place_s: float = 0.0,
 ) -> RunInfo:
-    """The run to feed, which is made where the trainer does not have it and it may be. With `control`, the folder by
-    which the trainer finds the run, it is the trainer that makes it. It is waited for up to `place_s`, also while the
-    trainer holds as many runs as it may. Raises RunError."""
+    """The run to feed, which is made if the trainer lacks it and it may be. With `control`, the folder by which the
+    trainer finds the run, the trainer makes it. Waits up to `place_s` for it, also while the trainer holds as many runs
+    as it may. Raises RunError."""
     if any(run.run_id == run_id for run in trainer.runs) or (own is None and control is None):
         return find_run(run_id, trainer)
     deadline, told = time.monotonic() + place_s, False
@@ -201,7 +201,7 @@ def check_hosted(wanted: Sequence[tuple[str, str]], table: HostTable) -> None:
 
 
 def check_fit(mesh: Mesh, seq_len: int, evaluated: EvalConfig | None) -> None:
-    """Raises RunError where the config asks for what the services do not have."""
+    """Raises RunError if the config asks for something that the services do not have."""
     if seq_len > mesh.trainer.seq_len:
         raise RunError(
             f"orchestrator.seq_len must be at most the trainer's ({mesh.trainer.seq_len}), got {seq_len};"

@@ -1,7 +1,7 @@
 """Follows the steps of one run at the trainer, over every restart of the trainer; read by the batch uploader.
 
 Each process of a trainer is an epoch: its events are numbered from 1 (revisions), its steps go on from its checkpoint.
-Steps done after that checkpoint are lost with the old process, and are done again in the new epoch.
+Steps after that checkpoint are lost with the old process, and repeated in the new epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RunInfo, StepEvent, StepState
 
 POLL_S = 1.0
-"""How often the trainer is asked for its epoch and for what is durable: neither has an event of its own."""
+"""How often the trainer is asked for its epoch and its durable step, which have no events."""
 
 AGAIN_S = 0.2
 """Between two attempts to reach a trainer that is away."""
@@ -45,7 +45,7 @@ class StepWatcher:
         changed: Pulse,
         clock: Clock,
     ) -> None:
-        """`history` asks for the events of steps that were done before; else those steps have no metrics."""
+        """`history` asks for the events of earlier steps, which otherwise have no metrics."""
         self._client = client
         self._unreachable_s = unreachable_s
         self._on_restart = on_restart
@@ -64,7 +64,7 @@ class StepWatcher:
 
     @property
     def step(self) -> int:
-        """Where the trainer stood when its process was first seen: no version before that one comes any more."""
+        """The trainer's step when its process was first seen: no earlier version comes any more."""
         return self._run.step
 
     async def follow(self) -> None:
@@ -77,14 +77,14 @@ class StepWatcher:
             self._begin_epoch(run)
 
     def take(self, step: int) -> StepEvent | None:
-        """The event that ended `step` in this epoch, given once; one without metrics when the trainer had done it
-        before it was followed. None while it is not done."""
+        """The event that ended `step` in this epoch, given once; without metrics if the step was done before it was
+        followed. None while it is not done."""
         if step <= self._run.step and self._caught_up:
             return self._done.pop(step, StepEvent(revision=0, step=step, state=StepState.DONE, version=step))
         return self._done.pop(step, None)
 
     async def restarts(self, epoch: int) -> bool:
-        """Waits for the epoch after `epoch`; False when it does not come for as long as a trainer may be away."""
+        """Waits for the epoch after `epoch`; False when it does not come while a trainer may be away."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._unreachable_s + POLL_S):
                 while self.epoch == epoch:

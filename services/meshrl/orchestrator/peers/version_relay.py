@@ -1,7 +1,7 @@
 """Activates versions on the engines through the weight hub, and decides what to do when it cannot.
 
-Called by the finisher after each step. In a synchronous run it also has the engines sleep between two versions; a
-failure of that never ends a run.
+Called by the finisher after each step. In a synchronous run it also has the engines sleep between two versions, whose
+failure never ends a run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ SLEEP_MARGIN_S = 5.0  # of the hub's answer beyond the deadline that it keeps it
 LOOK_S = 0.2  # between two looks whether a version is there
 _NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, Reason.UNKNOWN_RUN})
 _LASTING = frozenset({Reason.OUT_OF_MEMORY.name, Reason.LAYOUT_MISMATCH.name, Reason.NOT_SUPPORTED.name})
-"""Refusals of a version that no wait mends, but other settings, another model or another machine."""
+"""Refusals of a version that waiting does not cure."""
 _GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STALE_EPOCH})
-"""The hub does not have a sealed version any more: a newer trainer took over."""
+"""The hub has no such sealed version any more: a newer trainer took over."""
 
 
 class VersionRelay:
-    """Commits versions of one run on the engines of a pool. `min_ready` engines must have a version before it is
-    committed."""
+    """Commits versions of one run on the engines of a pool, once `min_ready` engines have it."""
 
     def __init__(
         self,
@@ -77,8 +76,8 @@ class VersionRelay:
             await self._clock.sleep(0.1)
 
     async def activate_first(self, version: int) -> Activation:
-        """Commits the version that a run starts from, waiting until the trainer has published it. Raises RunError, at
-        once where every engine has refused the version for a reason that stays."""
+        """Commits a run's first version, waiting until the trainer has published it. Raises RunError, at once if every
+        engine has refused the version for a lasting reason."""
         startup_s = self._deadlines.startup_s
         patience = Patience(unreachable_s=startup_s, retry_s=startup_s, also=_NOT_THERE_YET)
         doing = f"activating version {version}, which the run starts from,"
@@ -99,10 +98,10 @@ class VersionRelay:
             raise
 
     async def activate(self, version: int, watcher: StepWatcher, artifact_id: str = "") -> Activation | None:
-        """Commits a version that a step made, over restarts of the trainer; None when it could not be and engines keep
-        the one before. A trainer that comes back at an earlier step makes the version again, and it is activated then.
-        One that comes back at a later step never does, so the version is skipped: a later one is activated. Raises
-        RunError when the hub is gone."""
+        """Commits a step's version, over restarts of the trainer; None when that failed and engines keep the one
+        before. A trainer that comes back at an earlier step makes the version again, which is then activated. One that
+        comes back at a later step never does, so the version is skipped for a later one. Raises RunError when the hub
+        is gone."""
         deadlines = self._deadlines
         give_up_at_s = self._clock.now() + deadlines.startup_s
         while watcher.step <= version:

@@ -1,6 +1,6 @@
 """Looks in each step's record for the causes of trouble of `meshrl doctor`; called by the finisher.
 
-An alert is logged when it begins and when it is over. While it lasts the step's record has `alert/NAME` = 1.
+An alert is logged when it begins and when it ends. In between the step's record has `alert/NAME` = 1.
 `deploy/observability` has some of them as rules for Prometheus.
 """
 
@@ -25,13 +25,12 @@ class Alerts:
         self._causes = [cause for cause in CAUSES if cause.name not in ignored]
         self._series = RunSeries(most=REMEMBERED)
         self._last_seen: dict[str, int] = {}
-        """Of the alerts that last."""
 
     def check(
         self, step: int, metrics: Mapping[str, float], lags_s: Mapping[str, float]
     ) -> tuple[dict[str, float], list[Ailment]]:
         """Takes a step's record and how late the programs' event loops run; returns the `alert/` metrics to add, and
-        the alerts that begin. One that has not been seen for RECENT steps is over."""
+        the new alerts. One that was not seen for RECENT steps is over."""
         self._series.take({**metrics, "step": step})
         run = Observed(columns=self._series.columns, synchronous=self._synchronous, loop_lags_s=lags_s)
         found = diagnose(run, self._causes)

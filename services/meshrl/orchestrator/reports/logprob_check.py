@@ -1,8 +1,7 @@
 """Checks at the start of a run that engines and trainer compute the same logprobs; called by the finisher.
 
-The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens that the engines
-sampled with the very version that the step trains, the two may differ by rounding alone. A step with older tokens
-proves nothing and is skipped.
+The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens of the very
+version that the step trains, the two may differ by rounding alone. Steps with older tokens are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from meshrl.wire.types import StepEvent
 
 
 class LogprobCheck:
-    """Checks the first step of this process whose tokens are all of the trainer's own version, and no later one."""
+    """Checks the first step of this process whose tokens are all of the trainer's own version."""
 
     def __init__(self, config: LogprobCheckConfig) -> None:
         self._config = config
@@ -25,7 +24,7 @@ class LogprobCheck:
 
     def check(self, event: StepEvent, staleness: Mapping[str, float]) -> None:
         """Takes a step that is DONE, with its `mismatch_abs/all/{mean,max}`, and the `off_policy/all/max` of its batch.
-        Raises RunError when they differ and the configuration makes that fatal."""
+        Raises RunError when they differ, if that is configured as fatal."""
         mean, most = (event.metrics.get(f"mismatch_abs/all/{of}") for of in ("mean", "max"))
         if self._done or mean is None or most is None or staleness.get("off_policy/all/max") != 0:
             return

@@ -1,9 +1,9 @@
 """Writes the rollouts of each step that are worth reading to `rollouts/step_N.jsonl.zst` of the output folder.
 
-Asked by the step finisher once a step is recorded; read by `meshrl rollouts`. A line is one whole rollout: its
-messages, its rewards, and every token with its logprob, mask and version. Of each environment there are the best, the
-worst and a few drawn by chance, of those that trained and those that were dropped; and every rollout that failed. Those
-that trained have the trainer's logprobs beside the engine's: the batch asks for them.
+Called by the step finisher once a step is recorded; read by `meshrl rollouts`. A line is one whole rollout: its
+messages, its rewards, and every token with its logprob, mask and version. There are the best, the worst and a few
+random rollouts of each environment, of those that trained and those that were dropped; and every failed one. Those that
+trained also have the trainer's logprobs, which the batch requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RolloutSamplesWriter:
         self._warned = False
 
     def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that asks the trainer for its logprobs of the rollouts that are to be written."""
+        """The step with a batch that requests the trainer's logprobs of the rollouts to write."""
         if step.step % self._config.interval:
             return step
         trained = step.assembled.advantages.keys() - step.assembled.untrainable
@@ -52,8 +52,8 @@ class RolloutSamplesWriter:
         return replace(step, assembled=replace(step.assembled, batch=batch))
 
     def write(self, step: SubmittedStep, logprobs: Logprobs) -> None:
-        """Writes a step's file when its turn has come, with the trainer's logprobs (StepEvent.logprobs) where it gave
-        them. Blocks. Raises nothing of the disk's."""
+        """Writes a step's file, with the trainer's logprobs (StepEvent.logprobs) if it gave them. Blocks. Raises
+        nothing of the disk's."""
         if step.step % self._config.interval:
             return
         lines = within(chosen(step, self._config, logprobs), round(self._config.max_mib * 2**20))
@@ -72,7 +72,7 @@ class RolloutSamplesWriter:
 
 
 def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
-    """The lines as JSON, as long as they fit; one that does not is left out, and shorter ones after it may follow."""
+    """The lines as JSON, without those that do not fit; shorter ones may follow."""
     for line in lines:
         written = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         if len(written) <= max_bytes:
@@ -81,7 +81,7 @@ def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
 
 
 def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs) -> Iterator[_Line]:
-    """The lines of a step in the order in which they are worth their bytes; each rollout is in one."""
+    """The lines of a step, the most valuable first; each rollout is in one."""
     groups = _groups(step)
     for group in groups:
         for failure in group.failures:
@@ -101,7 +101,7 @@ def _groups(step: SubmittedStep) -> list[RolloutGroup]:
 
 
 def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:
-    """The rollouts of a step that are to be read, and why; the same whenever it is asked."""
+    """The rollouts of a step to be read, and why; the same at each call."""
     by_environment: dict[str, list[Rollout]] = defaultdict(list)
     for group in _groups(step):
         for rollout in group.rollouts:
@@ -114,8 +114,8 @@ def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[
 def trainer_logprobs(
     rollout: Rollout, rows: Sequence[MicroBatch], values_N: NDArray[np.float32] | None
 ) -> list[NDArray[np.float32]] | None:
-    """(T,) of each sample of the rollout, NaN at tokens that the rl term did not have; None where the trainer gave
-    nothing, or not one value for each token."""
+    """(T,) of each sample of the rollout, NaN at tokens outside the rl term; None if the trainer gave nothing, or not
+    one value a token."""
     places = [
         (row, place) for row in rows for place, owner in enumerate(row.rollout_ids) if owner == rollout.rollout_id
     ]
@@ -178,7 +178,7 @@ def _line(rollout: Rollout, logprobs: Sequence[NDArray[np.float32]] | None) -> _
 
 
 def _sample(sample: Sample, trainer_logprobs_T: NDArray[np.float32] | None) -> dict[str, object]:
-    """Lists of one entry a token; `logprobs` is null where the policy sampled nothing."""
+    """Lists of one entry a token; `logprobs` is null for tokens that were not sampled."""
     pairs = zip(sample.logprobs.tolist(), sample.loss_mask.tolist(), strict=True)
     told: dict[str, object] = {
         "token_ids": sample.token_ids.tolist(),

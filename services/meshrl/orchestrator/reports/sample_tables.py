@@ -15,7 +15,7 @@ from meshrl.wire.types import Rollout, StepEvent
 
 
 async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep, done: StepEvent) -> None:
-    """Gives the monitor a step's samples and distributions, every `config.interval` steps; None asks for neither."""
+    """Gives the monitor a step's samples and distributions, every `config.interval` steps; None gives neither."""
     if config is None or step.step % config.interval != 0:
         return
     if config.samples:

@@ -1,4 +1,4 @@
-"""Turns what happened since the last step into one record of metrics; read by the monitor.
+"""Turns the events since the last step into one record of metrics; read by the monitor.
 
 Names are `what/{all,env}/statistic`, declared in `core.metrics.names`; each is filled by one source. Reward, length and
 error statistics are over every group that was judged for the step, filtered ones included, so that a filter does not
@@ -66,8 +66,8 @@ def step_metrics(
 
 def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
     """One record of the orchestrator's own metrics and of other sources', each by its name. The catalogue lists the
-    orchestrator's names. What another source calls the same is entered behind the name of that source
-    (`trainer/progress/tokens`), so that nobody overwrites a total of the run."""
+    orchestrator's names. The same name of another source is entered behind that source (`trainer/progress/tokens`), so
+    that no total of the run is overwritten."""
 
     def is_own(name: str) -> bool:
         metric = CATALOGUE.find(name)
@@ -111,7 +111,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _repeated(groups: Sequence[RolloutGroup]) -> int:
-    """Rollouts whose sampled tokens are those of a rollout of another task as well."""
+    """Rollouts whose sampled tokens are those of a rollout of another task."""
     tasks: dict[bytes, set[str]] = {}
     rollouts: Counter[bytes] = Counter()
     for group in groups:
@@ -150,8 +150,8 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[RolloutGroup], *, 
 
 
 def mixture_metrics(assembled: AssembledBatch, groups: Sequence[RolloutGroup], asked: Mapping[str, float]) -> Metrics:
-    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1. Zero for one of which
-    nothing was trained: filters, losses and slow environments move a mixture silently."""
+    """Each environment's share of a batch, beside the share `asked` of it, and zero if nothing of it was trained:
+    filters, losses and slow environments move a mixture silently."""
     trained = [rollout for group in groups for rollout in group.kept if rollout.rollout_id not in assembled.untrainable]
     rollouts = Counter(rollout.environment for rollout in trained)
     tokens: Counter[str] = Counter()
@@ -184,7 +184,7 @@ def trainer_metrics(event: StepEvent) -> Metrics:
 
 
 def activation_metrics(activation: Activation | None, *, skipped: bool = False) -> Metrics:
-    """How the weights reached the engines; None when they kept those before. `skipped`: a later version is there."""
+    """How the weights reached the engines; None when they kept the old ones. `skipped`: a later version is there."""
     if activation is None:
         return {"weights/activated": 0.0} | ({"weights/skipped": 1.0} if skipped else {})
     applied = [report.applied for report in activation.engines]

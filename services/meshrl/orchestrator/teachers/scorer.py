@@ -1,8 +1,8 @@
 """Gets the scores (logprobs under a teacher or the live policy) that algorithms need of rollouts, and caches them.
 
-The dispatcher has each group scored when it is over, so that the scores are there when the loop makes the batch; the
-loop asks for those still missing, after a restart for example. A teacher's scores are cached by the tokens alone, those
-of the live policy by rollout too, since the policy changes.
+The dispatcher has each group scored when it is over; the loop asks for missing scores when it makes the batch, after a
+restart for example. A teacher's scores are cached by the tokens alone, those of the live policy by rollout too, since
+the policy changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ScoreCache:
-    """Scores by key, the least recently used given up beyond `max_tokens`."""
+    """Scores by key; beyond `max_tokens` the least recently used go."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -52,7 +52,7 @@ class ScoreCache:
 
 
 class GroupScorer:
-    """Scores groups. `servers` are those that an environment's algorithm asks; one without is not scored."""
+    """Scores groups at the `servers` of their environment's algorithm; without any a group is not scored."""
 
     def __init__(
         self, recipes: Mapping[str, Recipe], servers: Mapping[str, LogprobServers], *, cache_tokens: int
@@ -108,7 +108,7 @@ def build_scorer(
     engine_pool: str,
 ) -> GroupScorer:
     """The scorer of a run, from its algorithms and teachers by environment; nothing is dialled yet. Raises RunError for
-    an algorithm whose teacher is not configured, and where aiohttp is not installed."""
+    an algorithm without its teacher, and without aiohttp."""
     teachers: dict[str, LogprobServers] = {}
     servers: dict[str, LogprobServers] = {}
     for name, teacher in configured.items():

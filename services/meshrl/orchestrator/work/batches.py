@@ -1,7 +1,7 @@
 """Turns the groups that a step took into its batch: what each sample trains, in rows; drained by the trainer.
 
-When the trainer refuses a batch, `at_fault` names the rollouts that the loop drops. What else was in that batch, and in
-those submitted after it, goes into new batches, which new groups fill up.
+When the trainer refuses a batch, `at_fault` names the rollouts that the loop drops. The other rollouts of that batch,
+and of later ones, go into new batches, which new groups fill up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ROW = re.compile(r"micro_batches\[(\d+)\]")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledBatch:
-    """A batch and what became of the rollouts in it. `advantages` is by rollout_id, 0 for one that the rl term has
-    nothing of; `algorithms` is what the algorithms of the environments remember after it."""
+    """A batch and the outcome of its rollouts. `advantages` is by rollout_id, 0 without a token of the rl term;
+    `algorithms` is the state of the environments' algorithms after it."""
 
     batch: Batch
     advantages: Mapping[str, float]
@@ -46,7 +46,7 @@ class SubmittedStep:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Rollouts that are in the batch, and of which nothing else is kept: their payload in the ledger is damaged."""
+        """Rollouts of the batch of which nothing else is kept: their payload in the ledger is damaged."""
         known = {rollout.rollout_id for group in self.groups for rollout in group.kept} | self.assembled.untrainable
         return tuple(rollout_id for rollout_id in self.assembled.advantages if rollout_id not in known)
 
@@ -130,9 +130,8 @@ def _train_sample(
 
 def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
     """Ids of the rollouts to leave out; empty when the refusal is about the batch as a whole, its header for example.
-    These are the rollouts that break a rule which is known here. If none does, they are all rollouts in the rows that
-    the trainer's error names; if it names no row, all rollouts of the batch. `error`: the trainer's answer to the
-    batch."""
+    These are the rollouts that break a known rule, else all rollouts in the rows that the trainer's error names, else
+    all of the batch. `error`: the trainer's answer to the batch."""
     assembled = submitted.assembled
     rollouts = [rollout for group in submitted.groups for rollout in group.kept]
     found = {rollout.rollout_id for rollout in rollouts if rollout_problems(rollout, vocab_size=vocab_size)}
@@ -148,7 +147,7 @@ def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | No
 
 
 def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[RolloutGroup, list[Rollout]]]:
-    """Yields each group of a step with the rollouts of it that stay, and the list of those that are in `bad`."""
+    """Yields each group of a step with its rollouts that stay, and those in `bad`."""
     for group in submitted.groups:
         batched = [one for one in group.kept if one.rollout_id not in submitted.assembled.untrainable]
         kept = tuple(one for one in batched if one.rollout_id not in bad)

@@ -30,7 +30,7 @@ Screen = Callable[[str, Sequence[Rollout]], Screened]
 """Judges the rollouts of a group of an environment."""
 
 MOST_DRAWS = 4
-"""With follow_mixture: an environment whose groups come to nothing takes at most so many times its share of draws."""
+"""With follow_mixture: most draws of an environment whose groups come to nothing, as a multiple of its share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,9 @@ class _Stream:
 class TaskSchedule:
     """An endless, deterministic sequence of tasks. The environment that lags its share most comes next, so after any
     number of draws each count is within one draw per other environment of its ratio. With `follow_mixture` a draw that
-    was given back does not count, so that the groups that come to something have the ratios; an environment is then
-    drawn at most MOST_DRAWS times as often as its ratio asks for, counted since the process began. Raises ValueError
-    when there is no environment, a ratio is not positive or a taskset is empty."""
+    was given back does not count, so that the groups that are trained have the ratios; an environment is then drawn at
+    most MOST_DRAWS times as often as its ratio asks for, counted since the process began. Raises ValueError without an
+    environment, for a ratio that is not positive and for an empty taskset."""
 
     def __init__(self, sources: Sequence[TrainSource], *, seed: int, follow_mixture: bool = False) -> None:
         if not sources:
@@ -174,7 +174,7 @@ class PlanLimits:
     max_inflight_rollouts: int | None = None
     last_step: int | None = None
     least_rollouts: Mapping[str, int] = field(default_factory=dict)
-    """Of a group that loses some, by environment; MIN_SURVIVORS where not said."""
+    """Fewest rollouts of a group that loses some, by environment; MIN_SURVIVORS by default."""
 
     @property
     def largest_group(self) -> int:
@@ -247,7 +247,7 @@ class WorkPlan:
         self._slots_in_flight += self._size(ticket)
 
     def _lost(self, ticket: GroupTicket) -> None:
-        """The group comes to nothing: another may take its slots, and its draw where the mixture is followed."""
+        """The group comes to nothing: its slots are free, and its draw if the mixture is followed."""
         self._slots -= self._size(ticket)
         self.schedule.give_back(ticket.task.environment)
 
@@ -284,26 +284,26 @@ class WorkPlan:
     def resume_after(
         self, step: int, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]
     ) -> None:
-        """Goes on behind the last step that an earlier process made a batch of, and the tasks that it drew; those of
-        the tickets `again` come first."""
+        """Goes on behind the last batch of an earlier process, and the tasks that it drew, beginning with the tickets
+        `again`."""
         self.next_step = step + 1
         self.schedule.skip(drawn)
         self._sequence = max(self._sequence, next_sequence)
         self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
 
     def readmit(self, group: RolloutGroup) -> Screened:
-        """Judges a group that an earlier process finished; what is kept waits for a step as any other."""
+        """Judges a group that an earlier process finished; kept rollouts wait for a step as any other."""
         self._begin(group.ticket)
         return self.finish(group)
 
     def finish(self, group: RolloutGroup) -> Screened:
-        """Judges a group that is over; what is kept waits for a step, what is dropped frees its slot."""
+        """Judges a group that is over; kept rollouts wait for a step, a dropped group frees its slots."""
         self._slots_in_flight -= self._size(self._in_flight.pop(group.ticket.group_id))
         return self._judge(group, group.rollouts)
 
     def take_back(self, step: int, groups: Sequence[RolloutGroup]) -> list[Screened]:
-        """Groups that the batches of `step` and after had come back, as far as they are `kept`: `step` is next again.
-        Returns for each what is left of it."""
+        """Takes back groups of the batches of `step` and after, as far as they are `kept`: `step` is next again.
+        Returns the rest of each."""
         self.next_step = step
         self._slots += sum(self._size(group.ticket) for group in groups)
         return [self._judge(group, group.kept) for group in groups]
@@ -328,7 +328,7 @@ class WorkPlan:
         self.active_version = min(self.active_version, version)
 
     def stale_in_flight(self) -> list[str]:
-        """Groups in flight that began on a version too old for the next step: finishing them would be for nothing."""
+        """Groups in flight that began on a version too old for the next step."""
         return [
             group_id
             for group_id, ticket in self._in_flight.items()
@@ -336,7 +336,7 @@ class WorkPlan:
         ]
 
     def drop_stale(self) -> list[tuple[Rollout, DropReason]]:
-        """Drops what the next step may not train on; returns the rollouts that groups have lost, with the reasons."""
+        """Drops rollouts that the next step may not train on; returns them with the reasons."""
         dropped: list[tuple[Rollout, DropReason]] = []
         for group_id, group in list(self._ready.items()):
             least = self.limits.least_rollouts.get(group.ticket.task.environment, MIN_SURVIVORS)
@@ -352,8 +352,8 @@ class WorkPlan:
 
     def take(self) -> list[RolloutGroup] | None:
         """The groups of the next step, first dispatched first, once there are enough; then the step after is next. Call
-        drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it: what
-        it left would be of another version than the next."""
+        drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it, which
+        would otherwise be of another version than the next step's."""
         synchronous = self.law.synchronous
         if synchronous and self._in_flight:
             return None

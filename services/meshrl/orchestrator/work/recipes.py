@@ -54,8 +54,7 @@ class Recipes:
         return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
 
     def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
-        """What each sample of a step trains, by rollout id. Raises RunError for what an algorithm cannot be used
-        with."""
+        """What each sample of a step trains, by rollout id. Raises RunError where an algorithm cannot be used."""
         made: dict[str, tuple[SampleStreams, ...]] = {}
         for group in groups:
             if not group:
@@ -74,7 +73,7 @@ class Recipes:
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: AlgorithmState) -> None:
-        """Goes back to what `state` returned; entries of environments that are no more are left."""
+        """Goes back to what `state` returned, without environments that are gone."""
         for name, recipe in self.by_environment.items():
             recipe.restore(state.get(name, {}))
 
@@ -108,8 +107,7 @@ def _build_recipe(algo: AlgoConfig, of_rewards: AdvantageConfig, seq_len: int) -
 
 def build_advantage(config: AdvantageConfig) -> Advantage:
     """The configured advantage, of rewards less the length penalty if there is one. Raises RunError, which names the
-    key, for a function that cannot be called; a result that no batch can be made of raises it when the function returns
-    it."""
+    key, for a function that cannot be called, and later for a result that no batch can be made of."""
     if config.import_path is None:
         advantage = ADVANTAGES[config.type]
     else:

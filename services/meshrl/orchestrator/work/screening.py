@@ -16,7 +16,7 @@ from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Rollout
 
 MIN_SURVIVORS = 2
-"""What most algorithms need of a group: two rollouts to compare; with fewer it has no baseline and is dropped."""
+"""Most algorithms need two rollouts of a group to compare; with fewer it has no baseline and is dropped."""
 
 
 class DropReason(enum.Enum):
@@ -27,7 +27,7 @@ class DropReason(enum.Enum):
     NOT_FINITE = "reward_not_finite"
     """The reward is NaN or infinite."""
     GROUP_LOST = "group_lost"
-    """Fewer rollouts of its group are left than its algorithm needs, which is two for most."""
+    """Fewer rollouts of its group are left than its algorithm needs."""
     ZERO_SIGNAL = "zero_signal"
     """All rewards of its group are equal."""
     STALE = "stale"
@@ -35,15 +35,15 @@ class DropReason(enum.Enum):
     REFUSED = "refused_by_trainer"
     """The trainer refused a batch because of it."""
     UNTRAINABLE = "untrainable"
-    """No token that its algorithm trains fits into the token budget, or it trains none of it."""
+    """No token that its algorithm trains fits into the token budget, or it has none."""
     RUN_ENDED = "run_ended"
     """The run ended before a step took it."""
     RESTARTED = "orchestrator_restarted"
-    """It was in flight when the orchestrator ended; nothing that had come back is dropped for it."""
+    """It was in flight when the orchestrator ended; a rollout that had come back is never dropped for it."""
     UNDONE = "step_undone"
-    """Its step was forgotten by the trainer, and it is not kept any more."""
+    """The trainer forgot its step, and it is no longer kept."""
     DAMAGED = "payload_damaged"
-    """What the ledger keeps of it is not as it was written."""
+    """Its ledger entry is damaged."""
     REMOVED = "environment_removed"
     """Its environment is no longer one of the run's."""
     SUPERSEDED = "superseded"
@@ -65,7 +65,7 @@ class Screened:
 def with_survivors(
     kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]], *, least: int = MIN_SURVIVORS
 ) -> Screened:
-    """Drops those left when they are fewer than `least`: too few for the algorithm of their environment."""
+    """Drops the survivors too when they are fewer than `least`, which their algorithm needs."""
     if len(kept) >= least:
         return Screened(kept=tuple(kept), dropped=tuple(dropped))
     lost = [(rollout, DropReason.GROUP_LOST) for rollout in kept]

@@ -21,7 +21,8 @@ DEEPEST = 3
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folder if it is a run's, with the runs of its mesh; else the runs in it. Raises CliError if there are none."""
+    """The folder if it is a run's, with the runs of its mesh; else the runs in it. Raises CliError if there are
+    none."""
     if _is_run(folder):
         return [folder, *sorted(path for path in folder.glob("run_*") if _is_run(path))]
     found = [path for depth in range(1, DEEPEST + 1) for path in folder.glob("/".join("*" * depth)) if _is_run(path)]
