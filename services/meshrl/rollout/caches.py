@@ -1,9 +1,9 @@
-"""Caches what pydantic, verifiers and tokenizers compute again in every rollout although it never changes.
+"""Caches computations of pydantic, verifiers and tokenizers that give the same result in every rollout.
 
 `hosting` installs the caches before it loads environments. Each function is replaced by one with the same results, and
-only where the installed version still has it; the contract tests compare them. They stay because one worker process
-plays 300 rollouts/s with them and 174 without, fewer than the 200 that a core is to make (`bench_workers.py --workers 1
---in-flight 64 --rollouts 480`, in turns, on two cores).
+only where the installed version still has it; the contract tests compare them. One worker process plays 300 rollouts/s
+with them and 174 without, while a core is to make 200 (`bench_workers.py --workers 1 --in-flight 64 --rollouts 480`, in
+turns, on two cores).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class ClientConfig(BaseConfig):
 
     base_url: list[str] = Field(default=["http://127.0.0.1:8000"])
     """Base URLs of the engines, with or without a trailing /v1. A call goes to the least loaded suitable engine. If
-    `weights` names the hub, they are added to the hub's engines, and the default is none."""
+    `weights` names the hub, these are added to its engines, and default to none."""
 
     api_key_var: str = "MESHRL_API_KEY"
     """Environment variable that holds the engines' bearer token; none is sent while it is unset."""
@@ -38,24 +38,22 @@ class ClientConfig(BaseConfig):
 
     api: Literal["generate", "chat_completions"] = "generate"
     """API of the servers of base_url. generate: engines that take and return tokens, as training needs.
-    chat_completions: any OpenAI-compatible server, for evaluations. model.name is then the server's name for the model,
-    no tokenizer is loaded, and a URL with a path of its own is used unchanged. Training rollouts are refused."""
+    chat_completions: any OpenAI-compatible server, for evaluations; model.name is then its name for the model, no
+    tokenizer is loaded, a URL with a path is used unchanged, and training rollouts are refused."""
 
     pool: str = ""
     """Name of the pool that these engines form; a request names it or leaves it empty."""
 
     logprobs_mode: LogprobsMode | None = None
     """Meaning of the engines' logprobs, for engines that do not report it: processed_logprobs are after temperature and
-    truncation, raw_logprobs before. None means unknown: training rollouts whose sampling changes the distribution
-    (temperature, top_p, top_k, min_p) are then refused. vLLM's --logprobs-mode has the same names and defaults to
-    raw_logprobs."""
+    truncation, raw_logprobs before, as by vLLM's --logprobs-mode, which defaults to raw_logprobs. None means unknown:
+    training rollouts whose sampling changes the distribution (temperature, top_p, top_k, min_p) are then refused."""
 
     probe_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two looks at the hub's list and at each engine's version and health."""
 
     probe_deadline_s: float = Field(default=2.0, gt=0.0)
-    """Seconds until an engine that does not answer such a request counts as unreachable; also the limit for the hub's
-    list."""
+    """Seconds until an engine that does not answer a look counts as unreachable; also the limit for the hub's list."""
 
     connect_deadline_s: float = Field(default=5.0, gt=0.0)
     """Seconds to open a connection to an engine."""
@@ -65,7 +63,7 @@ class ClientConfig(BaseConfig):
 
     failover_s: float = Field(default=30.0, gt=0.0)
     """How long a model call looks for an engine before its rollout fails, and how long an engine may be silent before
-    the calls that wait for it move to others."""
+    its calls move to others."""
 
 
 class ExchangeLinkConfig(BaseConfig):
@@ -81,8 +79,8 @@ class ExchangeLinkConfig(BaseConfig):
     """File of the results that the orchestrator has not acknowledged; None is `exchange/NAME.sqlite` in output_dir."""
 
     spool_max_mib: float = Field(default=256.0, gt=0.0)
-    """MiB of unacknowledged results above which the worker takes no new groups. It still keeps the results of its
-    current ones."""
+    """MiB of unacknowledged results above which the worker takes no new groups. Results of current ones are still
+    kept."""
 
 
 class RolloutConfig(BaseConfig):
@@ -95,7 +93,7 @@ class RolloutConfig(BaseConfig):
     """The inference engines."""
 
     weights: str | None = None
-    """host:port of the weight hub, whose engines are used as they come and go; None takes only client.base_url."""
+    """host:port of the weight hub, whose engines are used as they come and go; None: only client.base_url."""
 
     model: ModelConfig = ModelConfig()
     """The policy: its name at the engines, which also locates the tokenizer."""
@@ -104,8 +102,8 @@ class RolloutConfig(BaseConfig):
     """Tokenizer to render prompts with; None takes model.name."""
 
     renderer: dict[str, Any] = Field(default={})
-    """Renderer of chat messages: {name = "auto"} resolves it from the model's name, "default" uses the tokenizer's own
-    chat template, and any name of the renderers package with its options is accepted. Empty: auto, and default where
+    """Renderer of chat messages: {name = "auto"} takes it from the model's name, "default" the tokenizer's own chat
+    template; any other name of the renderers package, with its options, is accepted. Empty: auto, and default where
     auto fails."""
 
     show_rows: int = Field(default=1, ge=0, le=64)
@@ -116,41 +114,40 @@ class RolloutConfig(BaseConfig):
 
     text_samples: bool = False
     """client.api chat_completions: return the model's replies as tokens of `tokenizer`, for the policy to imitate. rl
-    sets it in the rollout program that a teacher plays in."""
+    sets it in a teacher's rollout program."""
 
     seq_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens; a model call may use the part that its prompt leaves free."""
 
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most rollouts running at once. auto follows the engines' reported capacity as they come and go: their slots, or
-    the number of rollouts of recent lengths that fit into their KV cache, plus an eighth that waits at the engines. It
-    rises up to four times while rollouts spend their time outside of model calls. An engine that reports nothing counts
-    256."""
+    """Most rollouts running at once. auto follows the engines' reported capacity: their slots, or the number of
+    rollouts of recent lengths that fit into their KV cache, plus an eighth that waits at the engines. It rises up to
+    four times while rollouts spend their time outside of model calls. An engine that reports nothing counts 256."""
 
     max_queued: int = Field(default=4096, ge=0)
     """Most rollouts waiting for a place; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
 
     max_concurrent_per_run: int | None = Field(default=None, ge=1)
-    """Rollouts of one run that run or wait here at most, where several runs share the service; more are refused until
-    some end. None: as many as of all. Free places always go to the run that has the fewest."""
+    """Most rollouts of one run that run or wait here, if several runs share the service; more are refused. None: as
+    many as of all. Free places always go to the run that has the fewest."""
 
     workers: int | Literal["auto"] = "auto"
-    """Worker processes shared by all environments that ask for none of their own. auto: as many as the machine's cores
-    allow, beside those that the other programs need. 0 plays those environments in this process, where one that blocks
-    or exits takes the program with it."""
+    """Worker processes shared by all environments without workers of their own. auto: as many as the machine's cores
+    allow, beside the other programs. 0 plays in this process, where an environment that blocks or exits takes the
+    program with it."""
 
     standby: bool = True
-    """Where several environments share workers, keep one more that has loaded them, to take the place of one that is
-    lost: the others then go on at once. false saves its memory."""
+    """If environments share workers, keep one more that has loaded them, to replace a lost one at once. false saves its
+    memory."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
-    """Most MiB of memory that one worker may take beyond its use after loading the tasks; a worker above it is
-    replaced. None is half of the machine's memory."""
+    """Most MiB that one worker may take beyond its use after loading the tasks; a worker above it is replaced. None is
+    half of the machine's memory."""
 
     blocked_s: float = Field(default=3.0, gt=0.0)
-    """How long an environment may block the event loop of a worker that others share before the worker is replaced and
-    the environment gets one of its own. Where a standby is ready it takes the worker's place after a second, and the
-    environment keeps the worker."""
+    """How long an environment may block the event loop of a shared worker before the worker is replaced and the
+    environment gets one of its own. A standby takes the worker's place after a second, and the environment keeps the
+    worker."""
 
     max_turns: int | None = Field(default=None, ge=1)
     """Most model calls of one agent in one rollout; None sets no limit."""
@@ -165,7 +162,7 @@ class RolloutConfig(BaseConfig):
     """Where to serve RolloutService."""
 
     exchange: ExchangeLinkConfig | None = None
-    """Dial the orchestrator instead, for a host without a reachable address; this program then listens on no port."""
+    """Dial the orchestrator, for a host without a reachable address; this program then listens on no port."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""
@@ -185,7 +182,7 @@ class RolloutConfig(BaseConfig):
 
     @property
     def engine_urls(self) -> tuple[str, ...]:
-        """The engines that are there whatever the hub says; the default URL is none of them beside a hub."""
+        """The configured engines, whatever the hub lists; the default URL counts only without a hub."""
         given = self.weights is None or "base_url" in self.client.model_fields_set
         return tuple(self.client.base_url) if given else ()
 

@@ -1,7 +1,7 @@
 """Plays the episodes of one group in this process: from its task to rollouts that training can use.
 
-Asked by `group_runner`, which knows nothing of environments. `hosting` runs verifiers' side of an episode, the model
-client in `engines` samples its turns and writes each call into a session, `samples` makes rollouts of both.
+Called by `group_runner`. `hosting` runs verifiers' side of an episode, the model client in `engines` samples its turns
+and writes each call into a session, `samples` makes rollouts of both.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutR
 LOOK_EVERY_S = 1.0
 CLEAN_UP_S = 10.0
 STOOD_STILL_S = 0.5
-"""A look that comes later than this was held up by code that blocked the event loop: whose it was is not known here."""
+"""A look that comes later than this was held up by code of unknown origin that blocked the event loop."""
 
 
 class EpisodePlayer:
-    """Plays groups of one environment that this process hosts, and ends each episode that is overdue by `deadlines`.
-    `text` makes samples of what a model without tokens played."""
+    """Plays groups of one environment that this process hosts, and ends each overdue episode by `deadlines`. `text`
+    makes samples of the play of a model without tokens."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class EpisodePlayer:
         self.deadlines = deadlines
         shortest = shortest_s(deadlines)
         self.look_every_s = None if shortest is None else min(LOOK_EVERY_S, shortest / 4)
-        """Between two looks whether an episode is overdue; None without deadlines."""
+        """Seconds between two looks for overdue episodes; None without deadlines."""
         self.ending: set[asyncio.Task[tuple[Rollout, ...] | RolloutFailure]] = set()
-        """Episodes that were given up and still clean up."""
+        """Abandoned episodes that still clean up."""
 
     @property
     def info(self) -> EnvironmentInfo:
@@ -92,9 +92,9 @@ class GroupEpisodes:
         self._playing: dict[int, _Progress] = {}
 
     async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
-        """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none. One that is
-        overdue is given up with its stage, and its task ends behind that; the time in which code blocked the event loop
-        counts for none of the rollouts on it. Raises nothing but CancelledError."""
+        """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none. An overdue one
+        is abandoned with its stage, and its task ends behind that; time in which code blocked the event loop counts for
+        no rollout. Raises nothing but CancelledError."""
         if (look_every_s := self._player.look_every_s) is None:
             return await self._episode(index)
         began_s, stage_began_s, stage_still_s = time.time(), 0.0, 0.0
@@ -124,7 +124,7 @@ class GroupEpisodes:
             raise
 
     def _give_up(self, playing: asyncio.Task[tuple[Rollout, ...] | RolloutFailure]) -> None:
-        """Cancels an episode without waiting for it: it may hold on to its cancellation for as long as it likes."""
+        """Cancels an episode without waiting for it, since it may hold on to its cancellation for long."""
         playing.cancel()
         self._player.ending.add(playing)
         playing.add_done_callback(self._player.ending.discard)
@@ -188,7 +188,7 @@ class GroupEpisodes:
         """Nothing is held beyond the episodes."""
 
     def _session_opener(self, index: int, sessions: dict[str, Session], traceparent: str) -> Callable[[Trace], None]:
-        """What verifiers calls with the trace of each agent's run as it begins: the run gets a session."""
+        """Called by verifiers with the trace of each agent's run as it begins: the run gets a session."""
         request = self._request
 
         def open_session(trace: Trace) -> None:
@@ -220,7 +220,7 @@ class _Progress:
         self._turn_began_s = 0.0
 
     def stage(self, now_s: float) -> RolloutStage:
-        """The stage at `now_s` (time.time). A turn begins when it is first seen, so that looking often is exact."""
+        """The stage at `now_s` (time.time). A turn begins when it is first seen."""
         if self.latest is None:
             return RolloutStage(BEGINNING, self._began_s, StageKind.SETUP)
         found, (_, session) = stage_of(*self.latest), self.latest
@@ -233,8 +233,8 @@ class _Progress:
 
 
 def stage_of(trace: Trace, session: Session) -> RolloutStage:
-    """What an agent's run does, and since when. verifiers stamps the begin of each stage on the trace; within the
-    agent's stage the session knows the call."""
+    """An agent's stage, and since when. verifiers stamps the begin of each stage on the trace; within the agent's stage
+    the session knows the call."""
     timing = trace.timing
     setup, scoring = StageKind.SETUP, StageKind.SCORING
     stages = (
@@ -267,11 +267,11 @@ def _describe(span: Span, rollouts: tuple[Rollout, ...], sessions: Mapping[str, 
 
 
 def _current(span: Span) -> AbstractContextManager[Span]:
-    """Makes the span current: log lines inside name its trace. What becomes of it is said where it ends."""
+    """Makes the span current, so that log lines inside name its trace. Its outcome is recorded at its end."""
     return use_span(span, record_exception=False, set_status_on_exception=False)
 
 
 def _asked_to_end() -> bool:
-    """True when somebody cancelled this task; False for a CancelledError that an environment made up."""
+    """True if this task was cancelled; False for a CancelledError that an environment raised."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

@@ -44,7 +44,7 @@ def serialized(*events: RolloutEvent) -> Iterator[bytes]:
 
 @dataclass(eq=False)
 class _RunningGroup:
-    """A group that is streaming: its rollouts being played, and where its events go; `over` ends the stream."""
+    """A group that is streaming: its rollouts, and where its events go; `over` ends the stream."""
 
     group: AdmittedGroup
     opened: PlayableGroup
@@ -52,7 +52,7 @@ class _RunningGroup:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     has_begun: bool = False
-    """Whether something of it was streamed; until then it may be refused."""
+    """Whether it has streamed something; until then it may be refused."""
     refusal: Exception | None = None
 
     def doing(self, index: int) -> str:
@@ -92,10 +92,10 @@ class GroupRunner:
 
     async def run(self, request: RolloutRequest, emit: Emit) -> None:
         """Plays a group: `emit` gets each rollout or failure as it ends, then the summary. The deadline counts from
-        this call. A group that passes it ends with failures and its summary, also where it still waits for its task or
-        an engine. Cancelling the call cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
+        this call; a group that passes it, even while waiting for its task or an engine, ends with failures and its
+        summary. Cancelling the call cancels the rest. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
         INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
-        first event, and what `emit` raises."""
+        first event, and the errors of `emit`."""
         arrived = self._clock()
         try:
             running = await self._admit(request, emit)
@@ -131,8 +131,8 @@ class GroupRunner:
         return stopped
 
     async def report_waits(self, say: Callable[[str, str], None] = log_waiting) -> None:
-        """Reports, until it is cancelled, the longest waits of the rollouts, and logs the number of repeated failures.
-        `say` gets an environment and a line about it."""
+        """Until cancelled, reports the longest waits of the rollouts, and logs the number of repeated failures. `say`
+        gets an environment and a line about it."""
         report = WaitingReport(say)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -166,7 +166,7 @@ class GroupRunner:
         )
 
     async def drain(self, grace_s: float | None) -> int:
-        """Admits no more groups, gives those that run `grace_s` seconds (None: any number), then cancels them. Returns
+        """Admits no more groups, gives running ones `grace_s` seconds (None: any number), then cancels them. Returns
         how many rollouts were cancelled."""
         self._table.draining = True
         try:
@@ -313,7 +313,7 @@ class GroupRunner:
         self._start_waiting()
 
     def _cancel(self, running: _RunningGroup) -> int:
-        """Counts what is left of a group as cancelled, at once, so that its stream ends; its tasks end behind that."""
+        """Counts the rest of a group as cancelled, at once, so that its stream ends; its tasks end behind that."""
         if running.group.over:
             return 0
         playing, waiting = self._table.end(running.group, Outcome.CANCELLED, self._clock())

@@ -1,9 +1,8 @@
 """Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each
 event.
 
-Used by `group_runner` alone: it passes requests and outcomes in, and gets which rollouts to start and to stop. A
-rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may fail or be cancelled too; it is
-counted once.
+Used by `group_runner` alone. A rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may
+fail or be cancelled too; it is counted once.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ class AdmittedGroup:
 
 class GroupTable:
     """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting. A free place
-    goes to the run that has the fewest rollouts running, and to the oldest group of it. `max_per_run`: how many
-    rollouts of one run may run and wait; None: as many as of all. `one_call_a_group`: refuse a group_id that runs.
-    False for a worker process, which gets a call for each rollout."""
+    goes to the oldest group of the run with the fewest rollouts running. `max_per_run`: how many rollouts of one run
+    may run and wait; None: as many as of all. `one_call_a_group`: refuse a group_id that runs; False for a worker
+    process, which gets a call for each rollout."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class GroupTable:
         self.queued = 0
         """Rollouts that wait for a place, over all groups."""
         self.max_concurrent = max_concurrent
-        """May change; rollouts that run beyond a lower one go on."""
+        """May change; rollouts beyond a lower one go on."""
         self._max_queued = max_queued
         self._max_per_run = max_per_run
         self._one_call_a_group = one_call_a_group
@@ -84,7 +83,7 @@ class GroupTable:
         self.finished = 0
         self.failures: Counter[str] = Counter()
         self.ended_of: dict[str, Counter[Outcome]] = {}
-        """How the rollouts of each run ended; of more than MAX_RUNS the one that came first is forgotten."""
+        """How the rollouts of each run ended; beyond MAX_RUNS the oldest run is forgotten."""
         self.draining = False
 
     @property
@@ -92,7 +91,7 @@ class GroupTable:
         return tuple(self._groups.values())
 
     def refuse(self, request: RolloutRequest, now: float) -> None:
-        """Raises the MeshError for which a group cannot be admitted now, if there is one."""
+        """Raises the MeshError for which a group cannot be admitted now, if any."""
         size, run_id = request.group_size, request.run_id
         if self.draining:
             raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")
@@ -140,7 +139,7 @@ class GroupTable:
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
         """Moves waiting rollouts into free places, and returns them. Called after every rollout that ends, so it looks
-        at no group but those that it starts from."""
+        only at groups that it starts from."""
         started: list[tuple[AdmittedGroup, int]] = []
         for _ in range(min(self.max_concurrent - self.running, self.queued)):
             group = next(iter(min(self._waiting.items(), key=lambda item: self._running_of[item[0]])[1].values()))
@@ -176,7 +175,7 @@ class GroupTable:
     def end(
         self, group: AdmittedGroup, outcome: Outcome, now: float, *, reason: str = ""
     ) -> tuple[list[int], list[int]]:
-        """Ends all that is left of a group; returns the rollouts that ran (stop them) and those that waited."""
+        """Ends the rest of a group; returns the rollouts that ran (stop them) and those that waited."""
         running, waiting = sorted(group.running), list(group.waiting)
         group.running.clear()
         group.waiting.clear()

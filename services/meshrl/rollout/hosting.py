@@ -58,11 +58,11 @@ NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
 
 CHAT_LOOP = "null"
-"""The harness of verifiers that is a chat loop as ours is, in a program for each rollout; ours takes its place where a
-role has it by default (as the user of user-sim does), and it is kept where the configuration names it."""
+"""verifiers' harness that is a chat loop as ours, in a program for each rollout. Ours takes its place if a role has it
+by default (as the user of user-sim), not if the configuration names it."""
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-"""What verifiers is told of a request's sampling. Stop tokens travel in the session: renderers bring their own."""
+"""A request's sampling that verifiers gets. Stop tokens travel in the session: renderers bring their own."""
 
 
 class EnvironmentOptionsError(ConfigError):
@@ -123,12 +123,12 @@ class HostedEnvironment:
         await self._pace.turn()
 
     def check(self, request: RolloutRequest) -> None:
-        """Raises MeshError INVALID_REQUEST for rollouts that this server cannot play as they are asked for."""
+        """Raises MeshError INVALID_REQUEST for rollouts that this server cannot play as requested."""
         if not self._gives_tokens:
             refuse_training(request)
 
     def sampling(self, override: Sampling, index: int) -> Sampling:
-        """How rollout `index` of a group samples: the request over this environment's defaults, with its own seed."""
+        """Sampling of rollout `index` of a group: the request over this environment's defaults, with its own seed."""
         merged = override.over(self._default_sampling)
         return merged if merged.seed is None else replace(merged, seed=merged.seed + index)
 
@@ -192,7 +192,7 @@ def can_be_started(server: Toolset) -> bool:
 
 def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfEnvConfig:
     """The configuration that verifiers makes an environment from; imports the taskset, and reads none of its data.
-    Raises EnvironmentOptionsError when its options are wrong, and ConfigError when it cannot be found."""
+    Raises EnvironmentOptionsError for wrong options, and ConfigError when it cannot be found."""
     name = config.resolved_name
     try:
         return resolve_env_config(env_block(config, harness=harness, max_turns=max_turns))
@@ -270,7 +270,7 @@ def agent_config_fields_of(config_cls: type[VfEnvConfig]) -> dict[str, AgentConf
 
 @cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Distributions by the modules they hold; to look takes a third of a second, for each environment that loads."""
+    """Distributions by the modules they hold; kept, since the look takes a third of a second."""
     return packages_distributions()
 
 

@@ -1,7 +1,7 @@
-"""Loads environments and what plays them in this process: the renderer, the model client, the players.
+"""Loads environments and their players in this process: the renderer, the model client, the players.
 
-Used by every worker for its environments, and by `main` where there are no workers. All that is heavy is imported from
-here, so that a front with workers stays light.
+Used by every worker, and by `main` without workers. Heavy modules are imported from here only, so that a front with
+workers stays light.
 """
 
 from __future__ import annotations

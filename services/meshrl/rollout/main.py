@@ -39,7 +39,7 @@ from meshrl.rollout.workers.outputs import log_environments
 
 STOP_GRACE_S = 5.0
 DELIVER_S = 10.0
-"""After a drain, for the orchestrator to acknowledge what was made; the rest stays in the spool."""
+"""After a drain, for the orchestrator to acknowledge results; the rest stays in the spool."""
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ async def _dial(
 
 
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
-    """Connects the engines and brings up what plays; `stack` closes both. Raises ConfigError."""
+    """Connects the engines and builds the players; `stack` closes both. Raises ConfigError."""
     log_environments(config.env, config.output_dir)
     servers = await connect_servers(config.client, config.engine_urls, config.weights, stack, tracer)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)

@@ -1,6 +1,6 @@
-"""The interface between `group_runner` and what plays rollouts: players, the groups they open, and what comes back.
+"""The interface between `group_runner` and what plays rollouts: players, the groups they open, and their results.
 
-`episodes` implements it for this process, `workers.fleet` for worker processes; the runner does not know which.
+`episodes` implements it for this process, `workers.fleet` for worker processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SerializedRollouts:
 
 
 EpisodeResult = tuple[Rollout, ...] | SerializedRollouts | RolloutFailure
-"""What one episode ended in: its rollouts, one for each agent that trains, or why there are none."""
+"""The outcome of one episode: its rollouts, one for each agent that trains, or why there are none."""
 
 
 def refuse_unknown(environment: str, num_tasks: int | None, index: int) -> None:
@@ -34,18 +34,18 @@ def refuse_unknown(environment: str, num_tasks: int | None, index: int) -> None:
 
 class PlayableGroup(Protocol):
     late_s: float
-    """How long after the group's deadline the runner ends what is left of it: 0, or more where what plays it ends it
-    itself and knows better what it was doing."""
+    """How long after the group's deadline the runner ends the rest of it: 0, or more for players that end it themselves
+    and know better what it was doing."""
 
     async def play(self, index: int) -> EpisodeResult:
-        """Plays rollout `index` to its end; cancelling the call ends it. Raises MeshError where the group cannot be
-        played as it is asked for, such as for a task that is unknown."""
+        """Plays rollout `index` to its end; cancelling the call ends it. Raises MeshError if the group cannot be played
+        as requested, such as for an unknown task."""
 
     def stage(self, index: int) -> RolloutStage | None:
-        """What a rollout that is being played does now; None while that is not known."""
+        """The stage of a rollout that is being played; None while unknown."""
 
     def close(self) -> None:
-        """Nothing of the group will be played any more."""
+        """Ends the group's play."""
 
 
 class Player(Protocol):
@@ -56,4 +56,4 @@ class Player(Protocol):
         """Makes the group playable; the caller keeps the deadline. Raises MeshError for one that cannot be played."""
 
     def opening(self, request: RolloutRequest) -> str:
-        """What a group waits for that is not open yet, for the message of its failures."""
+        """The wait of a group that is not open yet, for the message of its failures."""

@@ -1,7 +1,7 @@
 """Turns a played episode into rollouts that training can use, or into the reason why it cannot.
 
-Fed by `episodes` with verifiers' traces and the sessions that kept the versions; drained to the orchestrator. Shapes:
-T tokens of a sample.
+Fed by `episodes` with verifiers' traces and the sessions' versions; drained to the orchestrator. Shapes: T tokens of a
+sample.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _failure(env: Env, episode: Episode, sessions: Mapping[str, Session]) -> Mes
 
 def _no_number(env: Env, trace: Trace, message: str) -> str:
     """A sentence for a reward or metric that returned no number, with its place in the source; empty for other errors.
-    verifiers makes a float of each in turn, and keeps None for those that it has not come to. A function that returns
-    several by name has no entry of its own, so that beside one the name is not known."""
+    verifiers makes a float of each in turn, and keeps None for those to come. A function that returns several by name
+    has no entry of its own, so that beside one the name is unknown."""
     told, task_type = _NO_FLOAT.search(message), type(env.taskset).task_type()
     values = {**trace.metrics, **trace.rewards}
     name = next((name for name, value in values.items() if value is None), None)
@@ -152,8 +152,8 @@ def samples_of(
     routes_of: Callable[[NDArray[np.int32]], Routes | None] | None = None,
 ) -> tuple[Sample, ...]:
     """One sample for each branch of a trace in which the policy sampled a token. A token that several branches share is
-    trained in the first of them only. `routes_of` gives the routes of a sequence, where they are kept. Raises MeshError
-    INTERNAL when a sampled token has no model call that accounts for its version."""
+    trained in the first of them only. `routes_of` gives the kept routes of a sequence. Raises MeshError INTERNAL when
+    no model call accounts for a sampled token's version."""
     unclaimed = list(calls)
     spans_of_node: dict[int, tuple[VersionSpan, ...]] = {}
     trained: set[int] = set()
@@ -250,7 +250,7 @@ def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
 
 def conversations_of(trace: Trace) -> tuple[str, ...]:
     """The messages of each branch of a trace that trains, in the form of OpenAI's chat API: {"messages", "tools"}. A
-    trace has several branches where it keeps several histories, as after a compaction."""
+    trace has several branches after a compaction, for example."""
     conversations = []
     for branch in trace.branches:
         if not branch.trainable:
@@ -269,7 +269,7 @@ def conversations_of(trace: Trace) -> tuple[str, ...]:
 
 
 def _chat_message(message: Message) -> dict[str, object]:
-    """One message, without empty fields. Opaque state of a provider is left out: nothing can be learned from it."""
+    """One message, without empty fields and opaque state of a provider, of which nothing can be learned."""
     fields: dict[str, object] = message.model_dump(
         mode="json", exclude_none=True, exclude={"provider_state", "tool_calls"}
     )

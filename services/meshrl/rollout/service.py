@@ -38,7 +38,7 @@ def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
 
 
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
-    """Thin: every decision is in `group_runner` and `groups`, and in `streams` for calls that attach again."""
+    """Thin: `group_runner` and `groups` decide, and `streams` for calls that attach again."""
 
     def __init__(self, runner: GroupRunner, on_drained: Callable[[], None] = lambda: None) -> None:
         """`on_drained` is called once a client's Drain has ended every group."""

@@ -16,7 +16,7 @@ _WORKER = re.compile(r"^worker (\d+)")
 
 @lru_cache(maxsize=1024)  # a thousand rollouts in the same few stages are looked at every few seconds
 def _awaited(what: str, worker: str) -> tuple[str, ...]:
-    """The engines that words name, else the worker process."""
+    """The engines that `what` names, else the worker process."""
     return tuple(_URL.findall(what)) or tuple(f"rollout_worker_{number}" for number in _WORKER.findall(worker))
 
 
@@ -35,7 +35,7 @@ class RolloutStage:
     began_s: float
     kind: StageKind = StageKind.OTHER
     worker: str = ""
-    """The worker process that plays it, which alone knows more, and what holds that up; "" in the process itself."""
+    """The worker process that plays it, and the code that blocks it; "" in the process itself."""
 
     def seconds(self, now_s: float) -> float:
         return max(0.0, now_s - self.began_s)
@@ -59,8 +59,8 @@ BEGINNING = "beginning its episode"
 
 
 def overdue(deadlines: StageDeadlinesConfig, stage: RolloutStage, began_s: float, now_s: float) -> str:
-    """What a rollout that began at `began_s` and is in `stage` has overstepped, as words for its failure; "" where it
-    has time left."""
+    """The limit that a rollout which began at `began_s` has overstepped in `stage`, as words for its failure; "" within
+    its limits."""
     if deadlines.rollout_s is not None and now_s - began_s > deadlines.rollout_s:
         return f"not finished within deadlines.rollout_s = {deadlines.rollout_s:g}"
     most_s: float | None = getattr(deadlines, stage.kind.value) if stage.kind.value else None

@@ -38,10 +38,12 @@ class GroupStreams:
         self._streams: dict[str, _GroupStream] = {}
 
     async def follow(self, request: RolloutRequest) -> AsyncGenerator[bytes, None]:
-        """Plays a group, or with `after_seq` attaches to it again, and yields its messages in order. Raises what
-        `GroupRunner.run` raises. DUPLICATE_REQUEST is for a request_id that is known, without `after_seq` or with
-        another group. REVISION_EXPIRED is for messages behind `after_seq` that are gone. CANCELLED ends the call when
-        another one attaches."""
+        """Plays a group, or with `after_seq` attaches to it again, and yields its messages in order.
+
+        Raises the errors of `GroupRunner.run`. DUPLICATE_REQUEST is for a known request_id without `after_seq` or with
+        another group, REVISION_EXPIRED for messages behind `after_seq` that are gone, CANCELLED after another call
+        attached.
+        """
         for other in list(self._streams.values()):
             is_same = other.request.request_id == request.request_id
             if other.reader is None and other.request.group_id == request.group_id and not is_same:
@@ -87,7 +89,7 @@ class GroupStreams:
         stream.close()
 
     def _count(self, num_bytes: int) -> None:
-        """Kept bytes have changed; beyond the bound the oldest go that were sent, or that nobody reads."""
+        """Counts kept bytes; beyond the bound the oldest go that were sent, or have no reader."""
         self._bytes += num_bytes
         if num_bytes < 0 or self._bytes <= self._most_bytes:
             return
@@ -113,7 +115,7 @@ class _GroupStream:
 
     @property
     def was_refused(self) -> bool:
-        """Whether it ended in an error before its first message: the same request may be made again."""
+        """Whether it ended in an error before its first message, so that the same request may be made again."""
         return self._error is not None and self._first + len(self._kept) == 1
 
     async def _play(self, run: Run) -> None:
@@ -183,7 +185,7 @@ class _GroupStream:
 
 
 def _identity(request: RolloutRequest) -> RolloutRequest:
-    """What makes two requests the same, however they are traced and wherever they attach."""
+    """The request without its trace and the place where it attaches."""
     return replace(request, after_seq=None, traceparent="")
 
 

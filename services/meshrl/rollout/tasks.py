@@ -1,9 +1,9 @@
 """The tasks of one taskset by index, finite or not; asked for each rollout of a group, or once for all of them.
 
-A finite taskset is held as a list. An infinite one is a generator: verifiers has no other way to a task than to draw
-all before it. So a run that resumes far along draws again up to where it stood, in a thread, once; its duration is
-logged, and a request that gives up meanwhile loses nothing of it. A taskset that can make any task at once has a method
-`task_at(index)`, which is used instead; a finite one that also has `num_tasks` is never read whole.
+A finite taskset is held as a list. An infinite one is a generator, which verifiers can only draw in order: a run that
+resumes draws again up to where it stood, once, in a thread that logs its duration and goes on when a request gives up.
+A taskset with a method `task_at(index)` makes any task at once; a finite one that also has `num_tasks` is never read
+whole.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from meshrl.rollout.player import refuse_unknown
 from meshrl.wire.errors import FieldViolation, MeshError, Reason
 
 MADE_TASKS = 256
-"""So many tasks that were made last are kept: the rollouts of a group, which may be asked for one by one, share one."""
+"""Kept tasks of those made last: the rollouts of a group, which may be asked for one by one, share one."""
 KEPT_TASKS = 4096
-"""The first so many tasks of an infinite taskset are kept, because evaluations ask for them, and the latest."""
+"""Kept tasks of an infinite taskset: so many of the first, for evaluations, and of the latest."""
 CHUNK_S = 0.25
 PROGRESS_EVERY_S = 10.0
 
@@ -58,7 +58,7 @@ class TaskSource:
 
     async def at(self, index: int) -> Task:
         """The task at `index`. Raises MeshError UNKNOWN_TASK when there is none, ENVIRONMENT_FAILED when the taskset
-        breaks. Of an infinite taskset it may take as long as drawing all tasks before it; cancel it to give up."""
+        breaks. In an infinite taskset it may have to draw all tasks before; cancel it to give up."""
         refuse_unknown(self._name, self.num_tasks, index)
         if self._finite is not None:
             return self._finite[index]
@@ -104,7 +104,7 @@ class TaskSource:
         return task_cls(data, self._taskset.config.task)
 
     async def _read(self) -> None:
-        """Draws, in a thread and a little at a time, for as long as somebody waits; the smallest index comes first."""
+        """Draws, in a thread and a little at a time, while there are waiters; the smallest index comes first."""
         began = said = time.monotonic()
         while self._waiting:
             target = min(self._waiting.values())
@@ -121,7 +121,7 @@ class TaskSource:
                 logger.info("{}: drawing up to task {}, {} drawn in {:.0f} s", self._name, target, drawn, said - began)
 
     def _answer(self, error: MeshError | None = None) -> None:
-        """Answers whoever waits for a task that is there, or is beyond the end; everybody when there is an `error`."""
+        """Answers waiters for a task that was drawn, or is beyond the end; all of them when there is an `error`."""
         for found, index in list(self._waiting.items()):
             task = self._drawn.kept(index)
             ended = self._drawn.ended_after
@@ -170,7 +170,7 @@ class _Draws:
         return self._finish(task, index) if number == index else None
 
     def read_towards(self, index: int, for_s: float) -> None:
-        """Draws up to `index`, for at most `for_s` seconds; from the start again for a task that was let go."""
+        """Draws up to `index`, for at most `for_s` seconds; from the start again for a task that is no longer kept."""
         if self._tasks is None or index < self.position:
             self._tasks = iter(self._taskset.load() if self._plain else self._taskset)
             self.position = 0
@@ -192,6 +192,6 @@ class _Draws:
 
 
 def _finished(taskset: Taskset, task: Task, index: int) -> Task:
-    """A task as verifiers hands it out: with its position, and the system prompt of the configuration."""
+    """A task in verifiers' form: with its position, and the system prompt of the configuration."""
     prompt = {} if taskset.system_prompt is None else {"system_prompt": taskset.system_prompt}
     return task.with_data(idx=index, **prompt)

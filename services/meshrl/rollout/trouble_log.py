@@ -1,9 +1,8 @@
 """Logs rollouts that fail, and those that wait for long.
 
-`group_runner` reports each failure. A server or an environment that is broken fails hundreds in the same way: the first
-of a kind is logged at once, those like it at level DEBUG and as a count, once a minute. Every failure goes to the
-caller with its own message as well. The longest waits are logged by environment and stage, once a minute at most; what
-a worker process plays is reported by the worker, and logged by its front.
+`group_runner` reports each failure. A broken server or environment fails hundreds in the same way: the first of a kind
+is logged at once, others at level DEBUG and as a count, once a minute. The longest waits are logged by environment and
+stage, once a minute at most; a worker process reports its own, and its front logs them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from meshrl.wire.types import RolloutFailure
 
 SAY_EVERY_S = 60.0
 NUMBER = re.compile(r"[0-9a-f-]*\d[0-9a-f-]*")
-"""What differs between messages of one kind: seconds, ports, ids."""
+"""Parts that differ between messages of one kind: seconds, ports, ids."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A group of rollouts of one task, from the ticket it is sampled with to what came back; filled by the sampler."""
+"""A group of rollouts of one task, from its ticket to its results; filled by the sampler."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshrl.core.metrics.statistics import distribution
 from meshrl.wire.types import Rollout, RolloutFailure
 
 RESEED = 2**31
-"""Between the seeds of a group and of its completion: the same seeds would sample the same rollouts again."""
+"""Between the seeds of a group and of its completion, which would otherwise sample the same rollouts."""
 
 MOVED = 2**30
-"""Between the seeds of a group and of what is sampled again of it because its service was lost."""
+"""Between the seeds of a group and of its rollouts that are sampled again because their service was lost."""
 
 
 def rollout_seed(seed: int, place: int) -> int:
@@ -29,7 +29,7 @@ class TaskRef:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTicket:
-    """Leave to sample one group: what to run, the step it was admitted for, the oldest version that may answer."""
+    """Leave to sample one group: its task, the step it was admitted for, the oldest version that may answer."""
 
     group_id: str
     task: TaskRef
@@ -45,8 +45,8 @@ class GroupTicket:
     """The group of an earlier process that this one completes."""
 
     def for_missing(self, missing: int, *, reseeds: int = 0, moves: int = 0) -> GroupTicket:
-        """The same task for the rollouts that have not come back, or were lost with the services that played them,
-        `moves` of them so far; with neither it samples with the same seeds again."""
+        """The same task for the rollouts that are missing, or were lost with their services, `moves` of them so far;
+        with neither it samples with the same seeds again."""
         seed = None if self.seed is None else (self.seed + reseeds * RESEED + moves * MOVED) % 2**63
         return replace(self, size=missing, seed=seed)
 
@@ -72,7 +72,7 @@ class RolloutGroup:
 
     @property
     def episodes(self) -> int:
-        """Episodes that came back finished: one that several agents play has a rollout of each."""
+        """Finished episodes: one that several agents play has a rollout of each."""
         return max(Counter(rollout.agent for rollout in self.rollouts).values(), default=0)
 
     @property
@@ -80,15 +80,15 @@ class RolloutGroup:
         return len(self.failures) + self.lost
 
     def carry(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds what came back of the same task in an earlier process."""
+        """Adds rollouts of the same task from an earlier process."""
         self.rollouts[:0] = rollouts
         self.carried += len(rollouts)
 
 
 def eval_metrics(name: str, groups: Sequence[RolloutGroup], *, k: int, pass_threshold: float) -> dict[str, float]:
     """`eval/{name}/avg@k` is the mean reward; `pass@k` the share of tasks with a reward of at least `pass_threshold`.
-    Both are over the `scored` rollouts of those `asked` for: a task without one counts for neither. `failed` is the
-    share of rollouts that did not finish."""
+    Both are over the `scored` rollouts of those `asked` for, without tasks that have none. `failed` is the share of
+    unfinished rollouts."""
     answered = [group for group in groups if group.rollouts]
     rollouts = [rollout for group in answered for rollout in group.rollouts]
     asked = sum(group.ticket.size for group in groups)

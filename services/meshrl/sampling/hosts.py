@@ -1,6 +1,6 @@
 """The rollout services of a run: their environments, health and speed, and the choice of the service for a group.
 
-No I/O and no clock: `pool` reports health, status and streams to it, with the time, and asks it where to go.
+No I/O and no clock: `pool` reports health, status and streams with the time, and asks for the next host.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from meshrl.wire.errors import Reason
 from meshrl.wire.types import EnvironmentInfo
 
 HALF_LIFE_S = 60.0
-"""What a service achieved counts half after so long: one that slows down or recovers is noticed within minutes."""
+"""Half-life of a service's record, so that a change of speed shows within minutes."""
 
 QUARANTINED_AFTER = 3
 FIRST_QUARANTINE_S = 30.0
 LONGEST_QUARANTINE_S = 960.0
-"""For so long a service is left out for an environment of which it failed QUARANTINED_AFTER groups in a row."""
+"""Longest time for which a service is left out for an environment of which it failed QUARANTINED_AFTER groups in a
+row."""
 
 _MAY_PASS = frozenset({Reason.CANCELLED, Reason.DUPLICATE_REQUEST})
-"""gRPC's server cancels a call that its application has not taken up in time: the service is busy, not away. And a
-service that has not noticed yet that its stream broke says that the group is running."""
+"""Not signs of an absent service: gRPC's server cancels a call that its application has not taken up in time, and a
+service that has not noticed its broken stream reports that the group is running."""
 
 
 class HostState(enum.Enum):
@@ -35,21 +36,21 @@ class HostState(enum.Enum):
     DRAINING = "draining"
     """It finishes what it has and takes nothing new."""
     AWAY = "away"
-    """It does not answer, or says that it does not serve."""
+    """It does not answer, or does not serve."""
 
 
 @dataclass
 class Quarantine:
-    """Groups of one environment that failed or timed out in a row, and until when that leaves the service out. Each
-    time is twice as long as the one before; a group that came back well ends the count, and the doubling."""
+    """Groups of one environment that failed or timed out in a row, and until when that leaves the service out, each
+    time twice as long; a good group ends the count and the doubling."""
 
     until_s: float = 0.0
     in_a_row: int = 0
     times: int = 0
 
     def group_failed(self, now_s: float) -> float:
-        """A group brought nothing but failures, or timed out; returns for how long the service is left out, or 0. After
-        a time in quarantine one such group is enough for the next."""
+        """A group had only failures, or timed out; returns for how long the service is left out, or 0. After a time in
+        quarantine one such group is enough for the next."""
         self.in_a_row += 1
         if self.until_s > now_s or self.in_a_row < (1 if self.times else QUARANTINED_AFTER):
             return 0.0
@@ -64,7 +65,7 @@ class Quarantine:
 
 @dataclass
 class Achievement:
-    """What a service made of the rollouts of one environment lately; each part halves every HALF_LIFE_S."""
+    """A service's recent record in one environment; each part halves every HALF_LIFE_S."""
 
     busy_s: float = 0.0
     """Rollout-seconds in flight."""
@@ -77,7 +78,7 @@ class Achievement:
     _counted_s: float = 0.0
 
     def count(self, now_s: float, *, begun: int = 0, finished: int = 0, failed: int = 0, tokens: int = 0) -> None:
-        """Enters what happened at `now_s`; what ends otherwise than finished or failed has a negative `begun`."""
+        """Enters events at `now_s`; a rollout that neither finished nor failed has a negative `begun`."""
         passed_s = max(0.0, now_s - self._counted_s)
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         self.busy_s = self.busy_s * kept + self.in_flight * passed_s
@@ -88,10 +89,10 @@ class Achievement:
         self._counted_s = now_s
 
     def pace_s(self, unknown_s: float, mean_tokens: float = 0.0) -> float:
-        """Seconds in flight for each rollout that finishes; `unknown_s` stands for one that nothing is known of. A
-        rollout counts by its tokens, as so many of `mean_tokens`: who happens to get long ones is not slow. Where no
-        token was sampled (0) each counts as one. A service that fails many finishes few for its time, and the share
-        that it fails counts once more: a service that fails everything at once must not draw all groups to itself."""
+        """Seconds in flight for each finished rollout; `unknown_s` without a record. A rollout counts by its tokens, as
+        a multiple of `mean_tokens`, since long ones do not make a service slow; without sampled tokens (0) each counts
+        as one. A service that fails many finishes few for its time, and its share of failures counts once more, so that
+        one that fails everything at once does not draw all groups to itself."""
         share = (self.finished + 1.0) / (self.finished + self.failed + 1.0)
         made = self.tokens / mean_tokens if mean_tokens > 0.0 else self.finished
         return (self.busy_s + unknown_s) / (made + 1.0) / share
@@ -99,8 +100,7 @@ class Achievement:
 
 @dataclass(eq=False)
 class GroupPlace:
-    """A group that is sampled: `left` of its rollouts are not back, and it is at a host, or at none while it waits for
-    one."""
+    """A group that is sampled: `left` of its rollouts are missing, and it is at a host, or waits for one."""
 
     environment: str
     left: int
@@ -108,7 +108,7 @@ class GroupPlace:
     group_id: str = ""
     min_version: int = 0
     retry_s: float = 0.0
-    """For so long it is asked for again where hosts refuse it."""
+    """For how long hosts that refuse it are asked again."""
     host: RolloutHost | None = None
     limit: asyncio.Timeout | None = None
     """Of the call; brought forward when the host is given up."""
@@ -116,7 +116,7 @@ class GroupPlace:
     """Why it is at no host."""
     finished_here: int = 0
     failed_here: int = 0
-    """Rollouts that came back in the call that is being made or was made last."""
+    """Rollouts that came back in the present or last call."""
     interrupted: int = 0
     """Calls that brought a part of the group and broke off."""
     avoids_until_s: dict[str, float] = field(default_factory=dict)
@@ -131,40 +131,40 @@ class GroupPlace:
         return self.finished_here + self.failed_here > 0
 
     def begin_anew(self) -> None:
-        """Forgets how long hosts have refused it, or been away."""
+        """Forgets for how long hosts have refused it, or been away."""
         self.patience = Patience(unreachable_s=0.0, retry_s=self.retry_s, also=_MAY_PASS)
         self.while_away = Backoff(0.05, 2.0)
         self.away_s = 0.0
-        """How long to wait for a host that serves before one is tried all the same."""
+        """How long to wait for a serving host before one is tried all the same."""
 
 
 @dataclass(eq=False)
 class RolloutHost:
-    """One rollout service. It begins AWAY, since nobody has asked it yet."""
+    """One rollout service. It begins AWAY, before the first look."""
 
     address: str
     environments: Mapping[str, EnvironmentInfo] = field(default_factory=dict)
     state: HostState = HostState.AWAY
     why: str = "not asked yet"
     refusal: str = ""
-    """Why it has refused groups for a while, as it was logged; "" since one went well."""
+    """The logged reason why it has refused groups for a while; "" since one went well."""
     since_s: float = 0.0
     refuses_until_s: float = 0.0
     others: int = 0
     """Rollouts that it plays or queues for other clients."""
     slots: int | None = None
-    """Rollouts that it runs at once; None where it does not say."""
+    """Rollouts that it runs at once; None if not reported."""
     groups: dict[str, GroupPlace] = field(default_factory=dict)
     """Ours that it plays, by group_id."""
     achieved: dict[str, Achievement] = field(default_factory=dict)
     """By environment."""
     version: int | None = None
-    """The newest that one of its engines served when it was looked at last; None while it does not say."""
+    """The newest version of its engines at the last look; None if not reported."""
     needed: int | None = None
-    """The newest that groups needed at that look, 0 without groups; None before the first."""
+    """The newest version that groups needed at that look, 0 without groups; None before the first."""
     patience_s: float | None = None
-    """Of a worker that dials in: how long a run waits for it where nobody else has its environments. None: as long as
-    for any service."""
+    """Of a worker that dials in: how long a run waits for it if nobody else has its environments. None: as for any
+    service."""
 
     @property
     def load(self) -> int:
@@ -175,7 +175,7 @@ class RolloutHost:
         return self.achieved.setdefault(environment, Achievement())
 
     def why_not(self, environment: str, now_s: float, min_version: int | None) -> str:
-        """Why others get its groups while they serve; empty where nothing speaks against it."""
+        """Why others get its groups while they serve; empty without a reason."""
         if self.achievement(environment).quarantine.until_s > now_s:
             return f"its groups of {environment!r} failed again and again"
         if min_version is not None and self.needed is not None:
@@ -185,7 +185,7 @@ class RolloutHost:
         return ""
 
     def turn(self, state: HostState, now_s: float, why: str = "") -> bool:
-        """It is in this state now; True when it was in another."""
+        """Sets its state; returns True if that is a change."""
         if state is self.state:
             self.why = why
             return False
@@ -201,7 +201,7 @@ class HostTable:
         self._last_tried: dict[str, int] = {}
 
     def hosting(self, environment: str) -> list[RolloutHost]:
-        """The services that host an environment, there or not."""
+        """The services that host an environment, present or away."""
         return [host for host in self.hosts if environment in host.environments]
 
     def add(self, host: RolloutHost) -> None:
@@ -217,10 +217,10 @@ class HostTable:
         avoid: Collection[str] = (),
         min_version: int | None = None,
     ) -> RolloutHost | None:
-        """Where a group of `size` rollouts is expected to be over first; None while none takes it. A service is
-        expected to need (what it has + size) rollouts times its pace. One that is not serving, that has refused until a
-        later time, or whose address is in `avoid` is passed over. So is one in quarantine, and one whose engines are
-        known to be older than `min_version`, as long as others serve."""
+        """The host at which a group of `size` rollouts is expected to be over first; None while none takes it. The
+        expected time is (its rollouts + size) times its pace. Hosts that do not serve, have refused until a later time,
+        or are in `avoid` are passed over. So are hosts in quarantine, and those whose engines are known to be older
+        than `min_version`, as long as others serve."""
         hosting = self.hosting(environment)
         open_to = [
             host
@@ -242,8 +242,8 @@ class HostTable:
         )
 
     def next_in_turn(self, environment: str) -> RolloutHost:
-        """One of those that host an environment, another each time: to be tried while none is there. Raises KeyError
-        where nobody hosts it, which the start of a run rules out."""
+        """The next of those that host an environment, in turn: to be tried while all are away. Raises KeyError if
+        nobody hosts it, which the start of a run rules out."""
         hosting = self.hosting(environment)
         if not hosting:
             raise KeyError(environment)
@@ -251,7 +251,7 @@ class HostTable:
         return hosting[turn % len(hosting)]
 
     def all_away(self, environment: str, now_s: float, patience_s: float) -> bool:
-        """Whether every service that hosts an environment has been away for as long as it may: its own `patience_s`."""
+        """Whether every service that hosts an environment has been away for longer than its own `patience_s`."""
         return all(
             host.state is not HostState.SERVING
             and now_s - host.since_s >= (patience_s if host.patience_s is None else host.patience_s)
@@ -269,7 +269,7 @@ def describe_hosts(hosts: Sequence[RolloutHost]) -> str:
 
 
 def differing(hosts: Sequence[RolloutHost]) -> list[str]:
-    """What is wrong where two services have the same name for different environments."""
+    """A sentence for each name that two services have for different environments."""
     problems = []
     for number, host in enumerate(hosts):
         for other in hosts[:number]:

@@ -1,8 +1,8 @@
 """The rollout services that a run's groups are played at: one client each, their health, and where each group is.
 
-Asked by the sampler for a service for each group, and for the next one when that refuses it or is lost, and by callers
-that cancel groups. While it is `watching`, it asks each service for its health and status, so that the loss of one
-moves its groups and its return is used.
+The sampler asks it for a service for each group, and for the next one when that refuses it or is lost; callers cancel
+groups by it. While it is `watching`, it asks each service for its health and status, so that a loss moves its groups
+and a return is used.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WATCH_S = 1.0
 """Between two looks at a service."""
 
 AWAY_WATCH_S = 0.2
-"""The same where it does not serve: groups may wait for it, and go on when a look finds it back."""
+"""The same for one that is away: groups may wait for it."""
 
 LOOK_DEADLINE_S = 5.0
 """For a service to answer a look."""
 
 START_GRACE_S = 10.0
-"""At the start, how long those that are still missing are waited for once the others host every environment."""
+"""At the start, how long missing services are waited for once the others host every environment."""
 
 NAMED_AFTER_S = 10.0
 """A version takes a moment to reach the engines; a service that refuses a group for longer has a reason to name."""
@@ -47,7 +47,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class RolloutServiceClient(Protocol):
-    """A `RolloutClient`, or a worker that has dialled in. Methods raise MeshError as those of `RolloutClient` do."""
+    """A `RolloutClient`, or a worker that has dialled in, with the same errors."""
 
     address: str
 
@@ -70,8 +70,8 @@ class RolloutServiceClient(Protocol):
 
 class RolloutPool:
     """The rollout services at these addresses, and workers that `join`. `unreachable_s`: how long one of the former may
-    be away before it is given up. `dial_in`: where workers dial in, and the names of those that must have before a run
-    begins; None where nobody can."""
+    be away before it is given up. `dial_in`: where workers dial in, and the names of those that a run waits for; None
+    without an exchange."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RolloutPool:
 
     @property
     def slots(self) -> int | None:
-        """Rollouts that the services which serve run at once, all together; None if one does not report them."""
+        """Rollouts that the serving services run at once, all together; None if one does not report them."""
         said = [host.slots for host in self.table.hosts if host.state is HostState.SERVING]
         known = [slots for slots in said if slots is not None]
         return sum(known) if said and len(known) == len(said) else None
@@ -127,9 +127,8 @@ class RolloutPool:
 
     async def gather(self, wanted: Collection[str], *, startup_s: float) -> None:
         """Waits for the services, and asks each for its environments. Returns once all serve, or START_GRACE_S after
-        those that do host everything that is `wanted`; of workers that dial in, once those that must have done so have.
-        Raises RunError when something of it is hosted by none of those that came within `startup_s`, naming who came
-        with what."""
+        the present ones host everything `wanted`; with workers that dial in, once the required ones have. Raises
+        RunError when something is hosted by none of those that came within `startup_s`, naming who came with what."""
         meeting = [asyncio.create_task(self._meet(host, startup_s)) for host in self.table.hosts]
         for task in meeting:
             task.add_done_callback(lambda _: self.changed.beat())
@@ -179,8 +178,8 @@ class RolloutPool:
         )
 
     def join(self, client: RolloutServiceClient, *, patience_s: float, is_new_process: bool) -> None:
-        """A worker has dialled in, or has done so again; it is used and watched from now on, until the pool is closed.
-        `patience_s`: how long a run waits for it where nobody else has its environments."""
+        """A worker has dialled in, perhaps again; it is used and watched until the pool is closed. `patience_s`: how
+        long a run waits for it if nobody else has its environments."""
         host = next((one for one in self.table.hosts if one.address == client.address), None)
         if host is None:
             host = RolloutHost(address=client.address, since_s=self._clock.now(), patience_s=patience_s)
@@ -220,7 +219,7 @@ class RolloutPool:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Looks at every service again and again for as long as the block runs."""
+        """Looks at every service again and again while the block runs."""
         watchers = [asyncio.create_task(self._watch(host)) for host in self.table.hosts]
         try:
             yield
@@ -239,7 +238,7 @@ class RolloutPool:
             await self._clock.sleep(WATCH_S if host.state is HostState.SERVING else AWAY_WATCH_S)
 
     async def look(self, host: RolloutHost) -> None:
-        """Asks a service for its health and status, and for its environments where it was away."""
+        """Asks a service for its health and status, and after an absence for its environments."""
         try:
             state, why = await self._seen(host)
         except MeshError as error:
@@ -299,7 +298,7 @@ class RolloutPool:
             logger.warning(f"the rollout service at {host.address} is {state.value}: {why}{rest}")
 
     def _give_up_groups(self, host: RolloutHost) -> None:
-        """Moves the groups of a service that has been away for too long, and whose streams stand all the same."""
+        """Moves the groups of a service that has been away for too long although their streams stand."""
         if host.state is not HostState.AWAY or self._clock.now() - host.since_s < self._unreachable_s:
             return
         if host.patience_s is not None:  # its lease says when
@@ -313,7 +312,7 @@ class RolloutPool:
 
     @contextmanager
     def sampling(self, ticket: GroupTicket, retry_s: float) -> Iterator[GroupPlace]:
-        """A group is sampled for as long as the block runs; services that refuse it are asked again for `retry_s`."""
+        """A group is sampled while the block runs; services that refuse it are asked again for `retry_s`."""
         place = self.places[ticket.group_id] = GroupPlace(
             environment=ticket.task.environment,
             left=ticket.size,
@@ -353,8 +352,8 @@ class RolloutPool:
         return change.is_set()
 
     def failed_at(self, place: GroupPlace, host: RolloutHost, error: MeshError) -> None:
-        """A call for a group was refused, or broke off. A service that refuses it is passed over for a while. Raises
-        RunError when nobody will take the group."""
+        """A call for a group was refused, or broke off; a refusing service is passed over for a while. Raises RunError
+        when nobody will take the group."""
         now_s = self._clock.now()
         if place.has_begun:
             place.interrupted += 1
@@ -389,7 +388,7 @@ class RolloutPool:
 
     @contextmanager
     def at(self, place: GroupPlace, host: RolloutHost, limit: asyncio.Timeout) -> Iterator[None]:
-        """A group is played at `host`, in a call that ends with `limit`, for as long as the block runs."""
+        """A group is played at `host`, in a call that ends with `limit`, while the block runs."""
         host.groups[place.group_id] = place
         place.host, place.limit, place.waits_for = host, limit, ""
         place.finished_here = place.failed_here = 0
@@ -420,7 +419,7 @@ class RolloutPool:
             )
 
     def why_left_out(self, address: str) -> str:
-        """Why a service gets no groups now, or of which environments; empty where nothing speaks against it."""
+        """Why a service gets no groups now, or of which environments; empty without a reason."""
         found = next((host for host in self.table.hosts if host.address == address), None)
         if found is None or found.state is not HostState.SERVING:
             return "" if found is None else f"{found.state.value}: {found.why}"
@@ -432,7 +431,7 @@ class RolloutPool:
         return max((place.min_version for place in self.places.values()), default=None)
 
     def came_back(self, place: GroupPlace, *, left: int, failed: bool, tokens: int = 0) -> None:
-        """A rollout of a group is back from the service that plays it; `left` of them are not."""
+        """A rollout of a group is back from its service; `left` are missing."""
         ended = max(0, place.left - max(0, left))
         place.left -= ended
         place.finished_here += not failed
@@ -444,7 +443,7 @@ class RolloutPool:
             )
 
     async def cancel(self, group_ids: Collection[str]) -> int:
-        """Stops groups where they are played; returns how many rollouts. Raises MeshError where one call fails."""
+        """Stops groups where they are played; returns how many rollouts. Raises MeshError if one call fails."""
         at: dict[RolloutHost, list[str]] = {}
         for group_id in group_ids:
             place = self.places.get(group_id)
@@ -458,7 +457,7 @@ class RolloutPool:
         return sum(answer for answer in answers if isinstance(answer, int))
 
     def in_flight(self) -> str:
-        """Which groups are sampled now and where, the oldest first: for the log."""
+        """The groups that are sampled now and where, the oldest first: for the log."""
         now_s = self._clock.now()
         since_s: dict[tuple[str, str], list[float]] = {}
         for place in self.places.values():

@@ -23,9 +23,9 @@ class RunError(Exception):
 class Patience:
     """Decides about one call that is repeated until it is accepted. A service that is away (AWAY) may come back for
     `unreachable_s`, counted anew after it answers; other retryable refusals go on for `retry_s` in all. The wait is at
-    least what the service asked for, else it doubles from `base_s` to `most_s`, with jitter so that many callers spread
-    out. `also` names further reasons to try again for; one of AWAY that is among them counts as a refusal, for a call
-    that cannot distinguish them."""
+    least what the service asked for, else it doubles from `base_s` to `most_s`, with jitter to spread callers. `also`
+    names further reasons to try again for; one of AWAY among them counts as a refusal, for a call that cannot
+    distinguish them."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ async def persist(
 
 
 def failed(service: str, address: str, doing: str, error: MeshError) -> RunError:
-    """The error that ends a run, naming who failed at what."""
+    """The error that ends a run, with who failed at what."""
     return RunError(f"{service} at {address} failed while {doing}: {error}")
 
 

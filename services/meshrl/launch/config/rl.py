@@ -36,8 +36,8 @@ class RLConfig(BaseConfig):
     """Trains a model by reinforcement learning: starts rollout, trainer, weights, inference and orchestrator.
 
     Shared keys at the top are handed down to the components. Within one file, or on the command line, a component's own
-    key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file. rl
-    sets the addresses of the programs that it starts; ports that are not given are free ones. A service in
+    key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file. The
+    addresses of programs that rl starts, and ports that are not given, are chosen by rl. A service in
     orchestrator.services runs already and is not started.
     """
 

@@ -1,7 +1,7 @@
 """Reads an engine's answer to a model call: a completion frame, or JSON in our spelling or vLLM's. No I/O.
 
-Fed by the model client with the bytes that the router got; the tokens go to verifiers and the spans to the session.
-T tokens of a completion.
+Fed by the model client with the router's bytes; the tokens go to verifiers and the spans to the session. T tokens of a
+completion.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SampledCompletion:
     prompt_version: int | None = None
     """Oldest version that computed the prompt, where that is another than the one that sampled the first token."""
     routes: Routes | None = None
-    """(N, L, K) experts of the last N tokens of prompt and completion but the very last, where asked for."""
+    """(N, L, K) experts of the last N tokens of prompt and completion but the very last, if requested."""
 
 
 def read(answer: EngineAnswer) -> SampledCompletion:
@@ -104,7 +104,7 @@ def _of_json(answer: EngineAnswer) -> SampledCompletion:
 
 
 def _routes_of(choice: JsonObject) -> Routes | None:
-    """Those of a choice in vLLM's spelling, base64 of a .npy file of uint8 (up to 256 experts) or uint16."""
+    """From vLLM's spelling: base64 of a .npy file of uint8 (up to 256 experts) or uint16."""
     if (packed := choice.get("routed_experts")) is None:
         return None
     chosen = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
@@ -120,7 +120,7 @@ def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:
 
 
 def _spans_of(choice: JsonObject) -> tuple[tuple[int, int, int], ...]:
-    """The spans that a choice names, in our spelling or vLLM's; none where its versions are no numbers."""
+    """A choice's spans, in our spelling or vLLM's; none if its versions are no numbers."""
     if ours := choice.get("version_spans"):
         return tuple((int(start), int(end), int(version or 0)) for start, end, version in ours)
     named = [(span["start"], span["end"], str(span["version"])) for span in choice.get("weight_versions") or ()]

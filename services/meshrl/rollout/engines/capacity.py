@@ -1,8 +1,8 @@
 """How many rollouts may run at once: a number from the configuration, or the capacity that the engines report. No I/O.
 
-The group runner reads it whenever engines were asked for their state, and reports what finished rollouts took. An
-engine runs at most `slots` sequences, and only as many as its KV cache has room for; ours have both in the answer to
-GET /version. A vLLM server that is not ours has its KV cache in GET /metrics.
+The group runner reads it whenever engines were asked for their state, and reports the sizes of finished rollouts. An
+engine runs at most `slots` sequences, and only as many as its KV cache has room for; ours report both in GET /version,
+other vLLM servers their KV cache in GET /metrics.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _VLLM_CACHE = "vllm:cache_config_info"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 UNKNOWN_SLOTS = 256
-"""What an engine that says nothing of itself counts for."""
+"""Slots of an engine that reports none."""
 
 SPARE = 1 / 8
-"""Rollouts beyond what engines hold: an engine takes the next one from its own queue the moment a slot is free."""
+"""Share of rollouts beyond the engines' capacity, so that an engine takes the next one from its own queue."""
 
 LEAST_TIME_IN_CALLS = 1 / 4
-"""So many times what engines hold may run, at most, where rollouts spend their time outside of model calls."""
+"""Largest multiple of the engines' capacity that runs, if rollouts spend time outside of model calls."""
 
 LEAST_ROOM, AFTER_PREEMPTION, GROWTH = 1 / 4, 0.9, 1.05
-"""Of the computed sequences an engine is given at least; factors after a look that found preemptions, and after one
-that found it full without a queue."""
+"""Least share of the computed sequences of an engine; factors after a look that found preemptions, and after one that
+found it full without a queue."""
 
 REMEMBERED = 64
 """Each finished rollout moves the averages by one part in so many."""
@@ -72,8 +72,8 @@ def capacity_of(payload: object) -> EngineCapacity:
 
 
 def capacity_in_metrics(text: str) -> EngineCapacity:
-    """Reads the answer of GET /metrics of a vLLM server: how many tokens its KV cache has blocks for, in all its parts.
-    How many sequences it decodes at once is not in it."""
+    """Reads GET /metrics of a vLLM server: the tokens of its KV cache's blocks, in all parts. It has no number of
+    slots."""
     tokens = 0
     for line in text.splitlines():
         if not line.startswith(_VLLM_CACHE + "{"):
@@ -86,8 +86,7 @@ def capacity_in_metrics(text: str) -> EngineCapacity:
 
 @dataclass(frozen=True)
 class EpisodeSizes:
-    """What one rollout took: tokens that the policy sampled, KV cache that a call of it held, seconds in all and in
-    model calls."""
+    """One rollout's sampled tokens, KV cache of a call, and seconds in all and in model calls."""
 
     sampled_tokens: int
     held_tokens: float
@@ -96,8 +95,8 @@ class EpisodeSizes:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeSizes:
-        """Those of an episode, which is one `Rollout` an agent. What a call holds grows with each token that is
-        sampled, so over its life that is the prompt and half of the completion."""
+        """Those of an episode, which is one `Rollout` an agent. A call's cache grows with each sampled token: over its
+        life it is the prompt and half of the completion."""
         samples = [(len(one.token_ids), int(one.loss_mask.sum())) for rollout in rollouts for one in rollout.samples]
         return cls._of(samples, [rollout.timings_s for rollout in rollouts])
 
@@ -120,7 +119,7 @@ class EpisodeSizes:
 
 
 class RolloutShape:
-    """What a rollout takes of an engine, on average over the last ones: KV cache in tokens, share of time in calls."""
+    """A rollout's use of an engine, averaged over the last ones: KV cache in tokens, share of time in calls."""
 
     def __init__(self) -> None:
         self.held_tokens: float | None = None
@@ -137,7 +136,7 @@ class RolloutShape:
 
 
 class KvRoom:
-    """What an engine has shown of its room, beside what its tokens of KV cache would hold.
+    """An engine's observed room, beside what its tokens of KV cache would hold.
 
     Prompts that a group shares take less than is counted, and rollouts that grow together take more at once.
     """
@@ -147,8 +146,8 @@ class KvRoom:
         self._preempted = 0
 
     def sequences(self, capacity: EngineCapacity, tokens: float | None) -> int:
-        """Called at each look at an engine. Fewer than computed after preemptions, more while it is full and none of
-        its requests waits."""
+        """Called at each look at an engine. Fewer than computed after preemptions, more while it is full without a
+        queue."""
         computed, most = capacity.sequences(tokens), capacity.sequences(None)
         held = max(1, min(most, int(computed * self._factor)))
         preempted = capacity.preempted or 0
@@ -170,7 +169,7 @@ class RolloutLimit:
         self.reason = "no engine has answered yet" if fixed is None else "as configured"
 
     def follow(self, engines: Collection[KnownEngine]) -> bool:
-        """Counts the engines that may get calls now; whether the limit has changed. Without any it stays as it was."""
+        """Counts the engines that may get calls now; returns whether the limit has changed. Without any it stays."""
         if not self.follows_engines or not engines:
             return False
         shape, before = self.shape, self.rollouts

@@ -1,8 +1,8 @@
 """Samples the policy from plain OpenAI-compatible servers, which give text and no tokens: for evaluations and teachers.
 
-Takes the place of router and model client where `rollout.client.api` is `chat_completions`. verifiers' own client makes
-the HTTP calls, so every harness and API dialect goes; here a server is chosen for each call, a call moves on from a
-server that does not answer, and one with a Retry-After waits. Nothing can be trained on what comes back.
+Takes the place of router and model client if `rollout.client.api` is `chat_completions`. verifiers' own client makes
+the HTTP calls, so every harness and API dialect goes. Here a server is chosen for each call; a call moves on from a
+server that does not answer, and waits for one with a Retry-After.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 def refuse_training(request: RolloutRequest) -> None:
-    """Raises MeshError INVALID_REQUEST for rollouts that are to be trained on."""
+    """Raises MeshError INVALID_REQUEST for training rollouts."""
     if not request.scores_only:
         raise MeshError(
             Reason.INVALID_REQUEST,
@@ -126,7 +126,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
         session_id: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> RelayReply:
-        """A completion that a harness reads as it is made. Raises ProviderError."""
+        """A completion that a harness reads as it streams. Raises ProviderError."""
         return await self._ask(
             self._session(session_id), lambda client: client.relay(dialect, body, session_id, headers)
         )
@@ -134,7 +134,7 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
     async def relay_aux(
         self, dialect: Dialect, route: str, body: dict[str, JsonValue], headers: Mapping[str, str] | None = None
     ) -> dict[str, JsonValue]:
-        """Another request of a harness, such as one that counts tokens. Raises ProviderError."""
+        """Another request of a harness, such as counting tokens. Raises ProviderError."""
         return await self._ask(Session(), lambda client: client.relay_aux(dialect, route, body, headers))
 
     def _session(self, session_id: str | None) -> Session:
@@ -170,6 +170,6 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
 
 
 def api_url(url: str) -> str:
-    """Where the API begins: /v1 of a server that is named without a path."""
+    """The URL of the API: with /v1 if the server is named without a path."""
     url = url.rstrip("/")
     return url if urlsplit(url).path else f"{url}/v1"

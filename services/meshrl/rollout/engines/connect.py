@@ -1,4 +1,4 @@
-"""Connects to what the policy is sampled from, as configuration and weight hub name it; front and workers do so."""
+"""Connects to the policy's servers, as configuration and weight hub name them; front and workers do so."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ async def connect_servers(
     *,
     first: int = 0,
 ) -> EngineRouter | ChatServers:
-    """The engines are those at `urls`, beside those that the weight hub lists where there is one. Raises ConfigError
-    for a key without a file, and where every engine refuses the key. Among engines that are equally busy the one at
-    place `first` of the list comes first, modulo its length: workers that choose for themselves begin at different
-    ones."""
+    """Uses the engines at `urls`, and those of the weight hub if there is one. Raises ConfigError for a key without a
+    file, and if every engine refuses the key. Among equally busy engines the one at place `first` of the list, modulo
+    its length, comes first, so that workers begin at different ones."""
     api_key = read_secret(
         "rollout.client.api_key", None, file=client.api_key_file, variable=client.api_key_var,
         environ=os.environ,
@@ -63,7 +62,7 @@ async def connect_servers(
 
 
 async def _refuse_without_key(config: ClientConfig, apis: Sequence[str], api_key: str | None) -> None:
-    """Raises ConfigError where every server refuses the key; one that does not answer may take it."""
+    """Raises ConfigError if every server refuses the key; one that does not answer may take it."""
     refusal = ""
     async with engine_session(api_key) as http:
         for api in apis:

@@ -1,8 +1,8 @@
 """How many tokens/s an engine samples for this process: a moving average over its last calls. No I/O, no clock.
 
-Fed by the router and the model client with every call that an engine answered, asked by the engine table before each
-call. Calls that run at an engine at the same time share it, so what counts is the rate of one call times the calls that
-ran beside it: an engine that gets few calls is not taken for a slow one.
+Fed by the router and the model client with every answered call, read by the engine table before each call. Calls at an
+engine share it, so the rate of a call is multiplied by the calls that ran beside it: an engine with few calls does not
+count as slow.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ REMEMBERED = 32
 """Each call that is answered moves the average by one part in so many."""
 
 KNOWN_AFTER = 4
-"""Calls after which a rate counts in full; with fewer, the mean of all engines counts for the rest."""
+"""Calls after which a rate counts in full; before, the mean of all engines counts for the rest."""
 
 FADES_S = 60.0
-"""A call of so long ago counts for half of a new one, so that no engine is left out for what it once was."""
+"""A call of so long ago counts half, so that no engine is left out for its past."""
 
 LEAST_SHARE = 1 / 16
 """Of the mean: no engine counts for less."""
@@ -81,7 +81,6 @@ class EngineRate:
         return max(mean + trust * (rate - mean), LEAST_SHARE * mean)
 
     def _left(self, now_s: float) -> float:
-        """What the calls heard of still count for."""
         return self._heard * math.exp2((self._heard_s - now_s) / FADES_S)
 
 

@@ -1,8 +1,8 @@
 """Chooses the engine of each model call by health, version, load and speed.
 
-The router feeds it with probes and answers, and asks it before every call. Engines get calls in proportion to
-the tokens/s that they were seen to make, so that one of half the speed has half the calls. The first call of a rollout
-goes where its group's prompt is computed already, while that saves more than the longer queue there costs.
+The router feeds it with probes and answers, and asks it before every call. Engines get calls in proportion to their
+observed tokens/s. The first call of a rollout goes to the engine that has its group's prompt, while that saves more
+than the longer queue there costs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshrl.rollout.engines.logprobs_mode import PROCESSED
 from meshrl.wire.types import EngineEndpoint, RolloutRequest, ServedVersion
 
 PREFILL = 1 / 8
-"""What computing a token of a prompt costs an engine, in sampled tokens."""
+"""Cost of a prompt's token, in sampled tokens."""
 
 REMEMBERED_GROUPS = 4096
 """Whose prompts an engine is taken to have, the latest."""
@@ -32,7 +32,7 @@ REMEMBERED_CALLS = 64
 class Requirement:
     """Which policy may sample: that of `run_id`, from `pool`, and at least `min_version` or exactly `exact_version`. An
     empty run is the engines' only one. `reshaped_by` names settings that change the distribution; with any, logprobs
-    must be of what was sampled from."""
+    must be of the sampled distribution."""
 
     run_id: str = ""
     pool: str = ""
@@ -69,19 +69,19 @@ class Requirement:
 
 @dataclass
 class KnownEngine:
-    """All that this process knows of one engine, which goes with it. `version` and `logprobs_mode` are None while they
-    are not known. `listed` is False once the hub names it no more: it gets no new calls, and is forgotten when those it
-    has are over."""
+    """All that this process knows of one engine, which goes with it. `version` and `logprobs_mode` are None while
+    unknown. `listed` is False once the hub no longer names it: it gets no new calls, and is forgotten when its calls
+    are over."""
 
     url: str
     pool: str = ""
     healthy: bool = False
     trouble: str = ""
-    """Why it gets no calls, where that is known: it refused this program's key, or did not answer."""
+    """Why it gets no calls, if known: it refused this program's key, or did not answer."""
     refuses_key: bool = False
     version: int | None = None
     runs: Mapping[str, int] = field(default_factory=dict)
-    """The version of each run's adapter; empty where the engine serves one policy."""
+    """The version of each run's adapter; empty for an engine with one policy."""
     logprobs_mode: str | None = None
     capacity: EngineCapacity = NOTHING_SAID
     room: KvRoom = field(default_factory=KvRoom)
@@ -91,9 +91,9 @@ class KnownEngine:
     prompts: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The groups whose prompt it has computed, by group_id."""
     silent_since_s: float | None = None
-    """When it was first found not to answer, since it last did."""
+    """When it was first found silent, since its last answer."""
     patience: set[asyncio.Timeout] = field(default_factory=set)
-    """Of the calls that have no answer from it yet."""
+    """Patience of the calls that wait for its answer."""
 
     @property
     def in_flight(self) -> int:
@@ -105,7 +105,7 @@ class KnownEngine:
         return self.listed and self.healthy and has_run and need.met_by(self.version_for(need)) and reports_right
 
     def version_for(self, need: Requirement) -> int | None:
-        """The version that a call of a run gets; None where it is not known, or the run is not there."""
+        """The version that a call of a run gets; None if it is unknown, or the run is not there."""
         return self.runs.get(need.run_id) if need.run_id and self.runs else self.version
 
 
@@ -128,7 +128,7 @@ class EngineTable:
         return tuple(self._engines.values())
 
     def discover(self, found: Iterable[tuple[str, str]]) -> None:
-        """Takes over the hub's routable engines as (url, pool); one no longer named goes unless it is configured."""
+        """Takes over the hub's routable engines as (url, pool); others go unless they are configured."""
         named = dict(found)
         for url, pool in named.items():
             self._engines.setdefault(url, KnownEngine(url=url, pool=pool)).listed = True
@@ -147,8 +147,8 @@ class EngineTable:
         capacity: EngineCapacity = NOTHING_SAID,
         runs: Mapping[str, int] | None = None,
     ) -> None:
-        """An engine answered: it is healthy, serves `version`, or one for each of `runs`, and may report the kind of
-        its logprobs and its capacity."""
+        """An engine answered: it is healthy, serves `version`, or one for each of `runs`, and may report its logprobs
+        mode and capacity."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
             engine.trouble, engine.refuses_key = "", False
@@ -161,7 +161,8 @@ class EngineTable:
             engine.rate.sampled(timing, tokens, self._clock())
 
     def lose(self, url: str, why: str = "") -> None:
-        """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
+        """An engine did not answer: it gets no calls until it does; its version is forgotten, since it may restart with
+        an older one."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.runs = False, None, {}
             engine.trouble, engine.refuses_key = why, False
@@ -173,7 +174,7 @@ class EngineTable:
             engine.refuses_key = True
 
     def locked_out(self, need: Requirement) -> str:
-        """Why no engine will ever take a call, while each refuses this program's key; empty otherwise."""
+        """Why no engine will ever take a call, if each refuses this program's key; else empty."""
         engines = self.candidates(need)
         return engines[0].trouble if engines and all(engine.refuses_key for engine in engines) else ""
 
@@ -181,7 +182,7 @@ class EngineTable:
         return "; ".join(engine.trouble for engine in self.candidates(need) if engine.trouble)
 
     def known_pools(self) -> frozenset[str]:
-        """The pools that there are or were: one whose engines are all away may get others."""
+        """The present and earlier pools: one whose engines are all away may get others."""
         return frozenset(self._pools)
 
     def candidates(self, need: Requirement) -> list[KnownEngine]:
@@ -192,12 +193,12 @@ class EngineTable:
 
     def biased(self, need: Requirement) -> tuple[KnownEngine, ...]:
         """The engines that are up, if `need` wants right logprobs and none of them reports such; waiting will not help.
-        An engine without a version yet counts: the kind of its logprobs does not change with its weights."""
+        An engine without a version counts, as its logprobs mode does not change with its weights."""
         up = tuple(engine for engine in self.candidates(need) if engine.healthy)
         return up if need.reshaped_by and all(engine.logprobs_mode != PROCESSED for engine in up) else ()
 
     def is_past(self, need: Requirement) -> bool:
-        """True when every engine that is up is newer than the exact version asked for: waiting will not help."""
+        """True when every engine that is up is newer than the exact version: waiting will not help."""
         exact = need.exact_version
         up = [engine.version_for(need) for engine in self.candidates(need) if engine.healthy]
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
@@ -212,8 +213,8 @@ class EngineTable:
         prompt_tokens: int = 0,
     ) -> KnownEngine | None:
         """The engine for the next call: the session's own (`prefer`) while it fits, else the one where the call takes
-        the least: sampling among the calls there, this one included, and the prompt unless one of its group was there.
-        Among equals it is the one whose turn is longest ago."""
+        the least time: sampling among the calls there, itself included, and the prompt unless its group's is there.
+        Among equals the one whose turn is longest ago."""
         fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
         now_s, mean = self._clock(), mean_rate(engine.rate for engine in fitting)
         loads = {engine.url: (engine.in_flight + 1) / engine.rate.estimate(mean, now_s) for engine in fitting}

@@ -1,15 +1,14 @@
 """Whether the logprobs that an engine reports are those of the distribution that its tokens were drawn from.
 
 A loss weighs each token by r = p / q, the trainer's probability over the sampler's. Temperature, top-p, top-k and min-p
-change the sampler's distribution, so q must be read after them ("processed", as our engine and vLLM with
---logprobs-mode processed_logprobs report it). With q of the unprocessed distribution ("raw", vLLM's default) r is wrong
-at every token; such sampling is refused here before a token is drawn. Temperature travels with each sample, and the
-trainer divides its logits by it.
+change the sampler's distribution, so q must be read after them ("processed", as by our engine and vLLM with
+--logprobs-mode processed_logprobs). With q before them ("raw", vLLM's default) r is wrong at every token, and such
+sampling is refused here before a token is drawn. Temperature travels with each sample, and the trainer divides its
+logits by it.
 
-What stays biased with right q: a cut distribution never draws the tokens that it dropped. On the tokens that it kept,
-r = p / q' with the renormalised q' is the right density ratio, and an average weighed by it is the policy's own over
-those tokens; what the policy would gain or lose on the others is not seen. Only top_p = 1, top_k = 0, min_p = 0 see
-everything.
+With right q one bias stays: a cut distribution never draws the tokens that it dropped. On the kept tokens r = p / q'
+with the renormalised q' is the right density ratio, and an average weighed by it is the policy's own over those tokens;
+gains and losses on the others are not seen. Only top_p = 1, top_k = 0, min_p = 0 see everything.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def logprobs_mode_of(payload: object) -> str | None:
 
 
 def reshaping(sampling: Sampling) -> tuple[str, ...]:
-    """The settings that make the sampled distribution another than the model's own, like "top_p = 0.9"."""
+    """The settings that make the sampled distribution differ from the model's, like "top_p = 0.9"."""
     active = {
         "temperature": sampling.temperature not in (None, 1.0),
         "top_p": sampling.top_p is not None and sampling.top_p < 1.0,

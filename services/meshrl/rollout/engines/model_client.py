@@ -2,8 +2,8 @@
 message.
 
 Fed by verifiers' interception server with one turn at a time; `rendering` makes its tokens and the router calls an
-engine. It takes the place of verifiers' own train client because that one goes through a second HTTP client, keeps no
-policy versions and cannot choose an engine.
+engine. verifiers' own train client goes through a second HTTP client, keeps no policy versions and cannot choose an
+engine.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from meshrl.wire.trace import context_from
 from meshrl.wire.types import Sampling
 
 _NEUTRAL: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Sent where nothing else is said: an engine's own defaults (of a generation_config.json) would change the distribution
-without anybody knowing."""
+"""Sent by default: an engine's own defaults (of a generation_config.json) would change the distribution unnoticed."""
 
 
 class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
     """Samples the policy's turns from the engines, and keeps which version sampled which token. `seq_len` bounds prompt
-    plus completion, in tokens. `pace` is what the rollouts of this process share the loop by."""
+    plus completion, in tokens. By `pace` the rollouts of this process share the loop."""
 
     def __init__(self, renderer: PolicyRenderer, router: EngineRouter, tracer: Tracer, *, seq_len: int) -> None:
         self._renderer = renderer
@@ -63,7 +62,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One completion of a request that came over HTTP; `raw` is what is answered. Raises as `respond` does."""
+        """One completion of a request that came over HTTP; `raw` is the answer. Raises as `respond` does."""
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"the policy speaks the chat completions API only, got {type(dialect).__name__};"
@@ -198,19 +197,19 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         return sampled
 
     def take_here(self, run: RolloutSession) -> None:
-        """The turns of an agent's run are to be taken in this process."""
+        """From now on the turns of an agent's run are taken in this process."""
         if (session := self.book.get(run.trace.id)) is not None:
             session.turns = DirectTurns(run, self)
 
     def turns(self, session_id: str) -> DirectTurns | None:
-        """What takes an agent's turns in this process; None where they go over HTTP."""
+        """The object that takes an agent's turns in this process; None if they go over HTTP."""
         session = self.book.get(session_id)
         return None if session is None else session.turns
 
 
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client.
-    `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration."""
+    """verifiers' interception, with the policy's calls given to the engine pool. `inner` is started and stopped by its
+    owner; `endpoint` stands for the pool in the agents' configuration."""
 
     def __init__(self, inner: Interception, client: EngineClient | ChatServers, endpoint: TrainClientConfig) -> None:
         super().__init__()

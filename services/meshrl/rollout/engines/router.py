@@ -1,8 +1,8 @@
 """Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
 known.
 
-The model client calls it for every completion; `engine_table` chooses the engine, this module does the I/O. A call is
-moved to another engine only while no byte of an answer has come, so no turn gets tokens of two engines.
+The model client calls it for every completion; `engine_table` chooses the engine. A call moves to another engine only
+before the first byte of an answer, so no turn gets tokens of two engines.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _LockedOutError(Exception):
 
 
 class _BusyError(Exception):
-    """The engine takes no more calls for `retry_after_s`, or for an unknown time where that is 0."""
+    """The engine takes no more calls for `retry_after_s`; 0 is unknown."""
 
     def __init__(self, detail: str, retry_after_s: float) -> None:
         super().__init__(detail)
@@ -63,15 +63,14 @@ class _BusyError(Exception):
 
 
 def version_of(payload: object) -> int | None:
-    """Reads the answer of GET /version: None while the engine holds no weights yet, 0 for an engine without versions.
-    vLLM reports the version of its own package as a string there; an engine like that serves the weights it was started
-    with."""
+    """Reads GET /version: None while the engine holds no weights, 0 for an engine without versions. vLLM reports the
+    version of its own package as a string there; it serves the weights it was started with."""
     version = payload.get("version", "") if isinstance(payload, dict) else ""
     return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
 
 
 def runs_of(payload: object) -> dict[str, int]:
-    """The version of each run's adapter in the same answer; empty for an engine that serves one policy."""
+    """The version of each run's adapter in the same answer; empty for an engine with one policy."""
     runs = payload.get("runs") if isinstance(payload, dict) else None
     return {run: version for run, version in runs.items() if isinstance(version, int)} if isinstance(runs, dict) else {}
 
@@ -123,8 +122,8 @@ class EngineRouter:
         return self._round
 
     async def _look_anew(self, need: Requirement) -> None:
-        """Asks every engine for its state after now, unless a round under way finds one that can serve `need`. A
-        version may have reached the engines since the last look; nobody should wait for the next for that."""
+        """Asks every engine for its state after now, unless a round under way finds one that can serve `need`, since a
+        version may have reached the engines after the last look."""
         if self._round is not None and not self._round.done():
             await asyncio.shield(self._round)
         if not self.engines.can_meet(need):
@@ -132,8 +131,8 @@ class EngineRouter:
 
     async def require(self, need: Requirement) -> None:
         """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, or
-        INVALID_REQUEST for an unknown pool. While no engine is reachable at all, a request without a version bound is
-        let through: its calls wait for one. Not while every engine refuses this program's key."""
+        INVALID_REQUEST for an unknown pool. While no engine is reachable, a request without a version bound is let
+        through, and its calls wait for one, unless every engine refuses this program's key."""
         if need.pool and need.pool not in self.engines.known_pools():
             pools = ", ".join(sorted(repr(pool) for pool in self.engines.known_pools()))
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
@@ -159,9 +158,9 @@ class EngineRouter:
         self, session: Session, session_id: str, body: bytes, need: Requirement, *, prompt_tokens: int
     ) -> EngineAnswer:
         """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint. Raises MeshError
-        VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or when one broke off
-        an answer, and LOGPROBS_BIASED when none reports logprobs that fit; EngineRefusedError when an engine rejected
-        the request itself."""
+        VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or one broke off an
+        answer, LOGPROBS_BIASED when none reports logprobs that fit, and EngineRefusedError when an engine rejected the
+        request itself."""
         started = time.monotonic()
         last_chance = started + self._config.call_deadline_s
         give_up_at = started + self._config.failover_s
@@ -365,7 +364,7 @@ class EngineRouter:
         self.engines.lock_out(engine.url, why)
 
     async def _capacity_in_metrics(self, engine: KnownEngine) -> EngineCapacity:
-        """What a server that is not ours says in its metrics, asked once each time that it comes up."""
+        """A foreign server's capacity from its metrics, asked once each time that it comes up."""
         assert self._http is not None  # entered
         if engine.healthy:
             return engine.capacity
@@ -379,7 +378,7 @@ class EngineRouter:
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket whose connection breaks within half a minute of its host's end, so that the calls on it move on."""
+    """A socket whose connection breaks within half a minute of its host's end, so that its calls move on."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)

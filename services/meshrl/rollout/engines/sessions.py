@@ -1,8 +1,8 @@
 """Keeps two facts of each agent's run that its trace lacks: which policy may sample it, and which version sampled each
 token.
 
-A session is found by the id of the agent's trace; `episodes` opens it, the model client writes each call into
-it, `samples` reads it. verifiers keeps no versions in its traces, which is why they are kept here.
+A session is found by the id of the agent's trace; `episodes` opens it, the model client writes each call into it,
+`samples` reads it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ AGENT_STRIDE = 0x517CC1B727220A95
 
 @dataclass(frozen=True)
 class Call:
-    """One model call. (start, end, version) spans cover the tokens that it sampled. `prompt_version` is the oldest
-    version that computed the prompt, where the first span has another one. `routes` are the experts (N, L, K) of the
-    last N of its `tokens`, prompt and completion, but the very last; None where none came."""
+    """One model call. (start, end, version) spans cover its sampled tokens. `prompt_version` is the oldest version that
+    computed the prompt, if the first span has another one. `routes` are the experts (N, L, K) of the last N of its
+    `tokens`, prompt and completion, but the very last; None if none came."""
 
     completion_ids: Sequence[int]
     spans: tuple[tuple[int, int, int], ...]
@@ -49,16 +49,15 @@ class Call:
 
 @dataclass
 class Session:
-    """One agent's run. `engine` is the URL that answered last; `failure` is the reason why a model call could not be
-    made. `group_id`: the rollouts of a group begin with the same prompt.
+    """One agent's run. `engine` is the URL that answered last; `failure` is why a model call could not be made.
+    `group_id`: the rollouts of a group begin with the same prompt.
 
-    `turns` takes its turns in this process; None while it has none, or where they go over HTTP. `reachable`: set-up has
-    come to its tool servers. `doing` is what it waits for afterwards, as far as its harness or its model call reported.
-    `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
-    `keeps_routes`: engines are asked for the experts that tokens went through. `seq_len` is the environment's longest
-    sequence, where it has one of its own. `syncs` are the trace contexts of the
-    commits that brought the versions it was sampled from. `scores_only`: nothing trains on its tokens, so the logprobs
-    of any engine will do.
+    `turns` takes its turns in this process; None before, or if they go over HTTP. `reachable`: set-up has come to its
+    tool servers. `doing` is its wait afterwards, as reported by its harness or model call. `stream` numbers the agent
+    runs of one rollout and `started` the model calls of this one: each call draws anew. `keeps_routes`: engines are
+    asked for the experts of its tokens. `seq_len` is the environment's own longest sequence. `syncs` are the trace
+    contexts of the commits that brought its versions. `scores_only`: nothing trains on its tokens, so the logprobs of
+    any engine will do.
     """
 
     requirement: Requirement = field(default_factory=Requirement)
@@ -84,7 +83,7 @@ class Session:
         return (seed + number * CALL_STRIDE + self.stream * AGENT_STRIDE) % 2**63
 
     def routes_from(self, prompt_ids: Sequence[int]) -> int:
-        """The first token of a prompt whose routes no call has brought yet."""
+        """The first token of a prompt without known routes."""
         prompt = np.asarray(prompt_ids, dtype=np.int32)
         known = [
             min(_common(prompt, call.tokens), len(call.tokens) - 1) for call in self.calls if call.tokens is not None
@@ -92,8 +91,8 @@ class Session:
         return max(known, default=0)
 
     def routes_of(self, token_ids: NDArray[np.int32]) -> Routes | None:
-        """(T, L, K) of a sequence, from each call that began with the same tokens; None where no call brought any. Of
-        several calls the first counts: it is the one that sampled. What none brought is unknown."""
+        """(T, L, K) of a sequence, from each call that began with the same tokens; None if no call brought any. The
+        first call counts, as it sampled; missing routes are unknown."""
         parts: list[tuple[int, Routes | None]] = []
         end = 0
         for call in self.calls:
@@ -119,7 +118,7 @@ class SessionBook(dict[str, Session]):
     """The sessions of a model client, by the ids of the agents' traces."""
 
     def doing(self, session_id: str, what: str) -> None:
-        """Notes what the agent's harness waits for; "" when that is over."""
+        """Notes the wait of the agent's harness; "" when that is over."""
         if (session := self.get(session_id)) is not None:
             session.doing = what
 

@@ -1,10 +1,10 @@
 """Takes a turn of an agent that plays in this process straight to the model client, without HTTP in between.
 
-The in-process harness (`meshrl.environments.harness`) asks for a completion here; the model client samples it. What
-verifiers' interception server does around a model call is done here in the same order and with the same outcome:
-limits and stop conditions before it, the turn committed to the trace and the call recorded after it. An agent whose
-task rewrites or polices requests, whose network is restricted or that has an endpoint of its own goes through the
-server, which does more.
+The in-process harness (`meshrl.environments.harness`) asks for a completion here; the model client samples it. Around
+it, the work of verifiers' interception server is done in the same order and with the same outcome: limits and stop
+conditions before it, the turn committed to the trace and the call recorded after it. An agent whose task rewrites or
+polices requests, whose network is restricted or that has an endpoint of its own goes through the server, which does
+more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plays_in_process(session: RolloutSession) -> bool:
 
 
 class DirectTurns:
-    """The turns of one agent's run. Not for calls at the same time: a conversation makes one after another."""
+    """The turns of one agent's run, one after another."""
 
     def __init__(self, session: RolloutSession, client: EngineClient) -> None:
         self._session = session
@@ -65,8 +65,8 @@ class DirectTurns:
         return typed
 
     async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
-        """One completion; None when the rollout is stopped instead of answered. A refusal is what the server would have
-        answered; its cause is noted for verifiers to report."""
+        """One completion; None when the rollout is stopped instead. A refusal is the server's would-be answer; its
+        cause is noted for verifiers to report."""
         session = self._session
         if (refusal := await self._refused()) is not None:
             return refusal
@@ -147,7 +147,7 @@ class DirectTurns:
 
 
 def _as_sent_back(message: AssistantMessage) -> AssistantMessage:
-    """The reply as it would come back in the next request: an empty text or reasoning is none."""
+    """The reply as the next request has it: without empty text or reasoning."""
     content, reasoning = message.content or None, message.reasoning_content or None
     if (content, reasoning) == (message.content, message.reasoning_content) and message.provider_state is None:
         return message

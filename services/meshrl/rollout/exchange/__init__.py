@@ -1,1 +1,2 @@
-"""A rollout worker that nobody can reach: dials the orchestrator, plays what it is given, keeps results until taken."""
+"""A rollout worker without a reachable address: dials the orchestrator, plays its groups, keeps results until they are
+taken."""

@@ -1,8 +1,8 @@
 """The events that a worker has yet to deliver, in order, until the orchestrator has acknowledged them.
 
-No I/O. Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it lists what is sent
-again. An event goes numbered -> stored (it is in the spool) -> sent -> acknowledged, and back to stored when the stream
-that it was sent over breaks.
+No I/O. Filled by `worker` with the groups' streams, emptied by acknowledgements; after a break it lists the events to
+send again. An event goes numbered -> stored (in the spool) -> sent -> acknowledged, and back to stored when its stream
+breaks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class SpooledEvent:
 
 @dataclass
 class HeldCall:
-    """A call that this process plays, or an earlier one did. `events` are those that are kept, by number, `stored` up
-    to one of them."""
+    """A call of this process or an earlier one. `events` are the kept ones, by number, `stored` up to one of them."""
 
     call_id: str
     is_ours: bool
@@ -65,7 +64,7 @@ class Outbox:
         return not self._calls
 
     def begin(self, call_id: str) -> None:
-        """A call is played from now on. Raises ValueError for one that is known."""
+        """Begins a call. Raises ValueError for a known one."""
         if call_id in self._calls:
             raise ValueError(f"call {call_id} is known")
         self._calls[call_id] = HeldCall(call_id, is_ours=True)
@@ -74,7 +73,7 @@ class Outbox:
         return self._calls[call_id].last_seq + 1
 
     def add(self, event: SpooledEvent) -> None:
-        """Takes an event in, which may be sent once it is `stored`. Raises ValueError for a number out of turn."""
+        """Takes an event, which may be sent once it is `stored`. Raises ValueError for a number out of turn."""
         call = self._calls[event.call_id]
         if call.ended or event.seq <= call.last_seq:
             raise ValueError(f"event {event.seq} of call {event.call_id} after {call.last_seq}")
@@ -83,7 +82,7 @@ class Outbox:
         self.held_bytes += len(event.message)
 
     def stored(self, event: SpooledEvent) -> None:
-        """The event is in the spool; what was dropped meanwhile stays dropped."""
+        """The event is in the spool; a call dropped meanwhile stays dropped."""
         call = self._calls.get(event.call_id)
         if call is not None and event.seq in call.events:
             call.stored = max(call.stored, event.seq)
@@ -113,8 +112,8 @@ class Outbox:
             self.held_bytes -= sum(len(event.message) for event in call.events.values())
 
     def resume(self, cursors: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """A new stream stands; `cursors` has for each wanted call the number from which it is sent again. Returns the
-        calls that were dropped since nobody needs them, and those that need an end: an earlier process played them."""
+        """Begins a new stream; `cursors` has for each wanted call the number to send from. Returns the calls that were
+        dropped as unneeded, and those of an earlier process, which need an end."""
         unneeded = tuple(call_id for call_id in self._calls if call_id not in cursors)
         for call_id in unneeded:
             self.drop(call_id)

@@ -1,7 +1,7 @@
-"""The file in which a worker keeps what it made until the orchestrator has it; written before anything is sent.
+"""The file in which a worker keeps its results until the orchestrator has them; written before anything is sent.
 
-One process at a time has it open. Its calls block; `worker` makes them on a thread. A write that nobody waits for any
-more goes on there, so that `close` waits for it: SQLite crashes when a file is closed under a statement.
+One process at a time has it open. Its calls block; `worker` makes them on a thread. An abandoned write goes on there,
+and `close` waits for it: SQLite crashes when a file is closed under a statement.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.rollout.exchange.outbox import SpooledEvent
 
 
 class ResultSpool:
-    """What `write` has returned from survives a power cut. Raises ConfigError on opening."""
+    """A write that has returned survives a power cut. Raises ConfigError on opening."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class ResultSpool:
 
     def write(self, events: Sequence[SpooledEvent], forget: Iterable[tuple[str, int | None]] = ()) -> None:
         """Adds events and removes, per call, those up to a number (None: all), at once and on disk on return. Raises
-        OSError or sqlite3.Error where the disk does not take it, or the spool is closed."""
+        OSError or sqlite3.Error if the disk refuses, or the spool is closed."""
         with self._in_use, self._file:
             self._file.execute("BEGIN IMMEDIATE")
             rows = [(event.call_id, event.seq, event.message, event.is_end) for event in events]

@@ -38,7 +38,7 @@ LOOK_S = 0.5
 """Between two looks at the versions of the engines."""
 
 SILENT_HEARTBEATS = 3
-"""Heartbeats without a sign after which a stream is taken for dead."""
+"""Missing heartbeats after which a stream is dead."""
 
 _FATAL = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 _REFUSED = frozenset({Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
@@ -54,13 +54,13 @@ class _Stream:
         self.is_over = False
 
     def close(self) -> None:
-        """Nothing more goes up: gRPC asks for the next message of a call that has ended, too, and drops it."""
+        """Sends nothing more: gRPC asks for the next message of an ended call, too, and drops it."""
         self.is_over = True
         self.terms.set()
 
 
 class ExchangeWorker:
-    """One worker. `max_queued`: as for RolloutService, how many rollouts wait beyond those that run."""
+    """One worker. `max_queued`: how many rollouts wait beyond the running ones, as for RolloutService."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ExchangeWorker:
     # --- the life of a worker ---------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until cancelled. Raises MeshError for what another attempt cannot mend, and for a spool that fails."""
+        """Serves until cancelled. Raises MeshError if another attempt will not help, or the spool fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write())
@@ -120,7 +120,7 @@ class ExchangeWorker:
             )
 
     async def delivered(self, deadline_s: float) -> None:
-        """Waits until all results of this worker are acknowledged; logs those that are not."""
+        """Waits until all results of this worker are acknowledged; logs the others."""
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._outbox.is_empty:

@@ -1,1 +1,1 @@
-"""Chat messages as the tokens of the policy, and back; what stays of prompts that are rendered again and again."""
+"""Chat messages as the tokens of the policy, and back; and caches of prompts that are rendered repeatedly."""

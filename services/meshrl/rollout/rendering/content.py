@@ -1,7 +1,7 @@
 """Finds the content of messages among the tokens that a chat template made of them; the rest of a message is its
 markup.
 
-Used by `renderer` around the renderer for unknown chat templates, which does not separate the two, as others do.
+Used by `renderer` around the renderer for unknown chat templates, which alone does not separate the two.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def content_mask(
     stop_token_ids: Sequence[int],
 ) -> list[bool]:
     """(T,) true for tokens of content. Of an assistant's message that is all up to its stop token, of others the tokens
-    that write its text. Where that text is not found just once, since the template writes it otherwise, all of the
-    message counts as content."""
+    that write its text, or the whole message if that text is not found exactly once."""
     mask = [False] * len(rendered.token_ids)
     lengths = Counter(rendered.message_indices)
     start = 0
@@ -67,8 +66,8 @@ def content_mask(
 
 
 def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]], str]) -> tuple[int, int] | None:
-    """The tokens [start, end) of a message that write its text; None where it is not found, or in several places. A
-    token that also writes markup belongs to what its first character belongs to."""
+    """The tokens [start, end) of a message that write its text; None if it is found nowhere or in several places. A
+    token that also writes markup belongs with its first character."""
     whole = decode(token_ids)
     sought = text if text in whole else text.strip()  # many templates strip it
     if not sought:
@@ -84,8 +83,8 @@ def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]],
 
 def tokens_that_write(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
     """The least number of first tokens that write `count` characters of the `whole` text of all tokens. Content fills
-    most of a message, so the search begins at the nearer end and decodes little of a long one. It takes texts of parts
-    to be parts of the text, which not every tokenizer's are: the answer is checked on whole prefixes."""
+    most of a message, so the search begins at the nearer end and decodes little of a long one. Not every tokenizer's
+    texts of parts are parts of the text, so the answer is checked on whole prefixes."""
 
     def characters(num_tokens: int) -> int:
         return len(decode(token_ids[:num_tokens]).rstrip(CUT_CHARACTER))
@@ -99,7 +98,7 @@ def tokens_that_write(token_ids: list[int], count: int, whole: str, decode: Call
 
 
 def _guess(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
-    """`tokens_that_write` where decoded parts make the whole when they are put together."""
+    """`tokens_that_write` if decoded parts joined make the whole."""
     start, written, low, high, window = 0, 0, 0, len(token_ids), FIRST_WINDOW
     if 2 * count < len(whole):
         while window < len(token_ids) and len(decode(token_ids[:window])) < count:

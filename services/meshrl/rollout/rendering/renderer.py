@@ -1,8 +1,8 @@
 """Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
 
-`local` loads the renderer once; the model client asks it for each turn's prompt, and for the message in what was
-sampled. Only here is a tokenizer loaded, and with it transformers; torch comes in only with tokenizers that
-`tokenizer_folders` does not know.
+`local` loads the renderer once; the model client asks it for each turn's prompt, and for the message in the sampled
+tokens. Only here is a tokenizer loaded, and with it transformers; torch only with tokenizers that `tokenizer_folders`
+does not know.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshrl.rollout.rendering.tokenizer_folders import known_class, load_known
 from meshrl.wire.errors import MeshError, Reason
 
 INLINE_CHARACTERS = 16_384
-"""Prompts up to this long are tokenized on the event loop: the hop to a thread would cost more than the work."""
+"""Prompts up to this long are tokenized on the event loop, as the hop to a thread would cost more."""
 
 WireMessage = Mapping[str, object]
 """A message or a tool as the OpenAI API writes it."""
@@ -43,8 +43,8 @@ class UnrenderableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RenderedPrompt:
-    """A turn's prompt in tokens. `attribution` gives the message that each comes from. `bridged`: it extends the tokens
-    of the turn before as they stand, those that were sampled included."""
+    """A turn's prompt in tokens. `attribution` gives each token's message. `bridged`: it extends the tokens of the turn
+    before, sampled ones included."""
 
     token_ids: list[int]
     attribution: RenderedTokens
@@ -52,7 +52,7 @@ class RenderedPrompt:
 
 
 class PolicyRenderer:
-    """The process's chat renderer. Tokenizers are not safe to share between threads, so it renders one at a time."""
+    """The process's chat renderer. Tokenizers are not thread-safe, so it renders one prompt at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -93,8 +93,9 @@ class PolicyRenderer:
             return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
 
     async def reply(self, messages: Sequence[Message], tools: list[WireMessage] | None) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt and of the reply to it, the last of `messages`, up to its stop token. Raises MeshError
-        INVALID_REQUEST where the template does not render the reply right behind the prompt, and UnrenderableError."""
+        """The tokens of a prompt and of the reply to it, the last of `messages`, up to its stop token. Raises
+        UnrenderableError, and MeshError INVALID_REQUEST if the template does not render the reply right behind the
+        prompt."""
         wire = _wire(messages)
 
         def render() -> tuple[list[int], list[int]]:
@@ -132,15 +133,15 @@ def _wire(messages: Sequence[Message]) -> list[WireMessage]:
 
 
 def _can_be_appended(tail: Sequence[WireMessage]) -> bool:
-    """True when the new messages are tool results, then at most one user message: what a renderer can append."""
+    """True for tool results followed by at most one user message, which a renderer can append."""
     roles = [message["role"] for message in tail]
     return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")
 
 
 def load_renderer(tokenizer: str, options: Mapping[str, object], *, show_rows: int = 0) -> Renderer:
     """The renderer for a tokenizer (name or folder). Blocks: it may read many megabytes. The first `show_rows` prompts
-    are logged. Without options the renderer made for the model is taken, and the tokenizer's own chat template where
-    there is none. Raises ConfigError when the tokenizer cannot be loaded or the options do not name a renderer."""
+    are logged. Without options it is the renderer made for the model, else the tokenizer's own chat template. Raises
+    ConfigError when the tokenizer cannot be loaded or the options name no renderer."""
     try:
         known = load_known(tokenizer)
         loaded = load_tokenizer(tokenizer) if known is None else known

@@ -1,8 +1,8 @@
-"""Makes samples of rollouts that another model played as text: the policy's tokens of what it was asked and replied.
+"""Makes samples of rollouts that another model played as text: the policy's tokens of the prompts and replies.
 
-Used where `rollout.text_samples` is set: a teacher plays over /v1/chat/completions, which gives no tokens, and the
-policy is to imitate it. Every reply is a sample of its own behind the prompt that the policy would have been given, so
-a template that renders history otherwise than replies does no harm. Logprobs are 0: nobody knows them.
+Used with `rollout.text_samples`: a teacher plays over /v1/chat/completions, which gives no tokens, and the policy is to
+imitate it. Every reply is a sample of its own behind the prompt that the policy would have been given, so a template
+that renders history otherwise than replies does no harm. Logprobs, which are unknown, are 0.
 """
 
 from __future__ import annotations

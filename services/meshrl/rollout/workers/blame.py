@@ -1,8 +1,8 @@
-"""Decides whose doing it was that a worker was lost or left, and which of its rollouts are played again. No I/O.
+"""Decides whose code lost or blocked a worker, and which of its rollouts are played again. No I/O.
 
-Used by the fleet of workers. The rollout that did it fails. A rollout beside it that belongs to another environment is
-played again as often as it takes, until the deadline of its group. One of the same environment, or of any environment
-where nobody knows who did it, may be the next to do it, so its losses are counted.
+Used by the fleet of workers. The rollout that did it fails. A rollout of another environment is played again as often
+as it takes, until the deadline of its group. One of the same environment, or of any if the cause is unknown, may be the
+next to do it, so its losses are counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 NO_ROLLOUT = ""
-"""Code of an environment that belongs to none of its rollouts."""
+"""Code of an environment outside of its rollouts."""
 
 MOST_TRIES = 3
 
@@ -25,14 +25,14 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Whose code it was: `environment` "" and `rollout`, the id of its call, NO_ROLLOUT where that is not known."""
+    """Whose code it was: `environment` "" and `rollout`, the id of its call, NO_ROLLOUT if unknown."""
 
     environment: str = ""
     rollout: str = NO_ROLLOUT
 
     def fault_of(self, environment: str, rollout: str, busy: Collection[str]) -> Fault:
-        """Whose doing it was, for a rollout of `environment`; `busy` are the environments that the worker played. What
-        is known of one environment alone is its own doing, as with memory, which belongs to no rollout."""
+        """Whose doing it was, for a rollout of `environment`; `busy` are the environments that the worker played. If
+        only an environment is known, as with memory, its rollouts did it themselves."""
         suspect = self.environment or (next(iter(busy)) if len(busy) == 1 else "")
         if not suspect:
             return Fault.UNKNOWN
@@ -45,7 +45,7 @@ NOBODY = Culprit()
 
 
 class Tries:
-    """How often a rollout has been tried, with losses that are another environment's doing left out."""
+    """How often a rollout has been tried, without losses by another environment."""
 
     def __init__(self) -> None:
         self._lost = 0

@@ -4,10 +4,10 @@ A group is played with one call of a worker for each rollout, and stays at one w
 lost with its worker is played again at another, or fails with the cause, as `blame` decides.
 
 Environments share the workers of `rollout.workers` unless they ask for their own. When a shared worker is lost, the
-environment whose code did it gets workers of its own, so that it costs the others nothing from then on; if the cause is
-unknown, each that played there gets its own, and the next loss shows it. Where code blocks a shared worker, the worker
-is left to its environment for good within about a second, and the others go on elsewhere. A standby, which has loaded
-the shared environments too, takes over from a lost worker at once, and the lost one's place starts the next standby.
+environment whose code did it gets workers of its own; if the cause is unknown, each that played there does, and the
+next loss shows it. A shared worker that code blocks is left to its environment for good within about a second. A
+standby, which has loaded the shared environments too, takes over from a lost worker at once; the lost one's place
+starts the next standby.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from meshrl.wire.types import EnvironmentInfo, RolloutFailure, RolloutRequest
 LOOK_EVERY_S = 0.25
 STOOD_STILL_S = 1.0
 LEFT_AFTER_S = 1.0
-"""How long code may block a shared worker before the others leave it, where there is another to go to."""
+"""How long code may block a shared worker before the others leave it, if they have another."""
 STOP_GRACE_S = 5.0
 EXPORT_GRACE_S = 20.0
-"""A worker that is told to end sends its last spans to the collector first, where there is one."""
+"""A worker that is asked to end first sends its last spans to a collector."""
 MOST_WORKERS = 32
 UNKNOWN_MEMORY_MIB = 4096
-"""A worker's bound where nothing tells what memory the machine has."""
+"""A worker's bound if the machine's memory is unknown."""
 
 
 class WorkerFleet:
@@ -113,7 +113,7 @@ class WorkerFleet:
 
     async def worker_for(self, environment: str, before: WorkerProcess | None) -> WorkerProcess:
         """The worker for a rollout: the one that played its group `before`, else the least loaded. Waits for one that
-        is being started; one whose event loop is blocked is used where there is no other."""
+        starts; one with a blocked event loop is used only without another."""
         while True:
             upcoming = self._changed.upcoming
             usable = [place.worker for place in self._places_of(environment) if place.worker and place.worker.usable]
@@ -151,7 +151,7 @@ class WorkerFleet:
         return (environment,), PlaceLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
 
     def _start_standby(self) -> None:
-        """Has a worker ready where environments share: one that they lose would hold the others up."""
+        """Keeps a worker ready for environments that share, which a lost one would hold up."""
         if self._with_standby and self._standby is None and len(self._shared_names) > 1:
             self._standby = self._place(None)
             self._standby.keep_starting()
@@ -193,8 +193,8 @@ class WorkerFleet:
         )  # fmt: skip
 
     def _leave_to_blocker(self, place: WorkerPlace) -> None:
-        """Has the others go on elsewhere while the code of one environment blocks a worker that they share. Where the
-        standby is ready it takes the worker's place, and the blocker keeps the worker as its own."""
+        """Moves the others away from a shared worker that one environment's code blocks. A ready standby takes its
+        place, and the blocker keeps the worker as its own."""
         worker, standby = place.worker, self._standby
         hold = worker.hold() if worker is not None and worker.usable else None
         if worker is None or hold is None or not hold.culprit.environment or hold.seconds < LEFT_AFTER_S:
@@ -250,7 +250,7 @@ class WorkerFleet:
 
 class PooledPlayer:
     """Plays groups of one environment at the workers of a fleet. `failover_s`: how long a rollout waits for an engine
-    that a worker misses, as a model call would."""
+    that its worker misses."""
 
     def __init__(self, fleet: WorkerFleet, environment: str, failover_s: float) -> None:
         self._fleet = fleet
@@ -263,7 +263,7 @@ class PooledPlayer:
 
     async def open(self, request: RolloutRequest) -> PooledGroup:
         """Returns at once: the worker that plays the first rollout finds the task, and may still refuse the group.
-        Raises MeshError UNKNOWN_TASK where there is none at its index."""
+        Raises MeshError UNKNOWN_TASK if there is none at its index."""
         refuse_unknown(self._environment, self.info.num_tasks, request.task_index or 0)
         return PooledGroup(self._fleet, request, self.info, self._failover_s)
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 
 MOST_WAITING_BYTES = 64 * 2**20
-"""Of frames that the other side has not taken: beyond it nothing new is begun, neither a call nor its rollout."""
+"""Bytes of frames that the other side has not taken, beyond which no call or rollout begins."""
 
 _HEAD = struct.Struct("<IBQ")
 
@@ -36,7 +36,7 @@ class Link(asyncio.Protocol):
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the other side has left."""
         self.room = asyncio.Event()
-        """Set unless MOST_WAITING_BYTES wait to be taken; set when the other side has left."""
+        """Set unless MOST_WAITING_BYTES are untaken; set when the other side has left."""
         self.room.set()
         self._take = take
         self._got = bytearray()

@@ -24,7 +24,7 @@ LIVED_WELL_S = 60.0
 PAUSE_S = (0.5, 15.0)
 SILENT_FACTOR = 3.0
 SHORTEST_SILENCE_S = 10.0
-"""A worker from which nothing comes at all may be starved of the processor, unlike one that says that it is blocked."""
+"""A worker without any sign may be starved of the processor, unlike one that reports that it is blocked."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class WorkerPlace:
     ) -> None:
         self.number = settings.number
         self.environment = environment
-        """The one that it is for; None for all that share. A change holds for the next workers, its limits at once."""
+        """Its environment; None for all that share. A change holds for the next workers, its limits at once."""
         self.worker: WorkerProcess | None = None
         self.again_at_s = 0.0
         """When the next worker starts (time.monotonic), while there is none."""
@@ -113,7 +113,7 @@ class WorkerPlace:
             self._kill(worker, Loss(f"was replaced: it took {grown_mib} MiB of memory, and max_memory_mib is {most}"))
 
     def forgive(self, stood_still_s: float) -> None:
-        """This process stood still itself: the worker may have reported."""
+        """This process itself stood still, so the worker may have reported."""
         if self.worker is not None:
             self.worker.heard_s += stood_still_s
 

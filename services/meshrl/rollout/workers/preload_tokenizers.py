@@ -1,6 +1,6 @@
-"""What the fork server imports beside `preload` where only AutoTokenizer can choose a tokenizer's class.
+"""The fork server's imports beside `preload` if only AutoTokenizer can choose a tokenizer's class.
 
-Named to `multiprocessing`, imported by nobody else. It imports torch wherever that is installed.
+Named to `multiprocessing`, imported by nobody else. It imports torch if that is installed.
 """
 
 from meshrl.core.heap import loading

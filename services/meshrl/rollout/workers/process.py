@@ -1,8 +1,8 @@
 """The front's side of one worker process: starts it, has it play rollouts, and ends it.
 
 Owned by a place of the fleet, which starts another process when this one is lost. A worker is called over `link`, once
-for each rollout. What its event loop cannot report comes as one JSON object a line over another socket pair: that it is
-unusable, that its event loop is blocked and by whom, and whose code ends it.
+for each rollout. Reports that its event loop cannot make come as one JSON object a line over another socket pair: that
+it is unusable, that its event loop is blocked and by whom, and whose code ends it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Hold:
 
 @dataclass
 class WorkerCall:
-    """A rollout that a worker plays: the messages that have come of it, all of them once it has `ended`."""
+    """A rollout that a worker plays: its messages so far, all of them once it has `ended`."""
 
     environment: str
     messages: list[bytes] = field(default_factory=list)
@@ -92,12 +92,12 @@ class WorkerCall:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""multiprocessing reads the exit codes of all its children whenever it starts one; only one thread may do that."""
+"""multiprocessing reads the exit codes of all its children whenever it starts one, which only one thread may do."""
 
 
 def new_process(pair: tuple[socket.socket, socket.socket], settings: WorkerSettings) -> BaseProcess:
-    """Starts a worker; blocking. The first one waits until a fork server has imported what workers need, which takes
-    seconds; those after it take milliseconds. Where there are no fork servers each imports for itself."""
+    """Starts a worker; blocking. The first one waits seconds for a fork server's imports, later ones take milliseconds.
+    Without fork servers each imports for itself."""
     method = "forkserver" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -120,7 +120,7 @@ def exit_code(process: BaseProcess, deadline_s: float) -> int | None:
 
 
 def run_worker(link: socket.socket, reports: socket.socket, settings: WorkerSettings) -> None:
-    """What a worker's process does; the front does not import it."""
+    """The main of a worker's process; the front does not import it."""
     from meshrl.rollout.workers import worker
 
     worker.main(link, reports, settings)
@@ -143,9 +143,9 @@ class WorkerProcess:
         self.gone = asyncio.Event()
         """The process has ended, or is about to."""
         self.exiter = NOBODY
-        """Whose code ends the process, as far as it has reported that."""
+        """Whose code ends the process, if it has reported that."""
         self.ended_by = ""
-        """Why the front ended it, "" where it did not."""
+        """Why the front ended it; "" if it did not."""
         self._held: tuple[Hold, float] | None = None
         self._process: BaseProcess | None = None
         self._numbers = itertools.count(1)
@@ -196,8 +196,8 @@ class WorkerProcess:
         return replace(hold, seconds=hold.seconds + since_s) if since_s < ALARM_IS_FRESH_S else None
 
     async def play(self, environment: str, request: pb.RunRolloutsRequest) -> list[bytes]:
-        """Has it play a group of one rollout; returns what it streams, the summary last. Raises MeshError where it
-        refuses, and WorkerLostError where it is lost, or left to another environment."""
+        """Has it play a group of one rollout; returns its stream, the summary last. Raises the worker's MeshError, and
+        WorkerLostError if it is lost, or left to another environment."""
         number, call = next(self._numbers), WorkerCall(environment)
         self.calls[number] = call
         try:
@@ -219,7 +219,7 @@ class WorkerProcess:
             call.fail(WorkerLostError(causes[call.environment], fault))
 
     def leave_to(self, environment: str) -> None:
-        """Has everything be played elsewhere that is not of this environment, whose code holds the worker up."""
+        """Moves everything elsewhere but the rollouts of this environment, whose code holds the worker up."""
         words = f"its worker {self.settings.number} is blocked by environment {environment}"
         for call in self.calls.values():
             if call.environment != environment:
@@ -234,7 +234,7 @@ class WorkerProcess:
         self._link.close()
 
     async def wait_gone(self) -> str:
-        """Waits for its end; returns the cause. Nothing of it runs on afterwards."""
+        """Waits for its end; returns the cause. Its children have ended too."""
         await self.gone.wait()
         process = self._process
         if process is None:
@@ -281,7 +281,6 @@ class WorkerProcess:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _take(self, kind: FrameKind, number: int, message: bytes) -> None:
-        """Takes in a frame that its event loop has sent."""
         self.heard_s = time.monotonic()
         call = self.calls.get(number)
         match kind:

@@ -1,9 +1,9 @@
 """Finds out, inside a worker, which environment's code holds the event loop up or ends the process.
 
-A thread looks at what the loop runs. The code of an environment runs in a context that names it (`playing`), and the
-loop's own frame at the bottom of the stack holds that context. What the thread finds goes to the front over a socket
-pair, as one JSON object a line, since the rollout service cannot answer meanwhile. It is silent while code in C holds
-the interpreter's lock; the front then receives nothing at all.
+A thread looks at the loop's stack. The code of an environment runs in a context that names it (`playing`), which the
+loop's own frame at the bottom of the stack holds. Findings go to the front over a socket pair, as one JSON object a
+line, since the rollout service cannot answer meanwhile. While code in C holds the interpreter's lock, the front
+receives nothing at all.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def report(to: socket.socket, kind: str, **fields: object) -> None:
 
 @contextmanager
 def playing(environment: str, rollout: str) -> Iterator[None]:
-    """Code that starts within belongs to this environment, and to this rollout of it, in tasks and threads that asyncio
-    starts as well."""
+    """Code that starts within belongs to this rollout of this environment, in tasks and threads of asyncio as well."""
     token = _PLAYING.set((environment, rollout))
     try:
         yield

@@ -1,8 +1,7 @@
 """One worker process: plays rollouts of the environments that its front has it host, when the front calls it.
 
-It plays as a program without workers does, by `local` and `group_runner`, and calls engines itself. The front calls it
-over `link` for each rollout, and passes its answers on as they are. It has no limits of its own, and ends when the
-front ends.
+It plays by `local` and `group_runner`, and calls engines itself. The front calls it over `link` for each rollout, and
+passes its answers on unread. It has no limits of its own, and ends when the front ends.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from meshrl.wire.types import RolloutRequest
 PR_SET_PDEATHSIG = 1
 CLOSE_S = 5.0
 STATUS_EVERY_S = 1.0
-"""How often it sends its status, which shows that its event loop runs."""
+"""Seconds between its status messages, which show that its event loop runs."""
 UNLIMITED = 2**31
 """Rollouts at once: the front sends those alone that may run."""
 
@@ -82,7 +81,7 @@ def main(link: socket.socket, reports: socket.socket, settings: WorkerSettings) 
 
 
 def _end_with_fork_server() -> None:
-    """Has the kernel kill this process when the fork server, and so the front, is gone: also one that is stuck in C."""
+    """Has the kernel kill this process when the fork server, and so the front, is gone, even while it is stuck in C."""
     if sys.platform != "linux":
         return
     # It lives for as long as one of its children holds this open, so we must not.
@@ -94,8 +93,8 @@ def _end_with_fork_server() -> None:
 
 
 class FrontCalls:
-    """Answers the calls of the front once it has a runner. The code of each carries a name: whose it is that blocks the
-    loop, prints or ends the process."""
+    """Answers the calls of the front once it has a runner. The code of each call carries the name by which it is
+    blamed, and its output sorted."""
 
     def __init__(self) -> None:
         self.link = Link(self._take)
@@ -171,7 +170,7 @@ async def _serve(settings: WorkerSettings, link: socket.socket, reports: socket.
 
 
 def _limit_memory(max_memory_mib: int) -> None:
-    """Makes one huge allocation a MemoryError of the code that asks for it; what grows slowly the front sees."""
+    """Makes one huge allocation a MemoryError of its code; the front sees slow growth."""
     status = Path("/proc/self/status")
     if not status.exists():
         return
