@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from mesh_run import RUN_TOML, Run
+from mesh_run import PACED, RUN_TOML, WITH_WORKERS, Run
 from meshrl_examples.model import create_model
+from other_user import plant
+
+TASKSETS = Path(__file__).with_name("tasksets")
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +32,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def starting(folder: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
     """Starts runs in `folder`, all with one output folder unless told otherwise, and ends those that are left."""
     runs: list[Run] = []
+    path = filter(None, (str(TASKSETS), os.environ.get("PYTHONPATH")))
 
     def start(*flags: str, output_dir: Path = folder / "out", text: str = RUN_TOML) -> Run:
         config = folder / "run.toml"
@@ -39,7 +45,7 @@ def starting(folder: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "COLUMNS": "200"},
+                env={**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(path)},
             )
         runs.append(Run(process=process, output_dir=output_dir, console=console))
         return runs[-1]
@@ -65,3 +71,36 @@ def start_shared_run(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) 
     """For runs that several tests of a file look at."""
     with starting(tmp_path_factory.mktemp("shared"), model_dir) as start:
         yield start
+
+
+@pytest.fixture(scope="session")
+def place() -> Iterator[Path]:
+    """A folder that others may enter, unlike pytest's."""
+    folder = Path(tempfile.mkdtemp(prefix="shared-", dir="/tmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)  # a run of a test that failed still writes
+
+
+@pytest.fixture(scope="session")
+def planted(place: Path) -> Iterator[list[Path]]:
+    """Folders of another user, made before the run, with names that could be guessed."""
+    folders = plant(place / "out") if os.geteuid() == 0 else []
+    yield folders
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def live_run(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, place: Path, planted: list[Path]
+) -> Iterator[Run]:
+    """It has trained a step and has thousands left, two engines, metrics to scrape, and evaluations."""
+    evaluation = ("--orchestrator.eval.interval", "2", "--orchestrator.eval.num-examples", "4")
+    environment = ("--orchestrator.eval.env.0.id", "reverse_text", "--orchestrator.eval.env.0.name", "held_out")
+    metrics = ("--log.metrics-port", "0", "--num-engines", "2", "--weights.transport", "filesystem")
+    with starting(tmp_path_factory.mktemp("live"), model_dir) as start:
+        flags = ("--max-steps", "5000", *metrics, *evaluation, *environment, *WITH_WORKERS, *PACED)
+        run = start(*flags, output_dir=place / "out")
+        run.wait_for(lambda: len(run.steps()) >= 1)
+        yield run

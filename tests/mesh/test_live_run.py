@@ -1,6 +1,6 @@
 """A live run trains on under calls that no sane client makes, any gRPC tool calls it, and it ends when a program dies.
 
-The tests share one run, in the order of this file; the last one ends it.
+The tests share one run with those of `test_live_displays`, in the order of this file; the last one ends it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -29,45 +26,19 @@ import pytest
 import go_client
 from attempts import Attempts
 from live_fuzz import GRPC_CALLS, HTTP_REQUESTS, fuzz_grpc, fuzz_http, tracebacks
-from mesh_run import PROGRAMS, WITH_WORKERS, Run, check_kill
+from mesh_run import PROGRAMS, Run, check_kill
 from meshrl.cli.status import status_schema
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import INSECURE, TokenCredentials
 from meshrl.core.private_folders import versions_folder
 from meshrl.wire.errors import MeshError, Reason
-from other_user import as_other_user, called, ends, files_of, plant, posted
+from other_user import as_other_user, called, ends, files_of, posted
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 
 BUF = Path(__file__).parents[2] / ".tools/buf/node_modules/.bin/buf"
 STEPS_AFTER = 3
-
-
-@pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
-    """A folder that others may enter, unlike pytest's."""
-    folder = Path(tempfile.mkdtemp(prefix="shared-", dir="/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)  # a run of a test that failed still writes
-
-
-@pytest.fixture(scope="module")
-def planted(place: Path) -> Iterator[list[Path]]:
-    """Folders of another user, made before the run, with names that could be guessed."""
-    folders = plant(place / "out") if os.geteuid() == 0 else []
-    yield folders
-    for folder in folders:
-        shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def live_run(start_shared_run: Callable[..., Run], place: Path, planted: list[Path]) -> Run:
-    """It has trained a step, and has thousands left."""
-    flags = ("--max-steps", "5000", "--weights.transport", "filesystem", *WITH_WORKERS)
-    run = start_shared_run(*flags, output_dir=place / "out")
-    run.wait_for(lambda: len(run.steps()) >= 1)
-    return run
+ENVIRONMENTS = {"reverse_text", "held_out"}
 
 
 def test_a_run_trains_on_under_calls_that_make_no_sense(live_run: Run) -> None:
@@ -135,7 +106,7 @@ def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(live_run: Run)
     environments = buf_call(
         run, addresses["rollout"], "meshrl.v1.RolloutService/ListEnvironments", {"contractVersion": "1.0"}
     )
-    assert environments["environments"][0]["name"] == "reverse_text"
+    assert {environment["name"] for environment in environments["environments"]} == ENVIRONMENTS
     trainer = buf_call(run, addresses["trainer"], "meshrl.v1.TrainerService/GetTrainer", {"contractVersion": "1.0"})
     assert trainer["runs"][0]["runId"] == "main"
     assert int(trainer["runs"][0]["step"]) >= 1
@@ -156,7 +127,7 @@ def test_a_client_in_go_lists_watches_and_plays(live_run: Run) -> None:
         return done.stdout.splitlines()
 
     address = {name: f"127.0.0.1:{run.port(name)}" for name in ("rollout", "trainer", "weights")}
-    assert [line.split()[0] for line in go("list", address["rollout"])] == ["reverse_text"]
+    assert {line.split()[0] for line in go("list", address["rollout"])} == ENVIRONMENTS
     assert all("AGENT_STATE_" in line for line in go("engines", address["weights"]))
     watched = [line.split()[:2] for line in go("watch", "-count", "2", address["trainer"])]
     assert watched == [["step", "1"], ["step", "2"]]
@@ -351,12 +322,12 @@ def test_the_meshrl_command_shows_a_live_run(live_run: Run) -> None:
     assert by_service["engine"]["lag"] == max(0, newest - served)  # the hub may have been asked after the next version
     shown = meshrl(run, "watch", "--count", "1")
     assert f"127.0.0.1:{run.port('trainer')}" in shown
-    (engine,) = meshrl(run, "weights", "engines", "--json")
-    assert engine["url"] == f"http://127.0.0.1:{run.port('inference')}"
+    engines = meshrl(run, "weights", "engines", "--json")
+    urls = {f"http://127.0.0.1:{run.port(program)}" for program in ("inference", "inference_2")}
+    assert {engine["url"] for engine in engines} == urls
     versions = meshrl(run, "weights", "list", "--json")
     assert {version["state"] for version in versions} >= {"committed"}
-    (environment,) = meshrl(run, "envs", "--json")
-    assert environment["name"] == "reverse_text"
+    assert {environment["name"] for environment in meshrl(run, "envs", "--json")} == ENVIRONMENTS
     assert meshrl(run, "call", "trainer", "GetTrainer", '{"contract_version": "1.0"}')["runs"][0]["run_id"] == "main"
     saved = meshrl(run, "trainer", "checkpoint", "--weights-only", "--json")
     assert (Path(saved["path"]) / "model.safetensors").exists()

@@ -67,6 +67,11 @@ def of_orchestrator(*, seed: int, steps: int | None = None) -> str:
 
 WITH_WORKERS = ("--rollout.workers", "1")
 """Flags of a run whose environments play in a process of their own, which takes ten seconds of a core to start."""
+PACED = (
+    "--orchestrator.train.env.0.id", "paced_reversing", "--orchestrator.train.env.0.name", "reverse_text",
+    "--orchestrator.max-inflight-rollouts", "16",
+)  # fmt: skip
+"""Flags of a run that trains a step every two or three seconds: while a test looks at it, the cores are for others."""
 
 
 @dataclass

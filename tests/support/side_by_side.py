@@ -3,7 +3,8 @@
 A worker takes whole files, since fixtures of a module cost the most. Tests of the engine contract share one engine of
 each kind for the session, so all that use the same engine go to the same worker; files that start embedded engines of
 their own are spread. All tests of vLLM are one piece: its engines take gigabytes and a core each, and no other worker
-starts one beside them. What takes longest begins first, so that no worker ends long after the others.
+starts one beside them. Tests of the live run are one piece, too. What takes longest begins first, so that no worker
+ends long after the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 ENGINES = "tests/contract/inference/"
+LIVE_RUN = "tests/mesh/test_live_"
 OWN_ENGINES = {"test_adapters.py", "test_mixture.py", "test_parallel.py"}
 LONGEST_FIRST = ("tests/mesh/", ENGINES, "tests/contract/", "tests/unit/training/", "tests/unit/models/")
 
@@ -24,6 +26,8 @@ LONGEST_FIRST = ("tests/mesh/", ENGINES, "tests/contract/", "tests/unit/training
 def group_of(nodeid: str) -> str:
     """What a worker takes as one piece: a file, or all tests of one engine."""
     file, _, test = nodeid.partition("::")
+    if file.startswith(LIVE_RUN):
+        return LIVE_RUN
     if not file.startswith(ENGINES):
         return file
     engine = test.partition("[")[2].rstrip("]").partition("-")[0]

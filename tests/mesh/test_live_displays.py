@@ -1,6 +1,6 @@
 """A live run as others see it: Prometheus with every query of the dashboard, and a browser with `meshrl ui`.
 
-The tests share one run.
+The tests share one run with those of `test_live_run`, which end it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,17 +30,6 @@ STACK = Path(__file__).parents[2] / "deploy/observability"
 PROMETHEUS = shutil.which("prometheus")
 ANSWERS_S = 120.0
 TEXT = "document.querySelector('#view').innerText"
-
-
-@pytest.fixture(scope="module")
-def live_run(start_shared_run: Callable[..., Run]) -> Run:
-    """It has two engines, offers metrics, evaluates every other step, and has thousands of steps left."""
-    evaluation = ("--orchestrator.eval.interval", "2", "--orchestrator.eval.num-examples", "4")
-    environment = ("--orchestrator.eval.env.0.id", "reverse_text", "--orchestrator.eval.env.0.name", "held_out")
-    metrics = ("--log.metrics-port", "0", "--num-engines", "2")
-    run = start_shared_run("--max-steps", "5000", *metrics, *evaluation, *environment)
-    run.wait_for(lambda: len(run.steps()) >= 3)
-    return run
 
 
 @pytest.fixture
