@@ -1,12 +1,12 @@
 """Downloads the missing chunks of a version over as many connections as make it faster, and resumes where one broke.
 
-Used by agents, and by relays. Each connection asks for the next bytes that no other has asked for (`versions.ranges`).
-One that breaks gives back what it has not received, so what is sent twice is at most what was under way. A download has
-no deadline, since a large version may take as long as its link needs: it ends when nothing came for `stall_s`.
+Used by agents and relays. Each connection asks for the next bytes that no other has asked for (`versions.ranges`). A
+broken one gives back its missing bytes, so only bytes under way are sent twice. A download has no deadline, since a
+large version may take as long as its link needs: it ends when nothing came for `stall_s`.
 
-Connections stay open for the next version, so that it needs no handshake. After much came from far away over them, new
-ones take their place: every lost packet halves a TCP connection's window, which then grows slowly, while a new
-connection doubles its window with every round trip until it loses its first packet.
+Connections stay open for the next version. After much came from far away over them, new ones take their place: every
+lost packet halves a TCP connection's window, which then grows slowly, while a new connection doubles its window with
+every round trip until it loses its first packet.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def _now() -> float:
 
 
 class Downloader:
-    """Fetches versions from relays or the hub; keeps connections and what it measured from version to version."""
+    """Fetches versions from relays or the hub; keeps its connections and measurements from version to version."""
 
     def __init__(self, hub: WeightSyncClient, limits: LinkLimits, relays: Sequence[str] = ()) -> None:
-        """`relays`: addresses of those to ask before the hub."""
+        """`relays`: addresses to ask before the hub."""
         self.limits = limits
         self.sources = ByteSources(hub.address, relays)
         self.connections = Connections(hub)
@@ -162,7 +162,7 @@ class _Download:
         self._numbers.discard(number)
 
     def _claim_bytes(self, source: ByteSource, rate: float) -> int:
-        """How much to ask for at once: enough to keep the connection busy, and not what the others could fetch."""
+        """How much to ask for at once: enough to keep the connection busy, and no bytes that the others could fetch."""
         size = FIRST_CLAIM if not rate else max(SMALLEST, min(round(rate * CLAIM_S), LARGEST_CLAIM))
         if self._downloader.rate_limit.bytes_per_s:
             size = min(

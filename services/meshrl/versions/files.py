@@ -1,8 +1,7 @@
 """The bytes of a version on an engine's host: in mapped files or in memory, without a second copy; and their check.
 
-Used by agents. A version on a shared filesystem is mapped where its publisher wrote it. One that comes in chunks is put
-into a buffer, or, for an engine whose model runs in other processes, into a safetensors file in shared memory that
-those processes read.
+Used by agents. A version on a shared filesystem is mapped in place. One that comes in chunks is put into a buffer, or,
+for an engine whose model runs in other processes, into a safetensors file in shared memory.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class HostBytes:
     own: Path | None = None
 
     def of(self, entry: TensorEntry | ChunkEntry) -> Bytes:
-        """The bytes of a tensor or a chunk; a view, unless it is spread over several files."""
+        """The bytes of a tensor or a chunk; a view, unless several files hold it."""
         pieces = []
         end = entry.offset + (entry.num_bytes if isinstance(entry, TensorEntry) else entry.length)
         for offset, data in self.parts:
@@ -88,8 +87,8 @@ class HostBytes:
     def wrong_tensor(self, manifest: Manifest, stop: threading.Event) -> str | None:
         """Name of the first tensor whose digest is not the manifest's; None: all are right. Blocking.
 
-        Additive digests are slow on a host: then the hashes of the chunks are checked, which cover the same bytes.
-        Ends early, with None, once `stop` is set.
+        Additive digests are slow on a host, so the hashes of the chunks, which cover the same bytes, are checked in
+        their place. Ends early, with None, once `stop` is set.
         """
         additive = manifest.digest_algorithm == SUM128 and len(manifest.chunks) > 0
 
@@ -117,7 +116,7 @@ class HostBytes:
         return blake3(data.data, max_threads=threads).digest() == entry.digest
 
     def release(self) -> None:
-        """Deletes the file of its own; processes that have mapped it keep the bytes."""
+        """Deletes its own file; processes that have mapped it keep the bytes."""
         if self.own is not None:
             self.own.unlink(missing_ok=True)
             with suppress(OSError):  # another version is in it, or it is gone already
@@ -127,8 +126,7 @@ class HostBytes:
 def map_files(entries: Sequence[FileEntry]) -> HostBytes:
     """Maps a publisher's files. Raises OSError for one that is missing, unreadable, too short or not a regular one.
 
-    A publisher writes a file under another name first and never changes it afterwards, so it is not cut short below a
-    mapping.
+    A publisher never changes a file once it has its name, so it is not cut short below a mapping.
     """
     parts = []
     for entry in entries:
@@ -152,7 +150,7 @@ def empty_bytes(manifest: Manifest) -> HostBytes:
 
 
 class Spool:
-    """Makes files for versions that come in chunks, in a folder of one engine's own, which its next start empties."""
+    """Makes files for versions in chunks, in a folder of one engine, which its next start empties."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         """`folder`: where to put that folder; None is shared memory, or the temporary folder while that is full."""

@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's format: the names of tensors, the two files of a folder, and which shapes fit a model.
 
-The trainer uses it to name the tensors of adapter versions and to write adapter folders; engines use it to check, merge
-and load adapters. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+The trainer names and writes adapters by it, engines check, merge and load them. Format:
+https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 A layer is the full name of a linear layer, such as model.layers.0.self_attn.q_proj; its two matrices are A (rank,
 inputs) and B (outputs, rank).
@@ -29,7 +29,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PARTS = ("A", "B")
 EXPERTS = re.compile(r"(?:^|\.)experts\.(gate_up_proj|up_proj|down_proj)$")
-"""Parameters of all experts of a layer, of which PEFT wraps the up projection first, then the down projection."""
+"""Parameters of all experts of a layer: PEFT wraps the up projection first, then the down projection."""
 
 
 def tensor_name(layer: str, part: str) -> str:
@@ -38,7 +38,7 @@ def tensor_name(layer: str, part: str) -> str:
 
 
 def layer_and_part(name: str) -> tuple[str, str] | None:
-    """What `tensor_name` put together; None for a name that it does not make."""
+    """The inverse of `tensor_name`; None for a name that it does not make."""
     layer, _, part = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
     return (layer, part) if part in PARTS and name == tensor_name(layer, part) else None
 
@@ -55,7 +55,7 @@ def stored_experts(tensor: torch.Tensor, part: str) -> torch.Tensor:
 
 
 def read_experts(stored: torch.Tensor, experts: int, part: str) -> torch.Tensor:
-    """What `stored_experts` was made of. Raises RuntimeError for a shape that is none of so many experts."""
+    """The inverse of `stored_experts`. Raises RuntimeError for a shape that is none of so many experts."""
     if part == "A":
         return stored.reshape(experts, -1, stored.shape[-1])
     return stored.reshape(stored.shape[0], -1, experts).permute(2, 0, 1)
@@ -99,7 +99,7 @@ def config_of(table: JsonObject) -> AdapterConfig:
 def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor], table: Mapping[str, object]) -> None:
     """Writes a folder that PEFT and vLLM load, of tensors in PEFT's names. Raises OSError.
 
-    Other threads go on meanwhile, where safetensors' own `save_file` holds them up for a tenth of a second.
+    Other threads go on meanwhile; safetensors' own `save_file` holds them up for a tenth of a second.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plans = plan_tensors(layout_of(tensors))
@@ -131,10 +131,10 @@ class AdaptedWeight:
 def check_fit(
     version: int, adapter: AdapterConfig, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> list[AdaptedWeight]:
-    """Returns the weights that an adapter changes.
+    """Returns the weights that an adapter changes, which every tensor of it must.
 
     `shapes` are those of the base weights by Hugging Face name. Raises MeshError LAYOUT_MISMATCH naming the first
-    tensor that does not fit: every tensor of the adapter changes a weight.
+    tensor that does not fit.
     """
 
     def refuse(why: str) -> MeshError:

@@ -1,4 +1,5 @@
-"""Whether a publication still makes progress; set by its threads, read by the training loop, which gives it up."""
+"""Whether a publication still makes progress; set by its threads, read by the training loop, which ends one that stands
+still."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import time
 
 
 class Progress:
-    """When a publication last made progress; for any thread. A slow publication goes on, one that stands still ends."""
+    """When a publication last made progress; for any thread."""
 
     def __init__(self) -> None:
         self._moved_s = time.monotonic()
@@ -17,9 +18,9 @@ class Progress:
         return self._moved_s
 
     def moved(self, *, unseen_s: float = 0.0) -> None:
-        """Records progress now. `unseen_s`: how long another process may be at work from now on without a sign."""
+        """Records progress now. `unseen_s`: how long another process may be at work without a sign."""
         self._moved_s = time.monotonic() + unseen_s
 
     def left_s(self, stall_s: float) -> float:
-        """How long it may still stand still where `stall_s` is the most."""
+        """Seconds until it has stood still for `stall_s`."""
         return self._moved_s + stall_s - time.monotonic()

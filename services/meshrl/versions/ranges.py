@@ -1,8 +1,8 @@
 """Which bytes of a version each connection fetches next: one queue for all connections of a download. No I/O, no clock.
 
 Used by `versions.downloads`. Connections claim ranges from the front. Once all are claimed, a connection without work
-also fetches a claim that stands still, or takes half of one that would take long, so that a download does not wait for
-its slowest connection at the end. Whatever breaks off, every byte is taken exactly once.
+also fetches a claim that stands still, or takes half of a long one, so that the end does not wait for the slowest
+connection. Whatever breaks off, every byte is taken exactly once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LONG_S = 1.0
 
 @dataclass(eq=False)
 class Claim:
-    """Bytes [at, end) that a connection fetches, or several: `at` moves on as they come, `end` back as others take
-    the rest.
+    """Bytes [at, end) that one or several connections fetch: `at` moves on as they come, `end` back as others take the
+    rest.
 
-    `rate` is that of its connection, in bytes/s, 0 while it is not known. Nothing has come since `quiet_from_s`, which
-    is infinite until the bytes are asked for.
+    `rate` is its connection's, in bytes/s, 0 while unknown. Nothing has come since `quiet_from_s`, which is infinite
+    until the bytes are asked for.
     """
 
     at: int
@@ -62,9 +62,9 @@ class RangeQueue:
         return sum(end - start for start, end in self._todo)
 
     def claim(self, size: int, now_s: float, rate: float = 0.0, patience_s: float = SILENT_S) -> Claim | None:
-        """Gives at most `size` bytes to a connection; None: others are about to have all that is left.
+        """Gives at most `size` bytes to a connection; None: others are about to have the rest.
 
-        Of a claim of which nothing came for `patience_s` each connection that fetches it, another one may fetch it.
+        After `patience_s` without a byte at each connection of a claim, another one may fetch it too.
         """
         if not self._todo:
             return self._help(now_s, rate, patience_s)
@@ -111,7 +111,7 @@ class RangeQueue:
         return claim.at - start, complete
 
     def release(self, claim: Claim) -> None:
-        """A connection is done with it, or broken: what has not come is for others."""
+        """A connection is done with it, or broken: the missing bytes are for others."""
         claim.connections -= 1
         if claim.connections:
             return
@@ -121,7 +121,7 @@ class RangeQueue:
             claim.end = claim.at
 
     def refetch(self, index: int) -> None:
-        """A chunk that was complete was not right: it is fetched once more."""
+        """A complete chunk was wrong: it is fetched once more."""
         chunk = self._chunks[index]
         self._left[index] = chunk.length
         heapq.heappush(self._todo, (chunk.offset, chunk.offset + chunk.length))

@@ -1,7 +1,7 @@
 """The weights of one version as a rank of the trainer copied them between two steps, in the published form.
 
 The trainer's `Snapshotter` makes snapshots on the training thread; the transports (`versions/transports`) read them on
-the publishing threads. A snapshot shares no memory with the live weights, so training goes on meanwhile.
+the publishing threads. A snapshot shares no memory with the live weights.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Snapshot:
 
 
 class SideStream:
-    """A publisher's stream beside training, the same for every version: torch keeps memory by stream."""
+    """A publisher's stream beside training, one for all versions, since torch keeps memory by stream."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
     def reading(self, snapshot: Snapshot) -> Iterator[None]:
-        """Waits until a snapshot is made; GPU work inside is on this stream, and done when this ends."""
+        """Waits until a snapshot is made; GPU work inside is on this stream, and done at the end."""
         if snapshot.ready is None:
             yield
             return
@@ -123,8 +123,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer, and digests them.
 
-    A sender without rows of a tensor need not have it in `shards`. `reuse` is the buffer
-    of an earlier snapshot that is not read any more. Raises ValueError if the rows are not those of the plan.
+    A tensor of which the sender has no rows may be missing in `shards`. `reuse` is the buffer of an earlier snapshot
+    that is not read any more. Raises ValueError if the rows are not those of the plan.
     """
     num_bytes = plan.sender_bytes(sender)
     fits = reuse is not None and reuse.numel() == num_bytes and reuse.device == device
@@ -148,10 +148,8 @@ def take_snapshot(
 
 
 def whole_snapshot(state: Mapping[str, torch.Tensor], reuse: torch.Tensor | None = None) -> Snapshot:
-    """A copy of all weights in host memory, as the snapshot of an only sender; `reuse` as in `take_snapshot`.
-
-    Raises ValueError for a type that the contract lacks.
-    """
+    """A copy of all weights in host memory, as the snapshot of an only sender; `reuse` as in `take_snapshot`. Raises
+    ValueError for a type that the contract lacks."""
     tensors = plan_tensors((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items())
     plan = PublishPlan(tensors=tensors)
     return take_snapshot(plan, state, 0, torch.device("cpu"), reuse=reuse, with_digests=False)

@@ -1,8 +1,8 @@
 """From whom a host fetches versions (relays first, the hub last), and over how many connections.
 
-Used by `versions.downloads`, and by `versions.uploads` for uploads. Relays are compared by the rate they were measured
-at; one that brings nothing is avoided for a while. On a link that loses packets a single TCP connection reaches a few
-Mb/s whatever the link could do, so the number of connections is doubled as long as that is faster.
+Used by `versions.downloads` and `versions.uploads`. Relays are compared by their measured rate; one that brings nothing
+is avoided for a while. On a link that loses packets a single TCP connection reaches a few Mb/s at any capacity, so the
+number of connections is doubled as long as that is faster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshrl.versions.ranges import SILENT_S
 from meshrl.wire.errors import MeshError
 
 DEAD_S = 3.0
-"""A relay from which nothing came for so long is passed over."""
+"""A relay is passed over after so long without a byte."""
 
 LEAVE_S = 10.0  # for the calls of a connection whose place another has taken
 AVOID_S = (10.0, 60.0)  # how long a relay that failed is avoided, doubled from the first to the second
@@ -32,8 +32,7 @@ PROBE_WINDOWS = 8  # measured windows after which more connections are tried onc
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLimits:
-    """The most connections, the most megabits per second (0 for no limit), and the seconds without a byte until it
-    gives up."""
+    """The most connections, the most megabits per second (0: no limit), and the longest silence in seconds."""
 
     connections: int = 48
     mbps: float = 0.0
@@ -62,7 +61,7 @@ class ByteSource:
 
     @property
     def patience_s(self) -> float:
-        """How long nothing may come of a claim until another connection fetches it as well."""
+        """How long a claim may stand still until another connection fetches it as well."""
         return min(SILENT_S, max(LEAST_PATIENCE_S, self.answers_in_s)) if self.is_far else SILENT_S
 
     @property
@@ -75,7 +74,7 @@ class ByteSource:
         return self.answers_in_s <= FAR_S
 
     def connections(self, most: int) -> int:
-        """How many connections to it can pay, at most `most`."""
+        """The number of connections to it that can pay, at most `most`."""
         return most if self.is_far else min(most, FAR_COUNT)
 
     def answered(self, seconds: float) -> None:
@@ -107,7 +106,7 @@ class ByteSources:
         self._relays = [ByteSource(address=address, is_hub=False) for address in relays]
 
     def choose(self, now_s: float) -> ByteSource:
-        """The fastest relay of those that are there, each tried once in the order given; the hub where none is."""
+        """The fastest present relay, each tried once in the order given; the hub without any."""
         there = [relay for relay in self._relays if relay.avoid_until_s <= now_s]
         return max(there, key=lambda relay: relay.rate or float("inf"), default=self._hub)
 
@@ -122,7 +121,7 @@ class ConnectionCount:
         self._first = True
 
     def first_answer(self, seconds: float, most: int) -> None:
-        """The first bytes of all came after so long: from far away it begins with several connections, up to `most`."""
+        """The first bytes of all came after so long: far away it begins with several connections, up to `most`."""
         if self._first and seconds > FAR_S:
             self.count = min(FAR_COUNT, most)
         self._first = False
@@ -150,10 +149,10 @@ class ConnectionCount:
 
 
 class Connections:
-    """The connections to all sources, by number; each is opened when it is first used, and stays."""
+    """The connections to all sources, by number, opened when first used."""
 
     def __init__(self, hub: WeightSyncClient) -> None:
-        """The first connection to the hub is that of `hub`, which is not closed here."""
+        """The first connection to the hub is `hub`, which is not closed here."""
         self._hub = hub
         self._clients = {(hub.address, 0): hub}
         self._dropped: dict[tuple[str, int], WeightSyncClient] = {}
@@ -169,9 +168,9 @@ class Connections:
         return WeightSyncClient(source.address, self._hub.options, of_relay=not source.is_hub)
 
     async def renew(self, source: ByteSource, count: int, deadline_s: float) -> None:
-        """Opens others in the place of the first `count` connections to a source, each used until the new one is open.
+        """Replaces the first `count` connections to a source, each used until the new one is open.
 
-        Calls over the old ones go on, for LEAVE_S at most. Those whose new one is not open after `deadline_s` stay.
+        Calls over the old ones go on, for LEAVE_S at most. Those without a new one after `deadline_s` stay.
         """
 
         async def renew_one(number: int) -> None:
@@ -210,14 +209,14 @@ class Connections:
 
 
 class RateLimit:
-    """Limits what is sent or asked for to `bytes_per_s` on average; 0 is no limit."""
+    """Limits bytes sent or requested to `bytes_per_s` on average; 0 is no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
     async def take(self, num_bytes: int) -> None:
-        """Waits until so many bytes may be sent or asked for."""
+        """Waits until so many bytes may be sent or requested."""
         if not self.bytes_per_s:
             return
         now_s = asyncio.get_running_loop().time()

@@ -3,11 +3,11 @@
 Filled by uploads (CreateVersion), checked when a version is sealed, read by fetches (Fetch).
 
 `<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`. For a delta it also holds the
-chain of versions below it (`deltas.chains`), for a version that is broadcast (nccl) the manifest alone. Which chunks of
-a payload are here, a restarted hub finds out by hashing it again (`version_bytes`).
+chain of versions below it (`deltas.chains`), for a broadcast version (nccl) the manifest alone. A restarted hub hashes
+a payload to find its chunks (`version_bytes`).
 
-Deletion belongs to the hub, since only it knows who may still fetch: it deletes its spool and, for versions made of
-files, the publisher's files, provided that the manifest of the same artifact lies beside them.
+Only the hub deletes, since it knows who may still fetch: its spool and, for versions made of files, the publisher's
+files if the manifest of the same artifact lies beside them.
 
 Blocking: call it off the event loop. Safe for threads as long as no artifact is deleted while it is used.
 """
@@ -72,7 +72,7 @@ class VersionStore:
         return held
 
     def open(self, artifact_id: str, manifest: Manifest, *, with_base: bool = True) -> None:
-        """Makes room for an artifact; does nothing when it is there already.
+        """Makes room for an artifact, once.
 
         `with_base`: a delta keeps its chain below it, as at a hub; a relay has the versions of a chain side by side.
 
@@ -94,7 +94,7 @@ class VersionStore:
         self.artifacts[artifact_id] = self._load(manifest, folder)
 
     def check_base(self, artifact_id: str, manifest: Manifest) -> None:
-        """Raises UNKNOWN_VERSION for a delta to come whose base is not here, not whole or not what it was."""
+        """Raises UNKNOWN_VERSION for a coming delta whose base is not here, not whole or has changed."""
         if manifest.kind is VersionKind.DELTA and artifact_id not in self.artifacts:
             self._base_of(manifest)
 
@@ -116,8 +116,8 @@ class VersionStore:
     def steps(self, artifact_id: str, held_root: bytes, *, whole: bool) -> tuple[Manifest, ...]:
         """The manifests that an engine applies one after the other to reach a delta; all of them can be read then.
 
-        It starts from weights with the root `held_root`, or without any. `whole`: all bytes of the delta are here.
-        Raises UNKNOWN_VERSION when parts of the chain are gone.
+        From weights with the root `held_root`, or without any. `whole`: all bytes of the delta are here. Raises
+        UNKNOWN_VERSION when parts of the chain are gone.
         """
         artifact = self.held(artifact_id)
         with self._merging:  # deltas are merged once

@@ -1,8 +1,8 @@
 """Uploads the chunks of a version to the hub and resumes a broken upload; `downloads` is the other direction.
 
-Used by the trainer's publisher. It sends the chunks that the hub lists as missing, to a hub far away over several
-connections. There is no deadline for the whole upload, since a large version may take as long as its link needs: it
-ends when for a while no call made progress. Every chunk, in both directions, is sent with a CRC32C of its own.
+Used by the trainer's publisher. It sends the chunks that the hub lists as missing, to a far hub over several
+connections. An upload has no deadline, since a large version may take as long as its link needs: it ends when for a
+while no call made progress. Every chunk, in both directions, has a CRC32C of its own.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ TODAY = Peers()
 
 
 class Attempts:
-    """Decides after each attempt at one upload whether there is another.
-
-    There is, as long as the last one that brought the upload further ended less than `stall_s` ago.
-    """
+    """Decides after each attempt at one upload whether there is another: yes, until the upload has stood still for
+    `stall_s`."""
 
     def __init__(self, stall_s: float, *, left: int, also: Collection[Reason] = ()) -> None:
         """`left` is what is to be moved, in any unit; `also`: reasons to try again beside those in TRANSIENT."""
@@ -69,7 +67,7 @@ class Attempts:
     async def another(self, failure: MeshError, *, left: int | None) -> None:
         """Waits a little before the next attempt. Raises `failure` when there is none.
 
-        `left` is what is still to be moved; None while it is unknown, which counts as progress once.
+        `left` is the rest to be moved; None while unknown, which counts as progress once.
         """
         now_s = asyncio.get_running_loop().time()
         further = self._progressed if left is None else left < self._left
@@ -120,9 +118,9 @@ class Uploader:
                 logger.warning("the hub cannot be asked for what it can do: {}; asking again", error)
 
     async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
-        """Sends the hub a manifest and, of a streamed version, the chunks that it misses.
+        """Sends the hub a manifest and the missing chunks of a streamed version.
 
-        Raises MeshError as `WeightSyncClient.create_version` does, for what another attempt does not mend.
+        Raises MeshError as `WeightSyncClient.create_version` does, if another attempt will not help.
         """
         missing: Sequence[int] = () if buffer is None else tuple(chunk.offset for chunk in manifest.chunks)
         attempts = Attempts(self._retry_for_s, left=len(missing), also=INCOMPLETE | NO_ROOM)
@@ -148,7 +146,7 @@ class Uploader:
     async def _send(
         self, manifest: Manifest, buffer: NDArray[np.uint8] | None, missing: Sequence[int]
     ) -> StagedVersion:
-        """Sends the hub a manifest and the missing chunks, once; the answer says what it still misses. Raises MeshError
+        """Sends the hub a manifest and the missing chunks, once; the answer lists those still missing. Raises MeshError
         once all have ended."""
         if buffer is None:
             return await self._client.create_version(manifest, stall_s=self._retry_for_s)
@@ -193,7 +191,7 @@ class Uploader:
         return await self._client.create_version(manifest)
 
     async def _count(self, num_chunks: int) -> int:
-        """Over how many connections so many chunks are sent: on a link that loses packets each makes little alone."""
+        """The number of connections for so many chunks: on a link that loses packets each makes little alone."""
         most = min(self._limits.connections, num_chunks)
         if most > 1 and math.isinf(self._hub.answers_in_s):
             await self._client.epoch()  # opens the connection

@@ -1,7 +1,7 @@
 """The bytes of one version, of which chunks may be missing: in memory, or in files.
 
-A hub's upload and a relay's download fill files, an agent's download fills memory; a hub and relays serve what is here
-while the rest still comes. A chunk counts as here only once its BLAKE3 was right, and is checked again when it is read
+A hub's upload and a relay's download fill files, an agent's download fills memory; a hub and relays serve the present
+chunks while the rest comes. A chunk is present only once its BLAKE3 was right, and is checked again when it is read
 from a file: bytes that changed at rest are never sent on.
 """
 
@@ -55,7 +55,7 @@ def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
 
 
 def sound_bytes(chunk: Chunk) -> NDArray[np.uint8]:
-    """Returns the bytes of a chunk that arrived. Raises MeshError CHUNK_CORRUPT when they are not those that left."""
+    """The bytes of a chunk that arrived. Raises MeshError CHUNK_CORRUPT when they were damaged on the way."""
     data = np.frombuffer(chunk.data, dtype=np.uint8)
     if _crc32c(data) != chunk.crc32c:
         text = f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
@@ -99,7 +99,7 @@ class VersionBytes:
         return (FileEntry(path=str(self.file), offset=0, num_bytes=self.manifest.payload_bytes),)
 
     def find(self) -> None:
-        """Looks which chunks the file has, as an earlier start has left it."""
+        """Looks which chunks of an earlier start the file has."""
         with PayloadReader(self._files) as reader:
             chunks = enumerate(self.manifest.chunks)
             self.missing = {index for index, chunk in chunks if not _is_sound(reader, chunk)}
@@ -107,10 +107,8 @@ class VersionBytes:
     # --- filling ------------------------------------------------------------------------------------
 
     def put(self, offset: int, data: NDArray[np.uint8]) -> None:
-        """Stores bytes of a missing chunk, from `offset` of the version on; chunks come in any order, and mixed.
-
-        Raises MeshError OVERLOADED where a file has no room.
-        """
+        """Stores bytes of a missing chunk, from `offset` of the version on; chunks come in any order, and mixed. Raises
+        MeshError OVERLOADED if a file has no room."""
         if self.file is None:
             assert self._memory is not None
             self._memory[offset : offset + len(data)] = data
@@ -182,7 +180,7 @@ class VersionBytes:
             return tuple(self.manifest.chunks[index].offset for index in sorted(self.missing))
 
     def here_to(self, start: int, end: int) -> int:
-        """The end of the bytes that are here without a gap from `start` on, at most `end`; `start` if none."""
+        """The end of the present bytes without a gap from `start` on, at most `end`; `start` if none."""
         chunks = self.manifest.chunks
         with self._lock:
             index = self._index_at(start)
@@ -198,10 +196,10 @@ class VersionBytes:
                 raise MeshError(Reason.UNREACHABLE, f"the rest of version {self.manifest.version} did not come")
 
     def verify(self, files: Literal["digests", "sizes"]) -> None:
-        """Checks that the version is complete and, where that was not done on arrival, right.
+        """Checks that the version is complete and, if that was not done on arrival, right.
 
         `files`: whether a publisher's files are read and hashed, or only their sizes are looked at. Payloads are not
-        synced to disk: what a power cut damages is found by the digests, and published again.
+        synced to disk: digests find the damage of a power cut, and the version is published again.
 
         Raises: CHUNKS_MISSING (a chunk, or a file that is missing or too short); DIGEST_MISMATCH.
         """
@@ -276,7 +274,7 @@ def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
 
 @contextmanager
 def room_for(manifest: Manifest, spool_dir: Path, who: str = "the hub") -> Iterator[None]:
-    """Turns the error of a full disk into one from which a publisher, or a relay, can choose what to do."""
+    """Turns the error of a full disk into one from which a publisher or a relay can choose what to do."""
     try:
         yield
     except OSError as error:

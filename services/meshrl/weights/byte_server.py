@@ -1,8 +1,8 @@
 """Serves uploads into the store and fetches out of it, on the event loop. A fetch may follow an upload under way.
 
 Called by the hub for CreateVersion and Fetch, and by relays for Fetch; the other ends are `versions.uploads` at
-publishers and `versions.downloads` at agents. A fetch that waits for bytes which have not arrived yet sends an empty
-chunk now and then, so that its caller can distinguish this from a broken link.
+publishers and `versions.downloads` at agents. A fetch that waits for bytes sends an empty chunk now and then, so that
+its caller can distinguish this from a broken link.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WRITES_AT_ONCE = 3  # chunks of one upload
 
 
 class ByteServer:
-    """Uploads and fetches of one hub or relay, on its event loop. `close` ends what waits for bytes."""
+    """Uploads and fetches of one hub or relay, on its event loop. `close` ends waits for bytes."""
 
     def __init__(self, store: VersionStore, *, max_chunk_bytes: int) -> None:
         self._store, self._max_chunk_bytes = store, max_chunk_bytes
@@ -32,7 +32,7 @@ class ByteServer:
         self._closed = False
 
     def changed(self) -> None:
-        """Wakes those who wait for bytes: a chunk is here, or a version is gone."""
+        """Wakes waits for bytes: a chunk is here, or a version is gone."""
         self._changed.beat()
 
     def close(self) -> None:
@@ -71,9 +71,9 @@ class ByteServer:
     async def feed(
         self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int, arriving: Callable[[], bool]
     ) -> AsyncIterator[bytes]:
-        """Yields byte ranges (offset, length) of a version in framed chunks, those that still arrive as they do.
+        """Yields byte ranges (offset, length) of a version in framed chunks, also of bytes that still arrive.
 
-        `arriving`: whether bytes of it may be on their way here; it raises where the version is gone. Raises as
+        `arriving`: whether bytes of it may be on their way here; it raises if the version is gone. Raises as
         `VersionBytes.read`; UNREACHABLE when no more bytes arrive.
         """
         held = self._store.held(artifact_id)

@@ -1,4 +1,4 @@
-"""What engines compiled at their start, by key, in files of the hub's spool; asked for by engines that start later."""
+"""Code that engines compiled at their start, by key, in files of the hub's spool, for engines that start later."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MOST_KEPT = 8
 
 
 class CompiledStore:
-    """Archives of at most MOST_KEPT keys; those that were kept first go. Blocking: call it off the event loop."""
+    """Archives of at most MOST_KEPT keys, the newest. Blocking: call it off the event loop."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writing = threading.Lock()
 
     def keep(self, key: str, archive_digest: bytes, archive: bytes) -> None:
-        """Raises DIGEST_MISMATCH for an archive that is not what was sent, OVERLOADED where there is no room."""
+        """Raises DIGEST_MISMATCH for an archive that was damaged on the way, OVERLOADED without room."""
         if digest(archive) != archive_digest:
             raise MeshError(Reason.DIGEST_MISMATCH, "the archive of what was compiled is not what its digest names")
         try:
@@ -36,7 +36,7 @@ class CompiledStore:
             raise MeshError(Reason.OVERLOADED, f"what was compiled is not kept: {error}") from error
 
     def get(self, key: str) -> tuple[bytes, bytes]:
-        """The digest and the archive; both empty where nothing is kept, or it was damaged."""
+        """The digest and the archive; both empty if none is kept, or it was damaged."""
         try:
             content = (self._folder / key).read_bytes()
         except OSError:

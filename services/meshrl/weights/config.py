@@ -33,8 +33,8 @@ class WeightsConfig(BaseConfig):
     None disables joining."""
 
     upstream: str | None = Field(default=None, min_length=3)
-    """Address of the run's hub, host:port. With it this program is a relay, which brings the versions for its site's
-    engines over the WAN once. Engines name it in weight_broadcast.relays. None is the hub itself."""
+    """Address of the run's hub, host:port. With it this program is a relay, which brings versions over the WAN once for
+    the engines that name it in weight_broadcast.relays. None is the hub itself."""
 
     connections: int = Field(default=48, ge=1, le=128)
     """Most connections over which a relay fetches; it opens them while the rate grows."""
@@ -65,7 +65,7 @@ class WeightsConfig(BaseConfig):
 
     engines: list[str] = Field(default_factory=list)
     """Base URLs of inference servers that run already, with or without a trailing /v1. Each is called, by its admin
-    route /follow_hub, until it follows this hub, and again when it is gone; engines that were started for this hub need
+    route /follow_hub, until it follows this hub, and again after a loss; engines that were started for this hub need
     not be listed. rl lists those of orchestrator.client.base_url."""
 
     engine_api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)

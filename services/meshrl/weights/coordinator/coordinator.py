@@ -142,22 +142,22 @@ class Coordinator:
         return record, actions
 
     def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
-        """The first bytes of a streamed version come: engines with nothing else to fetch follow its upload."""
+        """See `RunLine.arrives`."""
         line = self.lines.get(record.key.run_id)
         return [] if line is None else line.arrives(record, now_s)
 
     def seal(self, key: Key, traceparent: str, now_s: float, wall_s: float) -> list[Action]:
-        """The bytes of a staged version are complete and right: engines start to prepare it."""
+        """See `RunLine.seal`."""
         self._log.wall_offset_s = wall_s - now_s
         return self.line(key.run_id).seal(key, traceparent, now_s)
 
     def copied(self, record: VersionRecord, now_s: float) -> list[Action]:
-        """The copy of a version that is broadcast is complete: engines that lack the version pull it."""
+        """See `RunLine.copied`."""
         line = self.lines.get(record.key.run_id)
         return [] if line is None else line.copied(record, now_s)
 
     def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
-        """Forms a group and has its engines join it. The same request again gets the same answer, until a newer one.
+        """Forms a group and has its engines join it. A repeated request gets the same answer, until a newer one.
 
         Raises: RUN_LIMIT_REACHED beside other runs, STALE_EPOCH, GROUP_BROKEN when no engine can take part.
         """
@@ -210,7 +210,7 @@ class Coordinator:
     # --- the orchestrator ---------------------------------------------------------------------
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
-        """The decision for `key` is durable: from now on it only goes forward."""
+        """See `RunLine.decided`."""
         line = self.lines.get(key.run_id)
         return [] if line is None else line.decided(key, now_s)  # without a line it was closed meanwhile
 
@@ -252,7 +252,7 @@ class Coordinator:
     def report(self, report: AgentReport, now_s: float) -> list[Action]:
         """Takes one message of an agent, which renews its lease. Raises LEASE_EXPIRED.
 
-        One about a run that this hub does not have changes nothing of the others.
+        A message about a run unknown here leaves the others alone.
         """
         engine = self.pool.leased(report.lease_id)
         engine.seen_s = now_s
@@ -291,9 +291,9 @@ class Coordinator:
         return RunLine(run_id, pool=self.pool, groups=self.groups, log=self._log, limits=self._limits)
 
     def _line_to_publish(self, run_id: str, *, adapter: bool) -> RunLine:
-        """The line that a version or a group of a run belongs to; a new one is not among `lines` yet.
+        """The line of a run's version or group; a new one is not among `lines` yet.
 
-        Raises RUN_LIMIT_REACHED where other runs are in the way: weights of the base model are those of every run.
+        Raises RUN_LIMIT_REACHED if other runs are in the way: weights of the base model are those of every run.
         """
         others = [
             line for line in self.lines.values() if line.run_id != run_id and (line.records.live or line.changes_base)
@@ -319,7 +319,7 @@ class Coordinator:
     # --- the log ----------------------------------------------------------------------------------
 
     def recover(self, saved: Save | None, now_s: float, wall_s: float) -> None:
-        """Takes all that an earlier hub saved, if there was one. Engines are not in it: they register again."""
+        """Restores an earlier hub's rows, if any. Engines are not among them: they register again."""
         log = self._log
         log.wall_offset_s = wall_s - now_s
         if saved is None:

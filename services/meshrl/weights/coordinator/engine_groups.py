@@ -2,8 +2,8 @@
 
 A publisher asks for a group at its store, the hub picks the engines and numbers their ranks, and engines report the
 group's generation once they are in. A group carries versions of its publisher's epoch only, from `first_version` on: an
-engine that waited in it for an older version would mistake the bytes of the next one for it. A broadcast is sent once.
-Engines that missed it pull the version from the hub, as soon as its publisher has brought a copy there.
+engine that waited for an older version would mistake the bytes of the next one for it. A broadcast is sent once.
+Engines that missed it pull the version from the hub, once its publisher has brought a copy there.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class EngineGroups:
         return self.current
 
     def join(self, engine: EngineRecord, now_s: float) -> JoinGroup | None:
-        """Returns the command for an engine that should join the current group and has not got it on this session."""
+        """The command for an engine that should join the current group and has not got it on this session, if any."""
         group = self.current
         if group is None or now_s >= group.until_s or group.generation in (engine.join_sent, engine.group_generation):
             return None
@@ -115,7 +115,7 @@ class EngineGroups:
         return {engine_id: reason for engine_id, reason in reasons.items() if reason is not None}
 
     def why_unreachable(self, engine: EngineRecord, record: VersionRecord) -> str | None:
-        """Returns in words why an engine cannot get a version now; None when it can.
+        """Why an engine cannot get a version now, in words; None when it can.
 
         An engine of another layout needs no group: it gets the command to prepare the version, and refuses it with the
         difference.
@@ -136,7 +136,7 @@ class EngineGroups:
 
 
 def first_version(epoch: int, known: Collection[Key]) -> int:
-    """Returns the first version that a group carries: what is sealed from now on, after those that are `known`."""
+    """The first version that a group carries: any sealed from now on, after those that are `known`."""
     return max((key.version + 1 for key in known if key.epoch == epoch), default=0)
 
 

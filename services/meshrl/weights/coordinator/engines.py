@@ -70,7 +70,7 @@ class SleepRound:
 
     @classmethod
     def begin(cls, engines: tuple[EngineRecord, ...], number: int) -> tuple[SleepRound, list[Action]]:
-        """Asks every engine that can sleep and has a session; those asleep, too, which may have been woken since."""
+        """Asks every engine that can sleep and has a session, also those asleep, which may have been woken since."""
         asked = tuple(engine for engine in engines if engine.registration.can_sleep and engine.connected)
         actions: list[Action] = [
             Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=Sleep(number=number)) for engine in asked
@@ -79,7 +79,7 @@ class SleepRound:
 
     @property
     def over(self) -> bool:
-        """Whether no engine is waited for any more; one whose session ended is not."""
+        """Whether no engine is waited for any more; ended sessions are not."""
         return all(self._answered(engine) or not engine.connected for engine in self.asked)
 
     @property

@@ -1,10 +1,10 @@
 """The versions of one run: which of them engines prepare and serve. Events and the time in, actions out, no I/O inside.
 
 A version is staged, sealed, decided and committed; every move is written to the log. The decision is the point of no
-return: it is asked for with `Save(decision=...)` and takes effect only when the hub calls `decided`, that is, once it
-is durable. What an engine should do next follows from the versions and its last report alone (`wanted_command`), so a
-restarted hub, a new session and a late engine need no code of their own: commands are derived and sent again, and they
-are idempotent by (version, artifact).
+return: `Save(decision=...)` asks for it, and it takes effect once it is durable, when the hub calls `decided`. An
+engine's next step follows from the versions and its last report alone (`wanted_command`), so a restarted hub, a new
+session and a late engine need no code of their own: commands are derived and sent again, and they are idempotent by
+(version, artifact).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from meshrl.wire.values import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class LineLimits:
-    """Of each run; `kept_ended`: how many versions are known after they were retired or aborted."""
+    """Of each run; `kept_ended`: how many retired or aborted versions are remembered."""
 
     keep_versions: int
     min_engines: int
@@ -68,7 +68,7 @@ class LineLimits:
 
 @dataclass(kw_only=True)
 class LineLog:
-    """What the lines write to their one log: it numbers the changes of all of them."""
+    """The one log of all lines: it numbers their changes."""
 
     revision: int = 0
     epochs: dict[str, int] = field(default_factory=dict)  # by run, of those that were closed as well
@@ -148,7 +148,7 @@ class RunLine:
         return self.records[max(keys)]
 
     def routable(self, engine: EngineRecord) -> bool:
-        """Whether an engine that is live may be sent requests of this run."""
+        """Whether a live engine may be sent requests of this run."""
         line = engine.on(self.run_id)
         vouched = (r for r in self.records.values() if r.state in DECIDED or r.state is VersionState.RETIRED)
         return not line.ejected and line.state in SERVING and any(line.serves(record) for record in vouched)
@@ -158,8 +158,8 @@ class RunLine:
     def stage(self, manifest: Manifest, artifact: str) -> tuple[VersionRecord, list[Action]]:
         """Takes a manifest. The same artifact again is the same record, whatever its state.
 
-        Of a version that is broadcast it also takes a copy in chunks, once that is sealed: the same tensors for engines
-        that missed the broadcast.
+        Once a broadcast version is sealed it also takes a copy in chunks: the same tensors for engines that missed the
+        broadcast.
 
         Raises: STALE_EPOCH, INVALID_REQUEST for an epoch beyond the next, VERSION_CONFLICT for another artifact of a
         version that was not aborted, VERSION_SUPERSEDED when a later version is decided.
@@ -197,7 +197,7 @@ class RunLine:
         return self.next_actions(now_s)
 
     def sealing(self, *, epoch: int, version: int, artifact: str) -> VersionRecord:
-        """Returns the record, whose bytes must be checked before `seal` while it is still being staged.
+        """The record, whose bytes must be checked before `seal` while it is still being staged.
 
         Raises: STALE_EPOCH, UNKNOWN_VERSION, VERSION_CONFLICT, VERSION_SUPERSEDED.
         """
@@ -260,9 +260,9 @@ class RunLine:
     def activate(self, request: ActivationRequest, now_s: float) -> tuple[VersionRecord, list[Action]]:
         """Starts, or joins, the commit of a sealed version; the outcome comes as `Answer` for the record's key.
 
-        With `min_ready` 0 every engine that is live now must have prepared it, and at least one in any case; engines
-        that join later catch up. Raises: UNKNOWN_VERSION, VERSION_CONFLICT for another epoch or artifact,
-        VERSION_NOT_SEALED, VERSION_SUPERSEDED.
+        With `min_ready` 0 every engine that is live now must have prepared it, and at least one in any case; later ones
+        catch up. Raises: UNKNOWN_VERSION, VERSION_CONFLICT for another epoch or artifact, VERSION_NOT_SEALED,
+        VERSION_SUPERSEDED.
         """
         version = request.version
         record = self.find(version)
@@ -327,7 +327,7 @@ class RunLine:
         return [self._log.save(forgotten=tuple(self.records)), *actions]
 
     def expect_commit(self, record: VersionRecord, now_s: float) -> None:
-        """The engines have from now until the deadline of a commit."""
+        """Starts the engines' deadline for a commit."""
         record.decided_s = now_s
         record.commit_deadline_s = now_s + self._limits.commit_deadline_s
 
@@ -372,7 +372,7 @@ class RunLine:
             engine.retry_s = now_s + engine.backoff.next_s()
 
     def note_served(self, engine: EngineLine, applied: ApplyReport | None, now_s: float) -> list[Action]:
-        """Takes note of the version that an engine reports to serve, then does what follows."""
+        """Records the version that an engine reports to serve, then does what follows."""
         self._note_served(engine, applied)
         return self.next_actions(now_s, engine)
 
@@ -403,8 +403,8 @@ class RunLine:
     def next_actions(self, now_s: float, reported: EngineLine | None = None) -> list[Action]:
         """Does everything that has become possible: decide, give up, finish, retire, send commands.
 
-        With `reported`, nothing but this engine has changed: what the others should do follows from the versions, and
-        they are only looked at when those have changed as well.
+        With `reported`, only this engine has changed: the others are looked at only if the versions have changed as
+        well.
         """
         actions: list[Action] = []
         for record in sorted(self.records.live, key=lambda r: r.key):
@@ -596,7 +596,7 @@ class RunLine:
             raise invalid([FieldViolation("epoch", text)])
 
     def begin_epoch(self, epoch: int) -> list[Action]:
-        """Drops what is left of earlier epochs. The epoch is durable with the next row that is saved."""
+        """Drops the rest of earlier epochs. The epoch is durable with the next row that is saved."""
         if epoch <= self.epoch:
             return []
         self._log.epochs[self.run_id] = epoch

@@ -112,11 +112,11 @@ class VersionRecord:
 
     @property
     def busy(self) -> bool:
-        """Whether someone waits for this version to be decided."""
+        """Whether a call waits for this version to be decided."""
         return self.deciding or (self.attempt is not None and self.state is VersionState.SEALED)
 
     def info(self, wall_offset_s: float | None = None) -> VersionInfo:
-        """As the contract has it, with the time of its seal where the offset of the wall clock is known."""
+        """As the contract has it, with the time of its seal if the offset of the wall clock is known."""
         return VersionInfo(
             run_id=self.key.run_id,
             epoch=self.key.epoch,
@@ -130,7 +130,7 @@ class VersionRecord:
         )
 
     def decision(self) -> Activation:
-        """What is known of the commit once it is decided."""
+        """The commit's outcome so far, once it is decided."""
         return self.answer or Activation(version=self.info(), engines=(), commit_s=0.0, lag_s=0.0)
 
     @classmethod
@@ -151,7 +151,7 @@ class VersionRecord:
 class EngineLine:
     """One engine on the line of one run: its last report about it, and the last command.
 
-    `serving` and `root` are the version and the weights that it reports to serve.
+    `serving` and `root` are its reported version and weights.
     """
 
     engine: EngineRecord
@@ -172,7 +172,7 @@ class EngineLine:
         return self.engine.engine_id
 
     def try_again(self, key: Key) -> None:
-        """Forgets that the engine failed to prepare or apply a version, so that it is asked to once more."""
+        """Forgets that the engine failed to prepare or apply a version, to ask it once more."""
         self.faulted.discard(key)
         self.sent = None
 
@@ -182,7 +182,7 @@ class EngineLine:
 
 @dataclass(kw_only=True, eq=False)
 class EngineRecord:
-    """One engine with a lease: its registration, what its reports have about all runs, and its `lines`, by run."""
+    """One engine with a lease: its registration, its reports about all runs, and its `lines`, by run."""
 
     registration: AgentRegistration
     lease_id: str
@@ -219,8 +219,8 @@ class EngineRecord:
 class VersionRecords(Mapping[Key, VersionRecord]):
     """The versions of one line, by key: those that may still be served, and those that ended lately.
 
-    The cost of an agent's report must not grow with the number of versions that ever were. So the work for each report
-    looks at `live` alone, and versions that ended are forgotten after a while. Only `move` changes a state.
+    The cost of an agent's report must not grow with the number of versions ever made: it looks at `live` alone, and
+    ended versions are forgotten after a while. Only `move` changes a state.
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class VersionRecords(Mapping[Key, VersionRecord]):
         return max((r for r in self._live.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
 
     def target_of(self, engine: EngineLine, report: AgentReport) -> VersionRecord | None:
-        """The version that a report is about; its artifact decides, since epochs share version numbers."""
+        """The version of a report, by its artifact, since epochs share version numbers."""
         sent = self.get(engine.sent_key) if engine.sent_key is not None else None
         artifact = report.target_artifact_id
         if report.target_version is None:
@@ -272,7 +272,7 @@ class VersionRecords(Mapping[Key, VersionRecord]):
         return next(named, None)
 
     def forget(self, *, keep: int, needed: Callable[[VersionRecord], bool]) -> list[Key]:
-        """Drops what ended before the last `keep` versions that did, but for those that are `needed`."""
+        """Drops versions that ended before the last `keep` that did, but for those `needed`."""
         ended = sorted((r for r in self._all.values() if r.state not in LIVE), key=lambda r: r.revision, reverse=True)
         gone = [record.key for record in ended[keep:] if not needed(record)]
         for key in gone:
@@ -285,11 +285,10 @@ class VersionRecords(Mapping[Key, VersionRecord]):
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """Write rows to the log, all or none, and make them durable. For a decision, call `Coordinator.decided` after that.
+    """Write rows to the log, all or none, and make them durable; after a decision call `Coordinator.decided`.
 
-    `versions` and `groups` are the rows that change, by key and by generation; None for one that is forgotten. `run` is
-    the row of the hub itself.
-    `committed` is the outcome that the rows record, if they record one.
+    `versions` and `groups` are the changed rows, by key and by generation; None for a forgotten one. `run` is the row
+    of the hub itself. `committed` is the outcome that the rows record, if any.
     """
 
     run: JsonObject
@@ -317,7 +316,7 @@ class EndSession:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer everyone who waits in ActivateVersion for this version."""
+    """Answer all calls of ActivateVersion for this version."""
 
     key: Key
     result: Activation | MeshError
@@ -325,7 +324,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteBytes:
-    """Delete what is kept of an artifact; `paths` are files of its publisher that no other version needs."""
+    """Delete the bytes of an artifact; `paths` are files of its publisher that no other version needs."""
 
     artifact_id: str
     paths: tuple[str, ...] = ()
