@@ -1,8 +1,7 @@
 """The adapters that an engine serves: which version each run's requests get, and when an older one is unloaded.
 
-One class for every kind of engine, which loads and unloads them. A version is added beside those that are served, and
-new requests get it from the moment that it is `serve`d; requests in flight stay on the version that they began with,
-which is unloaded when the last of them ends. No I/O: loading and unloading are the engine's.
+For every kind of engine, which loads and unloads them. A version is added beside the served ones, and new requests get
+it once it is `serve`d; requests in flight stay on their version, which is unloaded when the last of them ends. No I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(kw_only=True, eq=False)
 class ServedAdapter(Generic[Loaded]):
-    """A version of a run's adapter in an engine. `number` is its own: versions of another epoch share their names."""
+    """A version of a run's adapter in an engine. `number` is unique, as versions of another epoch share their names."""
 
     run_id: str
     version: int
@@ -43,10 +42,10 @@ class ServedAdapter(Generic[Loaded]):
 
 
 class AdapterTable(Generic[Loaded]):
-    """The adapters of one engine, at most `max_adapters` at once, older ones that still have requests among them."""
+    """The adapters of one engine, at most `max_adapters` at once, older ones with requests included."""
 
     def __init__(self, max_adapters: int, max_rank: int, unload: Callable[[ServedAdapter[Loaded]], None]) -> None:
-        """`max_rank` is 0 where any rank fits; `unload` is called once for each adapter, when nothing uses it."""
+        """`max_rank` is 0 if any rank fits; `unload` is called once for each adapter, when nothing uses it."""
         self.max_adapters, self.max_rank = max_adapters, max_rank
         self._unload = unload
         self._adapters: list[ServedAdapter[Loaded]] = []
@@ -80,10 +79,8 @@ class AdapterTable(Generic[Loaded]):
         self._adapters.append(ServedAdapter(run_id=run_id, version=version, number=number, loaded=loaded))
 
     def serve(self, run_id: str, version: int, *, artifact_id: str = "", root: bytes = b"") -> int:
-        """Gives new requests of a run the version that was added last; returns how many stay on older ones.
-
-        Raises MeshError VERSION_NOT_SEALED when another version, or none, was added last.
-        """
+        """Gives new requests of a run the version added last; returns how many stay on older ones. Raises MeshError
+        VERSION_NOT_SEALED when another version, or none, was added last."""
         adapter = next((a for a in reversed(self._adapters) if a.run_id == run_id and not a.over), None)
         if adapter is None or adapter.version != version:
             held = "nothing" if adapter is None else f"version {adapter.version}"
@@ -133,12 +130,12 @@ class AdapterTable(Generic[Loaded]):
 
     @contextmanager
     def using(self, policy: str) -> Iterator[ServedAdapter[Loaded] | None]:
-        """The adapter of a policy for as long as a request runs; None is the base model.
+        """The adapter of a policy while a request runs; None is the base model.
 
         `RUN` and `RUN@` are the newest version of a run, `RUN@VERSION` is one of its versions. An empty policy is the
-        only run that the engine serves, or else the base model. Raises MeshError VERSION_NOT_AVAILABLE for a version
-        that is not here yet, VERSION_SUPERSEDED for an older one that is here no more, and INVALID_REQUEST for an empty
-        policy where there are several runs.
+        engine's only run, or else the base model. Raises MeshError VERSION_NOT_AVAILABLE for a version that is not here
+        yet, VERSION_SUPERSEDED for an older one that is gone, and INVALID_REQUEST for an empty policy with several
+        runs.
         """
         adapter = self._find(policy)
         if adapter is None:

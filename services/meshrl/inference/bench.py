@@ -89,8 +89,8 @@ async def bench(config: InferenceConfig, settings: EngineBenchConfig, stop: asyn
 async def measure(
     engine: Engine, settings: EngineBenchConfig, model: ModelConfig, *, deadline_s: float
 ) -> EngineBenchReport:
-    """Warms the engine up, then measures it; a request may take `deadline_s`. Raises MeshError for requests that it
-    does not take, and ValueError."""
+    """Warms the engine up, then measures it; a request may take `deadline_s`. Raises MeshError for requests that the
+    engine refuses, and ValueError."""
     model_config = await asyncio.to_thread(
         AutoConfig.from_pretrained, model.name, trust_remote_code=model.trust_remote_code
     )
@@ -118,7 +118,7 @@ async def measure(
 def fake_requests(settings: EngineBenchConfig, engine: Engine, *, vocab_size: int) -> list[GenerateRequest]:
     """Groups of one random prompt and completions of lengths drawn evenly; the same settings give the same.
 
-    Raises ValueError where a prompt and its completion are longer than the engine takes.
+    Raises ValueError if a prompt and its completion are too long for the engine.
     """
     longest = settings.prompt_tokens + settings.max_tokens
     if longest > engine.max_model_len:

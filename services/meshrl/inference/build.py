@@ -43,7 +43,7 @@ def choose_engine(
     engine: Literal["auto", "embedded", "vllm"], device: str, *, vllm_only: Sequence[str], sleeps: bool
 ) -> EngineChoice:
     """The engine of the key `engine`, or the choice of `auto` on this machine. Raises ValueError for keys that the
-    engine does not have: those that are `vllm_only`, and sleeping without a GPU."""
+    engine lacks: those that are `vllm_only`, and sleeping without a GPU."""
     has_vllm, has_gpu = importlib.util.find_spec("vllm") is not None, torch.cuda.is_available()
     choice = decide(engine, device, has_vllm=has_vllm, has_gpu=has_gpu)
     if choice.cost:
@@ -76,9 +76,9 @@ def decide(engine: Literal["auto", "embedded", "vllm"], device: str, *, has_vllm
 
 
 async def open_engine(config: InferenceConfig, start: Start | None = None) -> Engine:
-    """The engine that the configuration asks for, started on this loop. `start` gets its phases.
+    """The configured engine, started on this loop. `start` gets its phases.
 
-    Raises: ModelError when the model cannot be loaded, ValueError for what a changed configuration mends.
+    Raises: ModelError when the model cannot be loaded, ValueError if a changed configuration would help.
     """
     start = start or Start()
     choice = choose_engine(
@@ -98,7 +98,7 @@ async def open_engine(config: InferenceConfig, start: Start | None = None) -> En
 
 def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     """Loads the model and allocates the cache; takes seconds, so keep it off the event loop. Raises: ModelError when
-    the model cannot be loaded, ValueError when the cache bound holds not one sequence."""
+    the model cannot be loaded, ValueError when the cache bound is below one sequence."""
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     model = load_model(config.model)
@@ -126,7 +126,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
 
 
 def _cache_bytes(model: PreTrainedModel, *, versions: bool) -> int:
-    """Half of what is free once a second copy of the weights, into which versions come, has its room."""
+    """Half of the free memory beside a second copy of the weights for `versions`."""
     shadow = sum(p.nbytes for p in model.parameters()) if versions else 0
     if model.device.type == "cuda":
         free = int(torch.cuda.mem_get_info(model.device)[0])

@@ -1,7 +1,6 @@
 """Loads weights from a folder into the running engine by hand: /update_weights, /reload_weights, /load_lora_adapter.
 
-Weight versions of a run come through the agent instead. An engine that follows a hub is given back the hub's version as
-soon as its agent notices, so load by hand only into engines that follow none.
+Only for engines that follow no hub: an agent restores the hub's version as soon as it notices.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class WeightLoader:
     async def load_adapter(self, folder: Path, name: str, version: int | None) -> int:
         """Serves the LoRA adapter in `folder`, in PEFT's format, to requests for the model `name`; returns its version.
         Raises: MeshError INVALID_REQUEST when there is none, NOT_SUPPORTED for other kinds of LoRA than base +
-        lora_alpha / r * B A and for an engine that takes no adapters, LAYOUT_MISMATCH when it does not fit."""
+        lora_alpha / r * B A and for an engine without adapters, LAYOUT_MISMATCH when it does not fit."""
         adapters = self._engine.adapters
         if adapters is None:
             raise MeshError(Reason.NOT_SUPPORTED, "this engine takes no adapters; set inference.enable_lora")
@@ -84,10 +83,8 @@ class WeightLoader:
 
 
 def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """The tensors of a Hugging Face checkpoint that the layout names, in the layout's dtypes.
-
-    Tied duplicates and other tensors that the model does not own are left out; `stage` names what is missing.
-    """
+    """The tensors of a Hugging Face checkpoint that the layout names, in the layout's dtypes, without tied duplicates;
+    `stage` names missing ones."""
     try:
         files = sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError) as error:  # too long, or with characters that no path has

@@ -1,8 +1,9 @@
-"""What vLLM compiles as it starts, kept in a folder for each key, and brought from the weight hub where it is missing.
+"""Code that vLLM compiles as it starts, kept in a folder for each key, and brought from the weight hub if it is
+missing.
 
-The key covers all that decides what is compiled: releases, GPU, model and options. vLLM runs what it finds there, so it
-comes from a hub alone that the run's authority vouches for, and only as regular files below the folder. Whatever is
-wrong with an archive is one line of the log: the engine then compiles by itself.
+The key covers everything that decides the code: releases, GPU, model and options. vLLM runs it, so it comes only from a
+hub that the run's authority vouches for, and only as regular files below the folder. Any fault of an archive is one
+line of the log: the engine then compiles by itself.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ class CompiledFolder:
         self._folder = self._home / key
 
     def open(self) -> None:
-        """Has this process, and those that it starts, compile into the folder. Raises OSError where it is not this
-        user's alone."""
+        """Has this process and its children compile into the folder. Raises OSError unless it is this user's alone."""
         private_folder(self._home)
         private_folder(self._folder)
         os.environ["VLLM_CACHE_ROOT"] = str(self._folder / "vllm")
@@ -62,7 +62,7 @@ class CompiledFolder:
         return not any(self._folder.iterdir())
 
     def pack(self) -> bytes:
-        """Raises ArchiveError where the files, or their archive, are too large to be sent."""
+        """Raises ArchiveError if the files, or their archive, are too large to be sent."""
         packed = io.BytesIO()
         files = sorted(path for path in self._folder.rglob("*") if path.is_file() and not path.is_symlink())
         total = sum(path.stat().st_size for path in files)
@@ -77,7 +77,7 @@ class CompiledFolder:
         return packed.getvalue()
 
     def unpack(self, content: bytes) -> None:
-        """Fills the folder while it is empty. Raises ArchiveError and OSError, and then leaves it as it is."""
+        """Fills the folder while it is empty. Raises ArchiveError and OSError, which leave it unchanged."""
         beside = self._home / f".{self.key}.{os.getpid()}"
         try:
             private_folder(beside)
@@ -110,7 +110,7 @@ def _unpack(content: bytes, folder: Path) -> None:
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that ends with ArchiveError beyond `most` bytes: headers of a tar file are read into memory."""
+    """A stream that ends with ArchiveError beyond `most` bytes, since headers of a tar file are read into memory."""
 
     def __init__(self, stream: zstandard.ZstdDecompressionReader, most: int) -> None:
         self._stream, self._left = stream, most
@@ -124,8 +124,8 @@ class _Bounded(io.RawIOBase):
 
 
 def folder_of(facts: Mapping[str, object]) -> CompiledFolder | None:
-    """The folder of an engine that compiles by those facts, beside the releases and the machine; opened. None where
-    VLLM_CACHE_ROOT is set, which is then used, and where no folder can be had."""
+    """The opened folder of an engine that compiles by those facts, the releases and the machine. None if
+    VLLM_CACHE_ROOT is set, which is then used, or no folder can be had."""
     if "VLLM_CACHE_ROOT" in os.environ:
         return None
     releases = {name: version for name in RELEASES if (version := _release(name)) is not None}

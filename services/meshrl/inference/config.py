@@ -66,54 +66,53 @@ class InferenceConfig(BaseConfig):
     """The model to serve."""
 
     served_model_name: str | None = None
-    """Name reported by /v1/models; None means model.name. Requests may name any model: one engine serves one."""
+    """Name reported by /v1/models; None means model.name. Requests may name any model."""
 
     server: ServerConfig = ServerConfig(port=8000)
-    """Where to listen. Admin routes require the API key; without a key they serve loopback peers that name this
-    host."""
+    """Where to listen. Admin routes require the API key, or without one a loopback peer that names this host."""
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     """Engine that runs the model; auto takes vLLM if it is installed and a GPU is present, else the embedded one."""
 
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Any other engine arguments of vLLM, under its own names with underscores; checked against the installed vLLM."""
+    """Any other engine arguments of vLLM, under its names with underscores; checked against the installed vLLM."""
 
     python: Path | None = None
-    """Interpreter that runs this program, such as that of an environment with vLLM; meshrl must be found in it. None
-    means the one that it was started with, or that runs `rl`."""
+    """Interpreter that runs this program, such as that of an environment with vLLM, which must have meshrl. None means
+    the one that it was started with, or that runs `rl`."""
 
     max_model_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens, prompt and completion together."""
 
     max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most sequences decoded at once. auto: for vLLM on a GPU as many as its KV cache holds for the model, the context
-    and the GPU, up to 1024; for vLLM on a CPU 64. For the embedded engine 128: its KV cache has one slot of
-    max_model_len tokens for each. The log has the number and the reason."""
+    and the GPU, up to 1024, on a CPU 64; for the embedded engine, whose KV cache has a slot of max_model_len tokens for
+    each, 128. The log has the number and the reason."""
 
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens computed in one step; longer prompts are spread over several steps beside the decoding. None means
-    8192 for vLLM on a GPU of 70 GiB and more, else 2048; 2048 prompt tokens for the embedded engine."""
+    """Most tokens computed in one step; longer prompts take several steps beside the decoding. None means 8192 for vLLM
+    on a GPU of 70 GiB and more, else 2048; 2048 prompt tokens for the embedded engine."""
 
     max_prompt_bytes: int | None = Field(default=None, ge=1)
-    """Longest text that is tokenized for one prompt, in bytes of UTF-8, the chat template's own text included; longer
-    ones are answered with 400. None means 16 for each token of max_model_len, and at least 65536."""
+    """Longest text that is tokenized for one prompt, in bytes of UTF-8 with the chat template's text; longer ones get a
+    400. None means 16 for each token of max_model_len, and at least 65536."""
 
     trust_request_chat_template: bool = False
     """Run a chat template that a request brings (`chat_template`, as in vLLM). It is a program: only for clients that
-    are trusted with this machine."""
+    may run code on this machine."""
 
     renderer: dict[str, Any] = Field(default_factory=dict)
-    """Renderer of the model's family, whose parser takes tool calls and reasoning out of the replies to
-    /v1/chat/completions: {name = "qwen3"} or any other name of the renderers package with its options; "default" with
-    tool_parser and reasoning_parser for models that have none. Empty: by model.name, where that is a known model's;
-    else replies are text, and requests with tools are refused."""
+    """Renderer of the model's family, which parses tool calls and reasoning out of the replies to /v1/chat/completions:
+    {name = "qwen3"} or any other name of the renderers package with its options; "default" with tool_parser and
+    reasoning_parser for models that have none. Empty: by model.name if that is known; else replies are text, and
+    requests with tools are refused."""
 
     max_queue: int = Field(default=4096, ge=0)
     """Most requests waiting for a slot; one more is answered with 429."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the KV cache in bytes. None means the rest of gpu_memory_utilization. For the embedded engine, whose
-    number of slots it bounds, None means half of the free memory."""
+    """Size of the KV cache in bytes. None means the rest of gpu_memory_utilization; for the embedded engine, whose
+    slots it bounds, half of the free memory."""
 
     tensor_parallel_size: int | None = Field(default=None, ge=1)
     """vLLM: GPUs that one copy of the model is split over."""
@@ -134,64 +133,64 @@ class InferenceConfig(BaseConfig):
     """vLLM: number of this node's first copy."""
 
     headless: bool = False
-    """vLLM: only run this node's copies for the node at data_parallel_address, which serves the requests."""
+    """vLLM: only run this node's copies for the node at data_parallel_address, which serves."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = "auto"
     """vLLM: share of the GPU's memory for weights, the second copy that versions come into, activations and KV cache.
     auto is 0.92, less on a small GPU, and 0.5 on one that a trainer shares."""
 
     enforce_eager: bool | None = None
-    """vLLM: run without CUDA graphs and compilation: slower, and up sooner."""
+    """vLLM: run without CUDA graphs and compilation: slower, but up sooner."""
 
     head_dtype: Literal["float32", "model"] = "float32"
     """vLLM: type of the logits. float32 sums them as the trainer does, which lowers the mismatch of a model in
-    bfloat16; model rounds them to the model's own type, and is needed where lm_head is quantized."""
+    bfloat16; model rounds them to the model's own type, as a quantized lm_head needs."""
 
     router_dtype: Literal["float32", "model"] = "model"
-    """vLLM: type of the logits of a mixture's routers, which should be the trainer's (trainer.model.router_dtype):
-    float32 does not round what is summed, model leaves it to the family."""
+    """vLLM: type of the logits of a mixture's routers, to be the same as trainer.model.router_dtype: float32 sums
+    without rounding, model leaves it to the family."""
 
     share_compiled: bool = False
-    """vLLM on a GPU: give what it compiles at its start to the weight hub, and take from there what another engine of
-    the same model, options and GPU gave. It is code that is run: only where all engine hosts of the run trust each
-    other, and only from a hub whose certificate the run's authority vouches for."""
+    """vLLM on a GPU: share what it compiles at its start through the weight hub with engines of the same model, options
+    and GPU. They run it as code: only where all engine hosts of the run trust each other, and only by a hub whose
+    certificate the run's authority vouches for."""
 
     lora_rank: int | None = Field(default=None, ge=1, le=512)
-    """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs this at its start, while the
+    """Versions are LoRA adapters of at most this rank; None means whole models. vLLM needs it at its start, the
     embedded engine takes both. `rl` sets it."""
 
     enable_lora: bool | None = None
     """Serve adapters, each run's to its own requests. vLLM then takes no whole models. None: with a lora_rank."""
 
     max_loras: int = Field(default=2, ge=1)
-    """Adapters that the engine holds and that one batch may mix: twice the runs, since a version that is replaced stays
-    until its last request ends. vLLM reserves memory for each on the GPU."""
+    """Adapters that the engine holds and that one batch may mix: twice the runs, since a replaced version stays until
+    its last request ends. vLLM reserves memory for each on the GPU."""
 
     max_cpu_loras: int | None = Field(default=None, ge=1)
     """vLLM: adapters in the host's memory, from which the GPU's max_loras are taken; by default as many."""
 
     enable_return_routed_experts: bool = False
-    """Mixtures of experts: keep the experts that each token went through, for requests that ask for them, as router
-    replay does (`trainer.enable_router_replay`, with which `rl` sets it)."""
+    """Mixtures of experts: keep each token's experts for requests that ask for them, as router replay does
+    (`trainer.enable_router_replay`, with which `rl` sets it)."""
 
     share_gpu: bool = False
     """A trainer works on the same GPU: gpu_memory_utilization is 0.5 unless it is given. `rl` sets it."""
 
     sleep_while_training: bool = False
     """vLLM on a GPU that the trainer shares, at max_async_level 0: while the trainer trains, weights go to host memory
-    and the KV cache is dropped; the next version, or a request, takes the memory again. `rl` then has the orchestrator
-    ask for it, and the trainer give its cached memory back after each step."""
+    and the KV cache is dropped; the next version or request takes the memory again. `rl` then also has the trainer give
+    its cached memory back after each step."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """Threads for torch kernels; None means the engine's own choice. vLLM on a CPU then runs a model that is not split
-    over workers inside its scheduler's process, which leaves the other cores alone."""
+    """Threads for torch kernels; None means the engine's own choice. vLLM on a CPU then runs an unsplit model inside
+    its scheduler's process, which leaves the other cores alone."""
 
     weight_broadcast: WeightBroadcastConfig | None = None
     """Where new weight versions come from; None means a plain server of the base model."""
 
     url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+$")
-    """Where the run's other programs reach this engine, if not at server.host: https://NAME:PORT by a name that its
-    certificate has, or a proxy."""
+    """Where the run's other programs reach this engine, if not at server.host: https://NAME:PORT by a name in its
+    certificate, or a proxy."""
 
     engine_id: str = ""
     """Name of this engine at the weight hub; empty means the host:port at which it is reached."""
@@ -201,14 +200,14 @@ class InferenceConfig(BaseConfig):
 
     api_key: SecretStr | None = None
     """Bearer token that every request must carry, except those for health, version and metrics. It is never written to
-    a file or a log, and `rl` passes it on. Other users of the machine see it on a command line, so prefer one of the
-    next two keys. None takes theirs; if these are empty too, no key is required."""
+    a file or a log, and `rl` passes it on. A command line shows it to other users of the machine, so prefer the next
+    two keys. None takes theirs; if these are empty too, no key is required."""
 
     api_key_file: Path | None = None
     """File that holds the key instead."""
 
     api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)
-    """Environment variable that holds the key, where neither of the two above is set."""
+    """Environment variable that holds the key, if neither of the two above is set."""
 
     seed: int | None = None
     """Seed of requests that bring none; None means one drawn at start."""
@@ -217,7 +216,7 @@ class InferenceConfig(BaseConfig):
     """On SIGTERM, how long requests in flight may go on before they are cut."""
 
     request_deadline_s: float = Field(default=600.0, gt=0.0)
-    """Longest time a request may take, waiting included; then it is cancelled and answered with 504."""
+    """Longest time a request may take, waiting included; then it is cancelled with 504."""
 
     bench: EngineBenchConfig | None = None
     """Measure the engine on made-up requests and end; off unless given."""
@@ -276,7 +275,7 @@ class InferenceConfig(BaseConfig):
 
     @property
     def unpublished(self) -> str:
-        """Why the hub has no address of this engine to give to others; empty where it has one."""
+        """Why the hub has no address of this engine for others; empty if it has one."""
         if self.url is not None or self.server.host not in ANY_HOST:
             return ""
         return (
@@ -295,13 +294,13 @@ class InferenceConfig(BaseConfig):
 
     @property
     def imports_vllm_ahead(self) -> bool:
-        """Whether the engine may be vLLM on a GPU, whose processes come out of a fork server."""
+        """Whether the engine may be vLLM on a GPU, whose processes a fork server starts."""
         on_gpu = self.engine != "embedded" and not self.model.device.startswith("cpu")
         return on_gpu and not self.vllm_argument("numa_bind")  # which takes a new interpreter for each
 
     @property
     def takes_whole_versions(self) -> bool:
-        """Whether vLLM has a second copy of the weights beside the live ones: adapters need none."""
+        """Whether vLLM has a second copy of the weights beside the live ones, which adapters do not need."""
         adapters = self._takes_adapters or bool(self.vllm_argument("enable_lora"))
         return self.weight_broadcast is not None and not adapters
 
@@ -310,7 +309,7 @@ class InferenceConfig(BaseConfig):
         return self.lora_rank is not None if self.enable_lora is None else self.enable_lora
 
     def vllm_arguments(self) -> JsonObject:
-        """vLLM's engine arguments: what is set here and in the `vllm` table, and the model; not what is auto."""
+        """vLLM's engine arguments: the keys set here and in the `vllm` table, and the model; without auto."""
         given = {key: self._own(key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
         if self.share_gpu and "gpu_memory_utilization" not in self.vllm and given["gpu_memory_utilization"] is None:
             given["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
@@ -348,7 +347,7 @@ class InferenceConfig(BaseConfig):
         return max(1, copies) * sizes[0] * sizes[1]
 
     def vllm_argument(self, key: str) -> Any:
-        """One argument of vLLM, wherever it is set; None where it is not."""
+        """One argument of vLLM, wherever it is set, or None."""
         own = self._own(key)
         return self.vllm.get(key) if own is None else own
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 GREEDY_BELOW = 1e-5
 MAX_HELD_BACK = 120
-"""Stop tokens of a request with min_tokens: vLLM's engine process dies of more than 128, a model's own among them."""
+"""Most stop tokens of a request with min_tokens, the model's own included: vLLM's engine process dies of more than
+128."""
 
 
 class FinishReason(enum.StrEnum):
@@ -50,8 +51,8 @@ class SamplingParams:
     First logits are reweighted, in vLLM's order. logit_bias is added. Then, of tokens in the prompt or the completion,
     positive logits are divided by repetition_penalty and negative ones multiplied. Then frequency_penalty is subtracted
     for each time that a token is in the completion, and presence_penalty once. The processed distribution is
-    softmax(reweighted / temperature), cut by min_p, then top_k, then top_p, and normalised again after the cuts. A
-    temperature of 0 takes the most likely token; its logprob is then that of the uncut distribution at temperature 1.
+    softmax(reweighted / temperature), cut by min_p, then top_k, then top_p, and normalised again. A temperature of 0
+    takes the most likely token, with the logprob of the uncut distribution at temperature 1.
     """
 
     max_tokens: int  # at most; fewer where fewer fit behind the prompt
@@ -84,7 +85,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether what a token weighs depends on the tokens before it."""
+        """Whether a token's weight depends on the tokens before it."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
@@ -106,7 +107,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTimes:
-    """How long a request waited for a slot, until its first token was there, and for the others."""
+    """Seconds that a request waited for a slot, for its first token, and for the others."""
 
     queue_s: float
     prefill_s: float
@@ -115,7 +116,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptLogprobs:
-    """Logprobs of P prompt tokens, and K alternatives in the place of each; those of the first are any."""
+    """Logprobs of P prompt tokens, and K alternatives in the place of each; the first token's have no meaning."""
 
     logprobs: NDArray[np.float32]  # (P,) of each token after those before it; the first NaN
     top_ids: NDArray[np.int32] | None = None  # (P, K)
@@ -156,7 +157,7 @@ class TokenChunk:
 
     @property
     def prompt_version(self) -> int | None:
-        """Oldest version that computed a part of the prompt's KV cache; None where this is no beginning."""
+        """Oldest version that computed a part of the prompt's KV cache; None unless this is the beginning."""
         if not self.version_spans or self.version_spans[0].start > 0:
             return None
         first = self.version_spans[0]
@@ -205,27 +206,27 @@ class CollectiveSupport:
 
 
 class Engine(ABC):
-    """The interface of an engine for the HTTP server and the weight agent, and what all engines do alike: requests in
-    flight, draining and refusals.
+    """The interface of an engine for the HTTP server and the weight agent, and the common parts of all engines:
+    requests in flight, draining and refusals.
 
     Raised everywhere: `MeshError` with ENGINE_FAILED once the engine is unfit (a failed apply), DRAINING after close.
-    Without overriding more than the abstract members an engine never sleeps and takes whole versions alone.
+    An engine that overrides only the abstract members never sleeps and takes whole versions alone.
     """
 
     logprobs_mode: Final = "processed_logprobs"
     """The kind of the chunks' logprobs: of the distribution sampled from."""
 
     stages_from_files: ClassVar[bool] = False
-    """Whether `stage` reads `HostVersion.files`, since the model lives in other processes of this host."""
+    """Whether `stage` reads `HostVersion.files`, for a model in other processes of this host."""
 
     patches: bool = False
-    """Whether `patch` can make the next version of the one that is served, so that no copy of it is needed."""
+    """Whether `patch` can make the next version from the served one, so that no copy of it is needed."""
 
     can_sleep: bool = False
     """Whether `sleep` can give memory back."""
 
     adapters: AdapterTable[Any] | None = None
-    """The adapters that it serves beside each other; None for an engine that takes none."""
+    """Its adapters; None for an engine without."""
 
     collective: CollectiveSupport | None = None
     """How the engine takes part in broadcasts; None when it cannot."""
@@ -263,7 +264,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def lost(self) -> str | None:
-        """Why this engine can never serve again, whatever it is given; None while it may. The program ends then."""
+        """Why this engine can never serve again, on which the program ends; None while it may."""
 
     @property
     def sleeping(self) -> bool:
@@ -284,7 +285,7 @@ class Engine(ABC):
         """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
 
     async def weights_root(self) -> bytes:
-        """Root hash of the live weights, computed from their bytes; empty where the engine cannot read them back."""
+        """Root hash of the live weights, computed from their bytes; empty if the engine cannot read them back."""
         return b""
 
     # --- life -------------------------------------------------------------------------------
@@ -303,7 +304,8 @@ class Engine(ABC):
             logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
 
     async def sleep(self) -> bool:
-        """Gives memory back (weights to the host, KV cache dropped) until the next `wake`; whether the engine sleeps.
+        """Gives memory back (weights to the host, KV cache dropped) until the next `wake`; returns whether the engine
+        sleeps.
 
         With requests in flight, a pause or a version under way it stays awake. Sleeping twice is fine, and sleeping and
         waking take turns. A failure leaves the engine unfit for good and raises MeshError ENGINE_FAILED.
@@ -338,8 +340,8 @@ class Engine(ABC):
     async def score(self, prompt_ids: tuple[int, ...], policy: str | None = None) -> list[NDArray[np.float32]]:
         """(P,) logprob of each token of a prompt after those before it, the first NaN, by each copy of the model.
 
-        Ahead of all requests that wait; only while not paused. `policy`: as of `AdapterTable.using`; None is the base
-        model. Raises MeshError ENGINE_FAILED for logprobs that are not finite.
+        Ahead of waiting requests; only while not paused. `policy`: as of `AdapterTable.using`; None is the base model.
+        Raises MeshError ENGINE_FAILED for logprobs that are not finite.
         """
         with nullcontext() if policy is None or self.adapters is None else self.adapters.using(policy) as adapter:
             return await self._score(prompt_ids, adapter)
@@ -359,10 +361,10 @@ class Engine(ABC):
             raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
 
     def check_request(self, request: GenerateRequest, *, of_adapter: bool = False) -> None:
-        """Refuses what the engine cannot serve. A request `of_adapter` needs no version of the base model.
+        """Refuses requests that the engine cannot serve. A request `of_adapter` needs no version of the base model.
 
         Raises: MeshError ENGINE_FAILED, DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state,
-        INVALID_REQUEST and NOT_SUPPORTED for what the request asks.
+        INVALID_REQUEST and NOT_SUPPORTED for the request.
         """
         self.check_fit()
         if self.draining:
@@ -416,27 +418,28 @@ class Engine(ABC):
 
     @abstractmethod
     async def stage(self, host: HostVersion) -> None:
-        """Builds the shadow of a version while generation goes on; one staged before is dropped.
+        """Builds the shadow of a version while generation goes on; an earlier one is dropped.
 
-        Raises: MeshError LAYOUT_MISMATCH naming what differs, NOT_SUPPORTED for an adapter that it cannot serve,
+        Raises: MeshError LAYOUT_MISMATCH naming the difference, NOT_SUPPORTED for an adapter that it cannot serve,
         OUT_OF_MEMORY when the device has no room for it; the live version stays.
         """
 
     async def patch(self, manifest: Manifest, delta: Path, *, onto_staged: bool) -> None:
-        """Builds the shadow of a version by a delta in a file, of the version served or, `onto_staged`, the one staged.
+        """Builds the shadow of a version by a delta in a file, from the served version or, `onto_staged`, the staged
+        one.
 
-        Every digest of the result is checked. Raises MeshError NOT_SUPPORTED where the engine turns out not to patch,
+        Every digest of the result is checked. Raises MeshError NOT_SUPPORTED if the engine turns out not to patch,
         DIGEST_MISMATCH; the live version stays.
         """
         raise MeshError(Reason.NOT_SUPPORTED, "this engine takes whole versions alone")
 
     @abstractmethod
     async def join_group(self, group: JoinGroup) -> None:
-        """Meets the senders and leaves the group before; raises MeshError GROUP_BROKEN when they do not all come."""
+        """Meets the senders and leaves the group before; raises MeshError GROUP_BROKEN unless all come."""
 
     @abstractmethod
     async def receive(self, manifest: Manifest) -> None:
-        """Builds the shadow of a version from the bytes that its senders broadcast, while generation goes on.
+        """Builds the shadow of a version from its senders' broadcast, while generation goes on.
 
         Every digest is checked. Cancelling it breaks the group. Raises: MeshError GROUP_BROKEN when the group is gone
         or nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH, OUT_OF_MEMORY; the live version stays.
@@ -444,7 +447,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def leave_group(self) -> None:
-        """Ends the group, a receive under way included; without one it does nothing."""
+        """Ends the group, if any, a receive under way included."""
 
     @abstractmethod
     async def apply(self, version: int, root: bytes) -> None:
@@ -455,7 +458,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def adopt(self, version: int, root: bytes) -> None:
-        """Names the live weights `version` without changing them: for a version whose root they already have."""
+        """Names the live weights `version`, whose root they already have."""
 
     @abstractmethod
     async def condemn(self, why: str) -> None:

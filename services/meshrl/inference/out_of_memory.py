@@ -1,4 +1,4 @@
-"""Turns a failed allocation into the mesh's own error: what was wanted, what is free, and which setting to change."""
+"""Turns a failed allocation into the mesh's own error: the bytes wanted, those free, and the setting to change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Chooses vLLM's slots and share of memory from the GPU, the model and the context; used at the start of an engine.
 
-Pure arithmetic. Training wants as many sequences at once as the KV cache has room for: a wave of rollouts is decoded
-together, and a step of a small model costs nearly the same for 1,000 sequences as for 100.
+Pure arithmetic. Training wants as many sequences at once as the KV cache has room for: a step of a small model costs
+nearly the same for 1,000 sequences as for 100.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ BYTES_PER_LOGIT = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What of a model takes memory. `kv_heads` None: its cache is something else than keys and values of each token."""
+    """The sizes of a model that take memory. `kv_heads` None: its cache is something else than keys and values of each
+    token."""
 
     parameters: int
     layers: int
@@ -112,16 +113,16 @@ def engine_size(
 
 
 def graph_sizes(slots: int) -> list[int]:
-    """The batch sizes to capture CUDA graphs of, in order: up to all slots, so that no batch of more than 64 sequences
-    runs as one that is an eighth larger.
+    """The batch sizes of CUDA graphs, in order: up to all slots, so that no batch of more than 64 sequences runs as one
+    that is an eighth larger.
 
-    A batch without a graph has its kernels launched one by one, which takes longer than they run. vLLM's own list ends
-    at 512.
+    Without a graph a batch's kernels are launched one by one, which takes longer than they run. vLLM's own list ends at
+    512.
     """
     grid = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, slots, 64))
     return [*(size for size in grid if size < slots), slots]
 
 
 def fits(model: ModelShape, *, gpu_bytes: int, gpus: int = 1) -> bool:
-    """Whether the weights and their second copy, into which versions come, leave room for anything else."""
+    """Whether the weights and their second copy for versions leave room for anything else."""
     return 2 * model.weight_bytes(gpus) + RESERVE_BYTES + ACTIVATION_BYTES < gpu_bytes

@@ -1,8 +1,8 @@
-"""Puts an engine to sleep while it has no work, which gives its GPU memory back, and wakes it when it is needed.
+"""Puts an engine without work to sleep, which gives its GPU memory back, and wakes it when it is needed.
 
 The agent or an admin route asks for sleep; the next request or version ends it. Sleeping and waking take turns under
-one lock and are finished even when the caller is gone, so an engine is never left half asleep. After a failure the
-state of the memory is unknown: nothing is tried again, and the engine stays unfit.
+one lock and finish even without their caller, so an engine is never left half asleep. After a failure the state of the
+memory is unknown: nothing is tried again, and the engine stays unfit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sleeper:
         busy: Callable[[], bool],
         deadline_s: float,
     ) -> None:
-        """`busy` says whether work keeps the engine awake. Falling asleep and waking up may take `deadline_s` each."""
+        """`busy`: whether work keeps the engine awake. Falling asleep and waking up may take `deadline_s` each."""
         self.sleeping = False
         self.failed: str | None = None
         self._fall_asleep, self._wake_up, self._busy = fall_asleep, wake_up, busy
@@ -80,7 +80,7 @@ class Sleeper:
         return MeshError(Reason.ENGINE_FAILED, self.failed)
 
     async def _to_its_end(self, work: Coroutine[None, None, Result]) -> Result:
-        """A request that is given up while it waits must not stop the engine halfway."""
+        """An abandoned request must not stop the engine halfway."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._over)

@@ -25,7 +25,7 @@ class InferenceProgramConfig(InferenceConfig):
 
 
 def submit_inference(config: InferenceProgramConfig, dry_run: bool) -> str | None:
-    """Writes the job and, unless it is a dry run, submits it; None where there is no [slurm]. Raises ConfigError."""
+    """Writes the job and, unless it is a dry run, submits it; None without [slurm]. Raises ConfigError."""
     if config.slurm is None:
         return None
     given = config.deployment
@@ -44,8 +44,8 @@ def submit_inference(config: InferenceProgramConfig, dry_run: bool) -> str | Non
 
 
 def _listening(config: InferenceProgramConfig) -> dict[str, object]:
-    """Where each engine listens: at its node's address, unless server.host says otherwise. Raises ConfigError for an
-    engine that others reach, without a certificate or leave to do without one."""
+    """Where each engine listens: at its node's address, or server.host. Raises ConfigError for an engine that others
+    reach, without a certificate or permission to do without."""
     server, tls = config.server, config.tls.files()
     named = CredentialFiles.from_environ(os.environ)
     own = (Layout(config.output_dir).credentials / "ca.key").exists()

@@ -1,8 +1,8 @@
 """The agent of an engine: registers it at the weight hub, loads new versions, and swaps them under running requests.
 
 It receives the hub's commands and sends reports. A version is loaded while the engine generates; generation pauses only
-for the swap. The rules are in `states`: this module carries out the actions that the rules ask for, each in a task of
-its own, and passes the results back to them. A hub that is away is called again while the engine serves on.
+for the swap. This module carries out the actions that the rules in `states` ask for, each in a task of its own, and
+passes the results back. A hub that is away is called again while the engine serves on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ STOOD_S = 5.0  # a session that lasted as long was a good one
 
 @dataclass(kw_only=True, eq=False)
 class LineWork:
-    """What is under way for one run: the version being fetched, and the one that is prepared."""
+    """A run's version that is being fetched, and the prepared one."""
 
     loader: VersionLoader
     probes: ProbeRule
@@ -100,7 +100,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What an engine is to the hubs that it follows; one without an id is known by the address at which it serves."""
+    """An engine's name at its hubs; without an id the address at which it serves."""
 
     engine_id: str = ""
     engine_pool: str = ""
@@ -124,11 +124,11 @@ class WeightAgent:
         url: str = "",
         away_s: float | None = None,
     ) -> None:
-        """`address` is the host:port at which the engine serves; `url` is how the hub reaches it, where it says so.
+        """`address` is the host:port at which the engine serves; `url` is the hub's way to it, if another.
 
         fetch_stall_s: for weight_broadcast.stall_s; hold_deadline_s: end a gang's pause if the hub never does;
-        spool_dir: where streamed versions become files for engines that want files, by default /dev/shm where there
-        is room; away_s: how long the hub may be away before the agent ends, None for ever.
+        spool_dir: where streamed versions become files for engines that want files, by default /dev/shm if there is
+        room; away_s: how long the hub may be away before the agent ends, None for ever.
         """
         self._client = client
         self._engine = engine
@@ -162,10 +162,8 @@ class WeightAgent:
     # --- life -----------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Registers and follows the hub. Raises what waiting cannot mend: CONTRACT_MISMATCH, or a defect.
-
-        Ends by itself once the hub was away for `away_s`.
-        """
+        """Registers and follows the hub. Raises errors that waiting does not cure: CONTRACT_MISMATCH, or a defect. Ends
+        once the hub was away for `away_s`."""
         self._live_root = self._engine.root or await self._engine.weights_root()
         stopping = asyncio.create_task(stop.wait())
         stopping.add_done_callback(lambda _: self._leave.set())
@@ -458,7 +456,7 @@ class WeightAgent:
         return kept
 
     async def _end_hold(self, line: LineMachine, version: int) -> None:
-        """Resumes a held engine on its own when the hub does not: the version is decided, so it may be served."""
+        """Resumes a held engine when the hub does not: the version is decided, so it may be served."""
         await asyncio.sleep(self._hold_deadline_s)
         if line.held and line.version == version:
             logger.warning("no resume came for version {} in {:g} s; going on alone", version, self._hold_deadline_s)
@@ -481,10 +479,9 @@ class WeightAgent:
         self._perform(held.line.resumed(report))
 
     async def _probe(self, run_id: str, prepared: PreparedVersion) -> float | None:
-        """Has the engine score the probe of the version that it has just begun to serve; None where there is none.
+        """Has the engine score the probe of the version that it has just begun to serve; None without one.
 
-        Raises MeshError ENGINE_FAILED, with the version served no more, where it does not compute what the trainer
-        computes.
+        Raises MeshError ENGINE_FAILED, with the version no longer served, if it does not compute as the trainer.
         """
         probe, engine, version = prepared.manifest.probe, self._engine, prepared.manifest.version
         if probe is None:
@@ -540,11 +537,11 @@ def _cancel(task: asyncio.Task[None] | None) -> None:
 def apply_span(
     version: int, prepared: PreparedVersion | None, engine_id: str, tracer: trace.Tracer | None = None
 ) -> Iterator[trace.Span]:
-    """The span `rl.sync.apply`: what an engine does between the decision for a version and serving it.
+    """The span `rl.sync.apply`: from the decision for a version until the engine serves it.
 
     It is in the trace of the version's `rl.sync`, which the hub writes and which links to the `rl.train` that made the
-    version: both sides work out its ids alike (`meshrl.wire.trace.sync_context`). It is current inside, so that what is
-    logged names its trace. Without anything prepared it is alone.
+    version: both compute its ids alike (`meshrl.wire.trace.sync_context`). It is current inside, so that log lines name
+    its trace. Without anything prepared it is alone.
     """
     parent = None if prepared is None else sync_context(version, prepared.manifest.result_root)
     context = Context() if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent))

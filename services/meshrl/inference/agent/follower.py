@@ -1,7 +1,7 @@
 """Runs the agent for the hub that an engine follows: the hub of its configuration, or one that called it.
 
 The hub of each run calls the engines that the run lists (POST /follow_hub), and the engine then takes its versions from
-that hub until it is gone. It follows one hub at a time, and does not leave a hub that is still there for another.
+that hub until it is gone. It follows one hub at a time, and does not leave a present hub for another.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class HubFollower:
         away_s: float = AWAY_S,
         waits: Waits | None = None,
     ) -> None:
-        """url: how the hub of the configuration reaches this engine, where it is not the address at which it serves;
-        away_s: how long a hub that called may be away before it is followed no more; waits: those of the program."""
+        """url: the configured hub's way to this engine, if not the address at which it serves; away_s: how long a hub
+        that called may be away before it is left; waits: those of the program."""
         self._waits = waits or Waits()
         self._engine, self._membership, self._url, self._away_s = engine, membership, url, away_s
         self._address = ""
@@ -66,8 +66,8 @@ class HubFollower:
         return self._following is not None and self._following.agent.connected
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
-        """Follows until `stop` is set; `address` is the host:port at which the engine serves. Raises what ends the
-        engine: a defect of an agent, or a hub of the configuration that speaks another contract."""
+        """Follows until `stop` is set; `address` is the host:port at which the engine serves. Raises errors that end
+        the engine: a defect of an agent, or a configured hub of another contract."""
         self._address = address
         if self._membership.broadcast is not None:
             self._begin(self._membership.broadcast.address, url=self._url, away_s=None)
@@ -88,10 +88,10 @@ class HubFollower:
             await self._leave(CLOSE_S)
 
     async def follow(self, hub: str, url: str, token: str = "") -> None:
-        """Follows the hub at `hub` from now on, and registers this engine there at `url`; returns once the hub has
-        answered. `token` is what the hub wants to be shown; empty shows it what this program has. With another token it
-        is another hub at the same address, that of the next run. Raises MeshError: RUN_LIMIT_REACHED while another hub
-        is there, UNREACHABLE for one that does not answer."""
+        """Follows the hub at `hub` from now on, registered there at `url`; returns once the hub has answered. `token`
+        is shown to the hub, by default this program's own. Another token means another hub at the same address, that of
+        the next run. Raises MeshError: RUN_LIMIT_REACHED while another hub is there, UNREACHABLE for one that does not
+        answer."""
         async with self._changing:
             now = self._following
             if now is not None and (now.hub, now.token) == (hub, token) and not now.task.done():

@@ -1,9 +1,9 @@
 """Judges probes: whether an engine computes with the weights of the version that it has just applied.
 
-Digests show that a version's bytes are right. They do not show that every kernel, index and packed copy of the engine
-follows them. The manifest of a version has the trainer's logprobs of a fixed prompt; an engine that scores it far from
-those serves something else. How far is usual depends on types, kernels, quantisation and routers, so the rule learns it
-from the first versions. No I/O.
+Digests show that a version's bytes are right, not that every kernel, index and packed copy of the engine follows them.
+The manifest of a version has the trainer's logprobs of a fixed prompt; an engine that scores it far from those serves
+something else. The usual distance depends on types, kernels, quantisation and routers, so the rule learns it from the
+first versions. No I/O.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProbeRule:
         return max(LEAST_BOUND, SHARE_OF_SPREAD * float(np.abs(logprobs - logprobs.mean()).mean()))
 
     def judge(self, probe: VersionProbe, scored: Sequence[NDArray[np.float32]]) -> float:
-        """The mean distance in nats of logprobs (P,) from the probe's, of the copy of the model that is worst.
+        """The mean distance in nats of logprobs (P,) from the probe's, of the worst copy of the model.
 
         Fewer than the probe's are compared with as many of its first. Raises MeshError ENGINE_FAILED above the bound.
         """

@@ -1,15 +1,14 @@
 """The agent's rules as a state machine: hub commands and results of actions in, actions out. No I/O, no clock.
 
 `JOINING -> SEEDING -> READY(v) -> FETCHING(w) -> PREPARED(w) -> APPLYING(w) -> READY(w)`. A fault while fetching goes
-back to where it started; a fault while applying goes to POISONED, and from there only a fully fetched, verified and
-applied version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived,
-so an engine never serves half of a version or one that was not decided.
+back to the start; a fault while applying goes to POISONED, and from there only a fully fetched, verified and applied
+version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived, so an
+engine never serves half of a version or an undecided one.
 
-Each run that the hub has versions of has these states of its own (`LineMachine`); they share one session.
+Each run of the hub has these states of its own (`LineMachine`); they share one session.
 
-Groups of the nccl transport are independent of these states: to join one, to fail to, or to lose it changes neither
-what is served nor what is being fetched by other means. So is sleep: an engine that sleeps is READY, and a request or a
-version wakes it.
+Groups of the nccl transport are independent of these states: joining, failing to join or losing one changes neither the
+served version nor other fetches. So is sleep: an engine that sleeps is READY, and a request or a version wakes it.
 """
 
 from __future__ import annotations
@@ -90,14 +89,14 @@ class ResumeEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class LetGo:
-    """Serve a run to no new request, and unload it when its last one ends."""
+    """Give a run to no new request, and unload it when its last one ends."""
 
     run_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartJoin:
-    """Leave the group, if any, and join this one; then `joined` or `join_failed`. Ends the joining before it."""
+    """Leave the group, if any, and join this one; then `joined` or `join_failed`. Ends an earlier joining."""
 
     group: JoinGroup
 
@@ -111,11 +110,11 @@ class StartSleep:
 
 @dataclass(frozen=True, kw_only=True)
 class SendReport:
-    """Report to the hub now: the state, and what is given here.
+    """Report to the hub now: the state, and the fields here.
 
-    The target here is the version that a fault is about, where that is no longer the machine's target. A fault
-    `of_group`, or of sleep, is about no version: a target that is still being fetched is left out of the report, so
-    that the fault is not taken for one of the target.
+    The target here is the version of a fault, if that is no longer the machine's target. A fault `of_group`, or of
+    sleep, is about no version: a target that is still being fetched is left out of the report, so that the fault is not
+    taken for one of the target.
     """
 
     run_id: str = ""
@@ -153,7 +152,7 @@ class LineMachine:
     # --- from the hub -------------------------------------------------------------------------
 
     def connected(self) -> list[Action]:
-        """A new session began: a gang that waited for the old one will not be resumed by it."""
+        """A new session began, which will not resume a gang that waited for the old one."""
         actions: list[Action] = [self._report(applied=self.last_applied)]
         return actions + ([self._resume()] if self.held else [])
 
@@ -330,8 +329,7 @@ class LineMachine:
 class AgentMachine:
     """The state of one engine's agent: its `lines` by run, its group and its sleep.
 
-    A hub without runs knows the line of "", which is that of the version that the engine came with. The first run takes
-    it over.
+    A hub without runs knows the line of "", the version that the engine came with, which the first run takes over.
     """
 
     def __init__(self, *, version: int | None = None) -> None:
@@ -395,14 +393,14 @@ class AgentMachine:
         return [self._report()]
 
     def join_failed(self, group: JoinGroup, fault: AgentFault) -> list[Action]:
-        """Not everybody came: the engine is in no group, and otherwise as it was."""
+        """Not everybody came: the engine is in no group, and otherwise as before."""
         if group != self._last_join:
             return []
         self._last_join = None
         return [self._report(fault)]
 
     def slept(self, number: int, fault: AgentFault | None = None) -> list[Action]:
-        """A Sleep is over: the engine sleeps, has work, or could not, which is a fault of no version."""
+        """A Sleep is over: the engine sleeps, has work, or could not sleep, which is a fault of no version."""
         self.sleep_answered = number
         return [self._report(fault)]
 

@@ -1,8 +1,8 @@
 """Loads one version into an engine's shadow copy of the weights, while the engine generates.
 
-Used by the agent for each version that it is to prepare. The manifest comes from the hub. The bytes come from the
-publisher's files where this host can read them, else in chunks from relays or the hub, or by broadcast. All are checked
-against the manifest's digests. A version that is refused leaves the live weights as they are.
+The manifest comes from the hub. The bytes come from the publisher's files if this host can read them, else in chunks
+from relays or the hub, or by broadcast. All are checked against the manifest's digests. A refused version leaves the
+live weights as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_THREADS = 8  # with more, what needs the interpreter's lock takes longer tha
 
 
 class PartTimes:
-    """Seconds by part, in the order in which the parts began; a part that is met again goes on."""
+    """Seconds by part, in the order of their begin; a repeated part adds up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -44,7 +44,7 @@ class PartTimes:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Counts what is done inside to `name`, also where it fails."""
+        """Counts the block's time to `name`, also if it fails."""
         seconds, began_s = self.seconds, time.monotonic()
         try:
             yield
@@ -57,10 +57,8 @@ class PartTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedVersion:
-    """What is staged, or needs no staging because the live weights have its root (`adopt`).
-
-    `parts`: where the time went, in seconds (see `PartTimes`).
-    """
+    """The staged version, or one without staging since the live weights have its root (`adopt`). `parts`: seconds by
+    part (see `PartTimes`)."""
 
     manifest: Manifest
     artifact_id: str
@@ -92,7 +90,7 @@ class VersionLoader:
         self._image: WeightImage | None = None
 
     async def find(self, version: int, artifact_id: str, *, anew: bool = False) -> FoundVersion:
-        """Asks the hub for the manifest of a version, and of a delta for the steps from the weights that are here.
+        """Asks the hub for the manifest of a version, and for a delta's steps from the weights here.
 
         `anew`: for the steps from none. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH.
         """
@@ -161,7 +159,7 @@ class VersionLoader:
     async def _load_steps(self, found: FoundVersion) -> None:
         """Loads a version by the steps that lead to it, over the image or the engine's own weights.
 
-        Raises MeshError DIGEST_MISMATCH also where the weights here are not what they should be.
+        Raises MeshError DIGEST_MISMATCH also if the weights here are not as they should be.
         """
         version, patches = found.manifest, self._engine.patches
 
@@ -230,7 +228,7 @@ class VersionLoader:
             )
 
     def confirm(self, root: bytes) -> None:
-        """Weights with this root are served: if the image holds them, it will not go back behind them."""
+        """Weights with this root are served: an image of them will not go back behind them."""
         if self._image is not None and self._image.root == root:
             self._image.confirm()
 
@@ -262,9 +260,9 @@ class VersionFetcher:
         self._arrived += count
 
     async def fetch(self, manifest: Manifest, artifact_id: str, *, to_change: bool = False) -> HostBytes:
-        """Returns the verified bytes of a version, to be released once it is staged.
+        """The verified bytes of a version, to be released once it is staged.
 
-        `to_change`: as a copy in one part, even where a publisher's files could be read as they lie.
+        `to_change`: as a copy in one part, even if a publisher's files could be read in place.
 
         Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest, CHUNK_CORRUPT when a link damages
         every copy, UNKNOWN_VERSION when they are gone, UNREACHABLE when nothing came, OVERLOADED when there is no room
@@ -285,7 +283,7 @@ class VersionFetcher:
     async def fetch_delta(
         self, manifest: Manifest, use: Callable[[Bytes, Callable[[int], None]], None] = lambda payload, wait_for: None
     ) -> Bytes:
-        """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`, and what `use` raises.
+        """The bytes of a delta, every chunk right. Raises MeshError as `fetch`, and the errors of `use`.
 
         `use` is called with them on a thread while they arrive; its second argument waits for the bytes up to an
         offset.
@@ -314,7 +312,7 @@ class VersionFetcher:
         return await asyncio.to_thread(self._spool.write, manifest.version, await self.fetch_delta(manifest))
 
     async def _mapped(self, manifest: Manifest) -> HostBytes | None:
-        """The publisher's files as they lie; None when they cannot be read here."""
+        """The publisher's files in place; None when they cannot be read here."""
         for attempt in (1, 2):  # again once: the first try may have met a cache that was behind
             try:
                 held = await asyncio.to_thread(map_files, manifest.files)

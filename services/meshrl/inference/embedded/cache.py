@@ -47,10 +47,10 @@ class SlotLayer:
 
 
 class SlotCache:
-    """What each call of attention in a forward pass has seen, in the order of the calls.
+    """The keys and values that each call of attention in a forward pass has seen, in the order of the calls.
 
-    Not a cache of transformers: that one holds what a layer chose to keep, which need not be what its attention
-    attends to (latents, shared or split heads). A slot is moved or copied by its first `length` tokens only.
+    A cache of transformers holds what a layer chose to keep, which need not be what its attention attends to (latents,
+    shared or split heads). A slot is moved or copied by its first `length` tokens only.
     """
 
     def __init__(self, layers: Sequence[SlotLayer]) -> None:
@@ -138,7 +138,7 @@ class StepPlan:
 
 
 def _flat(states_1HTD: torch.Tensor) -> torch.Tensor:
-    """(T*H, D), token by token; a view when the projection wrote token by token, which it does."""
+    """(T*H, D), token by token; a view when the projection wrote token by token, as it does."""
     return states_1HTD[0].transpose(0, 1).reshape(-1, states_1HTD.shape[-1])
 
 
@@ -152,7 +152,7 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one step over the slots; returns (1, T, Q, D). Called by the stock modeling code.
 
-    `options` are those of transformers' attention functions, and the step's plan. A forward pass without a plan is a
+    `options` are those of transformers' attention functions, and the step's plan. Without a plan a forward pass is a
     plain one over whole sequences.
     """
     refuse_strange_scores(options)
@@ -196,7 +196,7 @@ def slot_attention(
 
 
 def _attend_rows(query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, rule: ScoreRule) -> torch.Tensor:
-    """(R, Q, D) one query a row over its slot; the queries that share a key-value head go as one small matrix."""
+    """(R, Q, D) one query a row over its slot; queries that share a key-value head go as one small matrix."""
     rows, num_queries = plan.rows, query_1QTD.shape[1]
     keys, values = layer.keys[:rows, :, : plan.extent], layer.values[:rows, :, : plan.extent]
     mask = plan.decode_mask(rule.window)
@@ -209,7 +209,7 @@ def _attend_rows(query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, rul
 
 
 def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Keys and values of one token in each call of attention: their shapes and dtypes are those of the cache."""
+    """Keys and values of one token in each call of attention, with the shapes and dtypes of the cache."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.inference_mode():

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching of a Hugging Face model inside the `inference` program.
 
-Asked by the HTTP server for completions and by the weight agent for new versions. It lives on the event loop; the model
-is stepped by a thread of its own (`step_thread`), which also runs what must not meet a step, such as a swap of weights.
+Called by the HTTP server for completions and by the weight agent for new versions. It lives on the event loop; a thread
+of its own steps the model (`step_thread`), and runs whatever must not meet a step, such as a swap of weights.
 
 Decoding is its own, decided on 26 November 2026. transformers' `generate_batch` (5.19) makes 0.15 to 0.17 of its
 tokens/s on a CPU (`bench_engine.py`). It has one random stream for all requests, of each request's sampling parameters
@@ -51,7 +51,7 @@ class EmbeddedEngine(Engine):
         max_num_batched_tokens: int = 2048, kv_cache_bytes: int | None = None, eos_token_ids: tuple[int, ...] = (),
         seed: int | None = None, version: int | None = 0, keep_routes: bool = False, max_adapters: int = MAX_ADAPTERS,
     ) -> None:  # fmt: skip
-        """Takes over `model`. `version` names the weights it comes with; None refuses requests until one is applied."""
+        """Takes over `model`. `version` names its weights; None refuses requests until a version is applied."""
         self.eos_token_ids = eos_token_ids
         runner = make_runner(
             model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes, keep_routes=keep_routes

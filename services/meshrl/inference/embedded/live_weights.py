@@ -28,8 +28,8 @@ class LiveWeights:
         self.layout: Layout = layout_of(self._owners)
 
     def stage(self, version: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> Shadow:
-        """Takes a whole version, copied to the device of the live one, or as it is where `copy` is off. Raises
-        MeshError LAYOUT_MISMATCH naming what differs."""
+        """Takes a whole version, copied to the device of the live one unless `copy` is off. Raises MeshError
+        LAYOUT_MISMATCH naming the difference."""
         refused = mismatch(version, self.layout, layout_of(tensors))
         if refused is not None:
             raise refused
@@ -40,7 +40,7 @@ class LiveWeights:
         return Shadow(version=version, tensors=shadow)
 
     def swap(self, shadow: Shadow) -> None:
-        """Makes the shadow live by exchanging storage: no bytes move; tied modules follow, as they share the owner."""
+        """Makes the shadow live by exchanging storage: no bytes move; tied modules follow their owner."""
         with torch.no_grad():
             for name, tensor in shadow.tensors.items():
                 self._owners[name].data = tensor

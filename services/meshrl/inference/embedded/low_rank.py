@@ -99,7 +99,7 @@ class AdapterLayers:
     def passing(self, *numbers: NDArray[np.int64]) -> Iterator[None]:
         """For a pass whose tokens have the adapters of these numbers.
 
-        There may be several sets of tokens: all of them, and those of which alone the head computes logits.
+        With several sets of tokens: all of them, and those of which the head computes logits.
         """
         kinds = {int(number) for each in numbers for number in np.unique(each)}
         if kinds == {BASE}:

@@ -35,7 +35,7 @@ class RouteStore:
     def noting(
         self, slots_N: NDArray[np.int64], positions_N: NDArray[np.int64], tokens_N: torch.Tensor | slice = slice(None)
     ) -> Iterator[None]:
-        """Keeps the routes of a forward pass: of its tokens `tokens_N`, all of them unless given, at these places."""
+        """Keeps the routes of a forward pass, of its tokens `tokens_N` (default: all), at these places."""
         self._places = tokens_N, slots_N, positions_N
         try:
             yield

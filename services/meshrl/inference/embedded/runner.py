@@ -44,12 +44,12 @@ GPU_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 class ModelRunner(ABC):
-    """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
+    """The model and its sampling; the kinds below compute its logits. Used by one thread."""
 
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, max_len: int, keep_routes: bool, cache: SlotCache | None = None
     ) -> None:
-        """With `keep_routes` the experts that tokens go through are kept beside the cache."""
+        """With `keep_routes` the tokens' experts are kept beside the cache."""
         self.model = model
         self.num_slots = num_slots
         self.max_len = max_len
@@ -72,8 +72,8 @@ class ModelRunner(ABC):
     def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0, adapter: int = BASE) -> PromptLogprobs:
         """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
 
-        One plain forward pass of the live weights, between two steps, which wait for it. Where the logits of all tokens
-        would take more than a gigabyte there are several, of some tokens each.
+        One plain forward pass of the live weights, between two steps, which wait for it; several if the logits of all
+        tokens would take more than a gigabyte.
         """
         ids_P = torch.tensor(token_ids, dtype=torch.long, device=self.device)
         vocab_size = self.model.config.get_text_config().vocab_size
@@ -153,8 +153,7 @@ class SlotRunner(ModelRunner):
     def __init__(
         self, model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool
     ) -> None:
-        """Allocates the cache; with a bound on its bytes there may be fewer slots than asked for. Raises: ValueError
-        when not even one slot fits."""
+        """Allocates the cache; a bound on its bytes may reduce the slots. Raises ValueError when not even one fits."""
         register_attention(model)
         states = probe_layers(model)
         slot_bytes = bytes_per_slot(states, max_len)
@@ -221,7 +220,7 @@ class RecomputingRunner(ModelRunner):
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
 
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
-        """Ignores the prompt pieces: a row that decodes computes its prompt again anyway."""
+        """Ignores the prompt pieces: a decoding row computes its prompt again anyway."""
         lengths_R = table.slots["cached"][: table.decoding] + 1
         logits_RV = torch.empty(0, device=self.device)
         for length in np.unique(lengths_R):
@@ -239,7 +238,7 @@ class RecomputingRunner(ModelRunner):
         return logits_RV
 
     def _noting(self, table: SlotTable, rows_B: NDArray[np.int64], length: int) -> AbstractContextManager[None]:
-        """Of each row of `length` tokens: the last one, before it was sampled anything the prompt as well."""
+        """Of each row of `length` tokens: the last one, before the first sampled token the prompt as well."""
         assert self.routes is not None
         fresh_B1 = (table.slots["generated"][rows_B] == 0)[:, None]
         places, positions_N = np.nonzero(fresh_B1 | (np.arange(length) == length - 1))
@@ -250,8 +249,8 @@ class RecomputingRunner(ModelRunner):
 def make_runner(
     model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None, keep_routes: bool = False
 ) -> ModelRunner:
-    """The runner that samples this model right, with the routes of a mixture of experts where they are kept. Raises
-    ValueError when the cache bound holds not one sequence, and for routes of a model without experts."""
+    """The runner that samples this model right, with the routes of a mixture of experts if they are kept. Raises
+    ValueError when the cache bound is below one sequence, and for routes of a model without experts."""
     reason = unpacked_reason(model, max_len)
     if reason is None:
         return SlotRunner(

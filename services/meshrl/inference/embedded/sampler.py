@@ -1,8 +1,8 @@
 """Draws one token for each row of logits; the last part of an engine's step, after logits that a request reweights.
 
-Each request owns a counter-based stream of uniforms: the n-th uniform is a hash of (seed, n), so what a request draws
-depends on its seed and its own distribution, not on who else is in the batch. A uniform becomes a token by inverting
-the cumulative distribution. Shapes: B rows, V tokens of the vocabulary, K alternatives, C rows with some cut.
+Each request owns a counter-based stream of uniforms: the n-th uniform is a hash of (seed, n), so a request's draws
+depend on its seed and its own distribution alone. A uniform becomes a token by inverting the cumulative distribution.
+Shapes: B rows, V tokens of the vocabulary, K alternatives, C rows with some cut.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class BatchSampling:
 def reweight(logits_RV: torch.Tensor, table: SlotTable, slots: Sequence[int]) -> torch.Tensor:
     """A copy of the logits in float32, with logit_bias and penalties of the decoding rows in `slots` applied.
 
-    In vLLM's order and by its formulas, so that both engines sample alike. Repetition counts prompt and completion
-    (arXiv 1909.05858), presence and frequency the completion alone. Shapes: R rows, U different tokens of one row.
+    In vLLM's order and by its formulas. Repetition counts prompt and completion (arXiv 1909.05858), presence and
+    frequency the completion alone. Shapes: R rows, U different tokens of one row.
     """
     reweighted_RV = logits_RV.to(torch.float32, copy=True)
     for slot in slots:
@@ -112,7 +112,8 @@ def sample(
 
 
 def _invert(logprobs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """(B, 1) first token whose cumulative probability exceeds the uniform; in float64, so none of zero is hit."""
+    """(B, 1) first token whose cumulative probability exceeds the uniform; in float64, so that no token of probability
+    zero is hit."""
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
     target_B1 = torch.minimum(uniforms_B[:, None] * total_B1, total_B1 * (1.0 - 2.0**-52))

@@ -1,9 +1,9 @@
 """Decides which request has which slot and what each step computes; called by the step thread.
 
-Pure logic over arrays: no model or thread, and a clock only to note times. Slots [0, decoding) decode, [decoding,
-occupied) are being prefilled, the rest is free; rows move so that this stays true, which keeps a step's cache reads one
-contiguous block. All prompt tokens but the last are prefilled; the last one is the first token to be decoded. Shapes: S
-slots, M tokens a slot, R decoding rows.
+Pure logic over arrays, with a clock only to note times. Slots [0, decoding) decode, [decoding, occupied) are being
+prefilled, the rest is free; rows move to keep this order, which makes a step's cache reads one contiguous block. All
+prompt tokens but the last are prefilled; the last is the first to be decoded. Shapes: S slots, M tokens a slot, R
+decoding rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SLOT_DTYPE = np.dtype(
 
 
 class SlotStore(Protocol):
-    """Something kept of the tokens of each slot, which moves with the rows: of the first `length` of them."""
+    """Something kept of the first `length` tokens of each slot, which moves with the rows."""
 
     def copy_slot(self, source: int, target: int, length: int) -> None: ...
 
@@ -97,13 +97,13 @@ class StepOutput:
 
 
 class SlotTable:
-    """The slots, the queue before them and what has been sampled so far. `now` gives seconds for requests' times."""
+    """The slots, the queue before them and the tokens sampled so far. `now` gives seconds for requests' times."""
 
     def __init__(
         self, *, num_slots: int, max_len: int, stores: Sequence[SlotStore], now: Callable[[], float],
         routes_of: Callable[[int, int, int], Routes] | None = None,
     ) -> None:  # fmt: skip
-        """`routes_of` gives the routes of a slot's tokens [start, end), where they are kept."""
+        """`routes_of` gives the kept routes of a slot's tokens [start, end)."""
         self._now = now
         self._routes_of = routes_of
         self.num_slots = num_slots
@@ -121,8 +121,8 @@ class SlotTable:
     # --- joining ----------------------------------------------------------------------------
 
     def schedule(self, budget: int) -> list[PrefillPiece]:
-        """Moves waiting requests into free slots, starts to decode those that have their prompt in the cache, and picks
-        up to `budget` prompt tokens to prefill in this step."""
+        """Moves waiting requests into free slots, starts to decode those with their prompt in the cache, and picks up
+        to `budget` prompt tokens to prefill in this step."""
         while self.waiting and self.occupied < self.num_slots:
             self._start(self.waiting.popleft())
         pieces: list[PrefillPiece] = []
@@ -210,7 +210,7 @@ class SlotTable:
         return tokens_M[:prompt], tokens_M[prompt : prompt + made]
 
     def absorb(self, output: StepOutput, version: int) -> list[tuple[RequestRow, FinishReason | None]]:
-        """Records one sampled token for each decoding row and removes the rows that are done.
+        """Records one sampled token for each decoding row and removes the finished rows.
 
         Returns the rows with something to deliver; finished ones have been delivered to and left. A row whose logprob
         is not finite is returned with reason None and removed: the caller fails it.
@@ -296,10 +296,9 @@ class SlotTable:
         row.slot = -1
 
     def new_weights(self, version: int, *, before: int | None, same: bool = False) -> None:
-        """The live weights are `version` now: rows go on with their cache, which is not copied to new rows any more.
+        """The live weights are `version` now: rows go on with their cache, which new rows no longer copy.
 
-        Rows with an adapter keep the version of that. `before` is the version until now. `same`: only the name changed,
-        not the values.
+        Rows with an adapter keep its version. `before` is the version until now. `same`: only the name changed.
         """
         if not same:
             self.slots["shareable"][: self.occupied] = False
@@ -313,7 +312,7 @@ class SlotTable:
                 row.spans.append([generated, version])
 
     def _swap(self, one: int, other: int) -> None:
-        """Exchanges two rows whole: what may stay of a broken one would not be finite, which a mask does not stop."""
+        """Exchanges two rows whole: a broken one may leave values that are not finite, which a mask does not stop."""
         if one == other:
             return
         pair, reverse = [one, other], [other, one]

@@ -77,8 +77,8 @@ class Staging:
 class BroadcastReceiver:
     """The embedded engine's rank, in at most one group of the nccl transport at a time.
 
-    Calls into a group block, so each runs on a daemon thread and is waited for until its deadline at most. The event
-    loop and the engine's thread never block.
+    Calls into a group block, so each runs on a daemon thread and is awaited until its deadline at most. The event loop
+    and the engine's thread never block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class BroadcastReceiver:
         self._receiving: asyncio.Future[ReceiveTimes] | None = None
 
     async def join(self, group: JoinGroup) -> None:
-        """Leaves the group before and meets the others. Raises MeshError GROUP_BROKEN when they do not all come."""
+        """Leaves the group before and meets the others. Raises MeshError GROUP_BROKEN unless all come."""
         await self.leave()
         from meshrl.versions.collective.broadcasting import Receiver  # torch.distributed is for engines in groups only
 
@@ -143,7 +143,7 @@ def _close_late(meeting: asyncio.Future[Receiver]) -> None:
 
 
 def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Runs on a daemon thread: unlike a pool's, it does not hold up the end of the program while it blocks."""
+    """Runs on a daemon thread, which unlike a pool's does not hold up the end of the program."""
     done: Future[Result] = Future()
 
     def run() -> None:

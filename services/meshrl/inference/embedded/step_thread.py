@@ -1,8 +1,8 @@
 """The thread of the embedded engine: steps the model, and between two steps takes requests and commands.
 
-Fed by `engine` through an inbox that it empties before each step; what a step produced goes back to the event loop in
-one call. A command runs between two steps and never inside one. If a step fails the thread ends, and every request and
-command, whenever it comes, is answered with that error.
+Fed by `engine` through an inbox that it empties before each step; a step's results go back to the event loop in one
+call. A command runs between two steps. If a step fails the thread ends, and every request and command, whenever it
+comes, is answered with that error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Command:
-    """Is `run` between two steps, or `refuse`d once the thread takes nothing any more."""
+    """`run` between two steps, or `refuse`d once the thread has ended."""
 
     run: Callable[[], None]
     refuse: Callable[[MeshError], None] = lambda error: None
@@ -51,7 +51,7 @@ class StepCounts:
 class StepThread:
     """Steps `runner` over the requests in `table` while it is not `paused`; at most `budget` prompt tokens a step.
 
-    `version` names the live weights for what is sampled; it and `paused` are changed by commands only.
+    `version` names the live weights; only commands change it and `paused`.
     """
 
     def __init__(self, runner: ModelRunner, *, budget: int, version: int | None) -> None:
@@ -111,7 +111,7 @@ class StepThread:
         return await asyncio.wait_for(asyncio.wrap_future(done), COMMAND_DEADLINE_S)
 
     def soon(self, function: Callable[[], None]) -> None:
-        """Runs `function` between two steps, after what was asked for before; nobody waits for it."""
+        """Runs `function` between two steps, after earlier commands, without a waiter."""
         self._put(_Command(run=function))
 
     async def stop(self) -> None:
@@ -146,8 +146,8 @@ class StepThread:
             self._clear(1)
 
     def _clear(self, rows: int) -> None:
-        """Zeroes the slots of the rows that left last without coming to their end: what they computed may not be
-        finite, which a mask does not stop."""
+        """Zeroes the slots of the rows that left last before their end: their values may not be finite, which a mask
+        does not stop."""
         if self.runner.cache is not None:
             for slot in range(self.table.occupied, self.table.occupied + rows):
                 self.runner.cache.clear_slot(slot, int(self.table.slots["cached"][slot]))
@@ -216,7 +216,7 @@ class StepThread:
                 command.refuse(error)
 
     def _flush(self) -> None:
-        """Hands what this step produced to the event loop, in one call."""
+        """Hands a step's results to the event loop, in one call."""
         if not self._outbox or self._loop is None:
             return
         deliveries, self._outbox = self._outbox, []

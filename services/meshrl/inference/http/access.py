@@ -1,8 +1,8 @@
 """Decides who may call which HTTP route; asked by the server before every request.
 
 Admin routes change an engine, so a web page must not reach them through its reader's browser. Such a request carries
-the page's Origin, or, where the page's name was made to point here (DNS rebinding), a Host that is not this machine's.
-Browsers send JSON to another origin only after asking for leave, which this server never gives.
+the page's Origin, or, after DNS rebinding, a Host that is not this machine's. Browsers send JSON to another origin only
+with permission, which this server never gives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshrl.inference.http.admin_routes import ADMIN_PATHS
 
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/ping"})
 PAGE_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
-"""What browsers send to another origin without asking it first."""
+"""Types that browsers send to another origin without asking it first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,7 @@ class HttpRefusal:
 
 class Access:
     """The rules. With an API key everything but OPEN_PATHS needs it; without one, admin routes need the admin key, and
-    where there is none either, they are for this host.
-    """
+    without that a caller on this host."""
 
     def __init__(self, api_key: str | None, admin_key: str | None = None) -> None:
         self._api_key, self._key_for_admin = api_key, api_key or admin_key
@@ -77,7 +76,7 @@ class Access:
         return HttpRefusal(status=403, message=text)
 
     def _is_own(self, host: str) -> bool:
-        """Whether a Host header names this machine. An address does: it cannot be made to point elsewhere."""
+        """Whether a Host header names this machine, as an address does: it cannot be made to point elsewhere."""
         try:
             name = (URL(f"http://{host}").host or "").lower()
             if name not in self._own_names and not name.endswith(".localhost"):
@@ -88,7 +87,7 @@ class Access:
 
 
 def _not_json(request: web.Request) -> HttpRefusal | None:
-    """Bodies are JSON and say so; without one, the type is only none that a page may send without asking."""
+    """Bodies must be declared as JSON; without a body, only types that a page may send without asking are refused."""
     if request.method != "POST" or request.content_type == "application/json":
         return None
     if not request.can_read_body and request.content_type not in PAGE_TYPES:

@@ -1,8 +1,8 @@
 """Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
 
-Most are for an engine that follows no weight hub, such as one under a trainer of its own; /follow_hub is how a hub
-calls it. Where there is a hub, its agent does all of this; what is loaded by hand is then undone as soon as the agent
-notices, and a group joined by hand takes the place of the hub's until the next one is opened.
+Most are for an engine without a weight hub, such as one under a trainer of its own; a hub calls /follow_hub. A hub's
+agent undoes weights loaded by hand as soon as it notices, and a group joined by hand replaces the hub's until the next
+one is opened.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class GroupBody(BaseModel):
 
 
 class HubBody(BaseModel):
-    """POST /follow_hub: the weight hub to take versions from, and how it reaches this engine.
+    """POST /follow_hub: the weight hub to take versions from, and its way to this engine.
 
-    A hub that listens everywhere leaves `host` empty: it is on the host that calls. `token` is what the hub wants to be
-    shown; empty is what the engine has.
+    An empty `host` is the calling host, for a hub that listens everywhere. `token` is shown to the hub; empty takes the
+    engine's own.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -66,7 +66,7 @@ class HubBody(BaseModel):
 
 
 class AdminRoutes:
-    """Handlers; who may call them is the server's business. Without a follower no hub can call."""
+    """Handlers; the server decides who may call them. Without a follower no hub can call."""
 
     def __init__(self, engine: Engine, loader: WeightLoader, follower: HubFollower | None = None) -> None:
         self._engine = engine
@@ -85,7 +85,8 @@ class AdminRoutes:
         return web.json_response({"status": "running", "in_flight": self._engine.in_flight})
 
     async def _sleep(self, _request: web.Request) -> web.StreamResponse:
-        """Until the next request or version; with either under way the engine stays awake, and the answer says so."""
+        """Sleeps until the next request or version; with either under way the engine stays awake, as the answer
+        reports."""
         if not self._engine.can_sleep:
             raise MeshError(
                 Reason.NOT_SUPPORTED, "this engine has no sleep mode; start vLLM on a GPU with enable_sleep_mode"

@@ -1,7 +1,7 @@
 """The HTTP server of an engine: routes for tokens, for text, for health and for administration.
 
 Called by the rollout service, which sends token ids, and by any OpenAI client. `access` decides who may call what, the
-modules of the routes read requests and write answers, and `runs` has the engine complete what is asked for.
+routes' modules read requests and write answers, and `runs` has the engine complete them.
 """
 
 from __future__ import annotations

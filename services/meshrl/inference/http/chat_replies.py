@@ -1,7 +1,7 @@
-"""Turns what was sampled for a chat request into OpenAI's message: its text, its reasoning and its tool calls.
+"""Turns the tokens sampled for a chat request into OpenAI's message: its text, its reasoning and its tool calls.
 
-The model family's renderer (package `renderers`) knows the markup; the chat route asks for the message once a
-completion is over. Without a renderer an answer is all text, and requests with tools are refused.
+The model family's renderer (package `renderers`) knows the markup. Without one an answer is all text, and requests with
+tools are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChatReplies:
     def load(cls, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> ChatReplies | None:
         """By the options of a renderer; without any by the model's name, and None for an unknown name.
 
-        Raises: ModelError when the options name no renderer, or one that does not fit the tokenizer.
+        Raises ModelError when the options name no renderer, or one that does not fit the tokenizer.
         """
         try:
             from renderers.base import MODEL_RENDERER_MAP  # takes a second, and is not in every environment
@@ -64,10 +64,10 @@ class ChatReplies:
         self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, text: str, stops: Sequence[str] = (),
         tools: Sequence[Mapping[str, JsonValue]] = (), parallel: bool = True,
     ) -> dict[str, object]:  # fmt: skip
-        """OpenAI's message for tokens that were sampled (without their stop token) and read as `text`.
+        """OpenAI's message for sampled tokens (without their stop token) that read as `text`.
 
-        Only calls that parse are answered, and only where `tools` were offered; the others stay in the content. `text`
-        stands as it is where there is neither reasoning nor a call in it. Not `parallel` keeps the first call alone.
+        Only calls that parse are answered, and only if `tools` were offered; the others stay in the content. `text`
+        stays as it is without reasoning or a call in it. Not `parallel` keeps the first call alone.
         """
         parsed = self._renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
         if not parsed.tool_calls and not parsed.reasoning_content:
@@ -99,5 +99,5 @@ def _call_json(call: ParsedToolCall) -> dict[str, object]:
 
 
 def _before(stops: Sequence[str], text: str) -> str:
-    """The text up to the first stop string: tokens go on behind it."""
+    """The text up to the first stop string, behind which tokens go on."""
     return text[: min([found for stop in stops if (found := text.find(stop)) >= 0], default=len(text))]

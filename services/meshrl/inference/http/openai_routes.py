@@ -1,8 +1,8 @@
 """POST /v1/chat/completions and /v1/completions: OpenAI's request formats for the same engine, whole or as a stream.
 
 Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
-the request has `return_token_ids`. Where the model's renderer is known, a chat message has its `reasoning_content` and
-`tool_calls` apart; a stream has them so with tools alone, in its last piece, and else the text as it is sampled.
+the request has `return_token_ids`. If the model's renderer is known, a chat message has its `reasoning_content` and
+`tool_calls` apart. A stream has them so only with tools, in its last piece, and else the text as it is sampled.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class _Answer:
         return {"message": message}
 
     def _delta(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
-        """What a stream's event adds: with tools nothing until the end, since a call is known once it is whole."""
+        """An addition of a stream's event: with tools nothing until the end, since a call is known once it is whole."""
         if not body.offered_tools:
             return {"delta": {"content": piece.text}}
         if piece.finish_reason is None:

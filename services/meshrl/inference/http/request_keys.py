@@ -1,8 +1,8 @@
-"""What becomes of every request key of OpenAI's and vLLM's APIs: honoured, neutral, or refused with a 400.
+"""The treatment of every request key of OpenAI's and vLLM's APIs: honoured, neutral, or refused with a 400.
 
-`schemas` reads the honoured keys and holds all others against this table. docs/requests.md is made of it, and the tests
-run it. A request that is answered with 200 was sampled as it asked: a key that would change that is never passed over.
-Both engines take the same requests, since both sample by the same `SamplingParams`.
+`schemas` reads the honoured keys and checks all others against this table, of which docs/requests.md is made. A request
+that is answered with 200 was sampled as it asked: a key that would change that is never passed over. Both engines take
+the same requests, since both sample by the same `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ UNCONSTRAINED = (
 class OtherKey:
     """A key that no route reads.
 
-    `neutral` are the values that ask for nothing; None where every value is neutral, since the key changes neither what
-    is sampled nor what is answered. `advice` follows the refusal of any other value.
+    `neutral` are the values that ask for nothing; None if every value does, since the key changes neither the samples
+    nor the answer. `advice` follows the refusal of any other value.
     """
 
     neutral: tuple[JsonValue, ...] | None
@@ -86,7 +86,7 @@ CHAT_KEYS: Mapping[str, OtherKey] = {
     "tool_choice": OtherKey(("auto", "none"), UNCONSTRAINED),
     **_each("parallel_tool_calls reasoning_effort return_token_ids return_tokens_as_token_ids", None),
 }
-"""Keys of the chat route that a caller of the token route, which renders and parses by itself, may pass through."""
+"""Keys of the chat route that callers of the token route, who render and parse themselves, may pass through."""
 
 
 def refusals(keys: Mapping[str, JsonValue], *, n: int = 1, table: Mapping[str, OtherKey] = OTHER_KEYS) -> list[str]:

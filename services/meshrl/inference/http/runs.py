@@ -1,4 +1,4 @@
-"""Runs the completions of one HTTP request on the engine, within its deadline, and puts their chunks together.
+"""Runs the completions of one HTTP request on the engine, within its deadline, and joins their chunks.
 
 Shared by the routes, which write the result as JSON, as a frame or as a stream.
 """
@@ -35,7 +35,7 @@ UNFINISHED = "the engine ended this completion without a reason; send it again"
 REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
 
 MOST_UNKNOWN = 1000
-"""So many unknown keys are logged; what a client sends beyond them is not."""
+"""Most unknown keys that are logged."""
 
 Body = TypeVar("Body", bound=RequestBody)
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def join(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """Puts chunks of a completion that follow each other together."""
+    """Joins chunks of a completion that follow each other."""
     first, last = chunks[0], chunks[-1]
     spans: list[VersionSpan] = []
     for span in (span for chunk in chunks for span in chunk.version_spans):
@@ -90,7 +90,7 @@ class Serving:
         return body
 
     def note_unknown(self, path: str, keys: Iterable[str]) -> None:
-        """Logs each unknown key the first time that it comes: clients send more than an engine needs."""
+        """Logs each unknown key once: clients send more than an engine needs."""
         for name in unknown(keys):
             if name not in self._unknown and len(self._unknown) < MOST_UNKNOWN:
                 self._unknown.add(name)
@@ -99,8 +99,8 @@ class Serving:
     def policy(self, model: str | None, headers: Mapping[str, str] = MappingProxyType({})) -> str:
         """The run, or `RUN@VERSION`, that a request names as its model; empty for any other name.
 
-        `RUN@` is a run for certain, and waits for its first version; of plain names those that are served are runs. The
-        header of a run decides where the engine serves adapters, or has no version at all yet.
+        `RUN@` is a run for certain, and waits for its first version; a plain name is a run if it is served. The header
+        of a run decides if the engine serves adapters, or has no version at all yet.
         """
         adapters = self.engine.adapters
         if adapters is None:
@@ -114,7 +114,7 @@ class Serving:
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """Bounds what runs inside. Raises: MeshError DEADLINE_PASSED once the request took too long."""
+        """Bounds the block. Raises MeshError DEADLINE_PASSED once the request took too long."""
         limit = asyncio.timeout(self.request_deadline_s)
         try:
             async with limit:
@@ -130,7 +130,7 @@ class Serving:
     async def complete(
         self, request: GenerateRequest, *, ends: Callable[[TokenChunk], bool] = lambda chunk: False
     ) -> TokenChunk:
-        """The whole completion, or that up to the chunk for which `ends`, called with each of them, is true.
+        """The whole completion, or that up to the first chunk for which `ends` is true.
 
         Raises: MeshError DRAINING when it was cut by a shutdown, ENGINE_FAILED when its last chunk is missing.
         """
@@ -148,7 +148,7 @@ class Serving:
 
 
 def served_version(engine: Engine) -> int | None:
-    """What requests that name no run get: the version of the only run, or else of the base model."""
+    """The version for requests that name no run: of the only run, or else of the base model."""
     newest = {} if engine.adapters is None else engine.adapters.newest
     return next(iter(newest.values())).version if len(newest) == 1 else engine.version
 
@@ -173,8 +173,8 @@ async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
 async def interleave(
     spans: CompletionSpans, requests: list[GenerateRequest]
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Chunks of several completions as they come, each with the index of its request. Raises: whatever one of the
-    completions fails with, at once; the others end with it."""
+    """Chunks of several completions as they come, each with the index of its request. Raises the first completion's
+    failure at once; the others end with it."""
     ready: asyncio.Queue[tuple[int, TokenChunk] | Exception] = asyncio.Queue()
 
     async def pump(index: int, request: GenerateRequest) -> None:
@@ -221,8 +221,8 @@ def version_headers(version: int | None) -> dict[str, str]:
 async def send_events(serving: Serving, request: web.Request, events: AsyncGenerator[str, None]) -> web.StreamResponse:
     """Server-sent events within the request's deadline, ended by [DONE].
 
-    An error before the first event is raised. Later the head of the answer is out already, so the error is the last
-    event, in the shape of the error body, and the connection is closed without [DONE].
+    An error before the first event is raised. A later one is the last event, in the shape of the error body, and the
+    connection is closed without [DONE].
     """
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=headers | version_headers(served_version(serving.engine)))
@@ -250,7 +250,7 @@ async def _send(response: web.StreamResponse, event: str) -> None:
 
 
 def as_mesh_error(error: Exception, request: web.Request) -> MeshError:
-    """The client's answer for an error; one that is no MeshError is a defect here and is logged."""
+    """The client's answer for an error; any but a MeshError is a defect here and is logged."""
     if isinstance(error, MeshError):
         return error
     logger.opt(exception=error).error("{} {} failed", request.method, request.path)

@@ -1,8 +1,8 @@
 """Request bodies of the HTTP routes: checked, then turned into the engine's own request types.
 
-The routes read the keys that have a field here. `request_keys` decides about all others: a key that would change what
-is sampled is refused unless its value is neutral. A key that is in no known API is refused in `sampling_params`, and
-logged on the text routes, whose clients send more than an engine needs.
+The routes read the keys that have a field here. `request_keys` decides about all others: a key that would change the
+samples is refused unless its value is neutral. A key of no known API is refused in `sampling_params`, and logged on the
+text routes, whose clients send more than an engine needs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _refuse_constraints(response_format: JsonValue, structured_outputs: JsonValu
 
 
 class RequestBody(BaseModel):
-    """A part of a request whose other keys are kept, to be checked. A key that is null has its default."""
+    """A part of a request whose other keys are kept, to be checked. A null key has its default."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -97,7 +97,7 @@ class SamplingFields(RequestBody):
     ) -> SamplingParams:
         """Parameters of the index-th completion, without max_tokens for `most` tokens.
 
-        An engine that nobody asks for `logprobs` may be much faster.
+        Without `logprobs` an engine may be much faster.
         """
         raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
         return SamplingParams(
@@ -142,7 +142,7 @@ class TokenSampling(SamplingFields):
 
     @property
     def fits_a_frame(self) -> bool:
-        """Whether a completion frame can carry all that is asked for."""
+        """Whether a completion frame can carry the whole answer."""
         return self.alternatives == 0 and self.prompt_logprobs is None
 
 

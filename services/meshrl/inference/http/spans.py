@@ -1,4 +1,4 @@
-"""The trace of each completion: a span with how long it waited, was prefilled and decoded, its tokens and versions.
+"""The trace of each completion: a span with its waiting, prefill and decoding times, its tokens and versions.
 
 Used by the routes' `Serving`. The attributes follow OpenTelemetry's conventions for generative AI as far as those go;
 others begin with `meshrl.`. The ids of the hub's span of a version are computed from the version and its root hash, so
@@ -34,7 +34,7 @@ class CompletionSpans:
         return ",".join(dict.fromkeys(traceparent for traceparent in known if traceparent))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Yields the engine's chunks. A completion that fails, or that its caller leaves, is recorded as such."""
+        """Yields the engine's chunks. A failed or abandoned completion is recorded as such."""
         self._note_version()
         span = self._tracer.start_span(f"text_completion {self._model_name}", kind=SpanKind.SERVER)
         tokens, versions = 0, list[int]()

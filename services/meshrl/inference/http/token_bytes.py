@@ -26,8 +26,8 @@ _LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
 class TokenBytes:
     """The bytes of one tokenizer's tokens, and how they join.
 
-    `joins` is True where the text of tokens is what their bytes read as UTF-8. For other vocabularies (WordPiece, or
-    tokenizers that clean spaces up) only the tokenizer itself decodes, and a token's bytes are those of its own text.
+    `joins` is True if the text of tokens is their bytes read as UTF-8. For other vocabularies (WordPiece, or tokenizers
+    that clean spaces up) only the tokenizer itself decodes, and a token's bytes are those of its own text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,14 +1,13 @@
 """POST /inference/v1/generate: token ids in, sampled token ids with logprobs and version spans out.
 
-The wire is vLLM's, as `renderers` reads it, with four fields more in each choice: `version_spans`
-[[start, end, version], ...] over the completion, `prompt_version` (the oldest version that computed a part of the
-prompt's KV cache, since weights may change before the first token), `completion_logprobs` (the logprobs packed as
-base64 float32) and, on request (`extra_args.raw_logprobs`), `raw_logprobs`. Logprobs are those of the distribution
-sampled from.
+The wire is vLLM's, as `renderers` reads it, with four fields more in each choice: `version_spans` [[start, end,
+version],...] over the completion, `prompt_version` (the oldest version that computed a part of the prompt's KV cache,
+since weights may change before the first token), `completion_logprobs` (the logprobs packed as base64 float32) and, on
+request (`extra_args.raw_logprobs`), `raw_logprobs`. Logprobs are those of the distribution sampled from.
 
 A client that sends `Accept: application/x-meshrl-completion` gets a completion frame instead (see
-`meshrl.wire.completion_frame`), which costs no work per token. Streams, alternatives and prompt logprobs have none:
-they are answered in JSON, so a client reads the Content-Type.
+`meshrl.wire.completion_frame`), which costs no work per token. Streams, alternatives and prompt logprobs are answered
+in JSON, so a client reads the Content-Type.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def _logprobs(completion: TokenChunk) -> list[dict[str, object]]:
 
 def _prompt_logprobs(token_ids: Sequence[int], found: PromptLogprobs) -> list[dict[str, object] | None]:
     """As vLLM has them: an entry a token, none for the first. With alternatives an entry also has the likeliest tokens
-    in that place, with their rank."""
+    there, with their rank."""
 
     def entry(logprob: float, rank: int | None) -> dict[str, object]:
         return {"logprob": said(logprob), "rank": rank, "decoded_token": None}

@@ -24,16 +24,16 @@ ENCODE_LIMIT_S = 10.0
 
 _INCOMPLETE = "\ufffd"  # what half a character is decoded to
 _MOST_HELD = 4
-"""A character has at most four bytes, so this many tokens cannot all be parts of one that is not yet whole."""
+"""A character has at most four bytes: this many tokens cannot all be parts of an incomplete one."""
 
 _FOREIGN_ARGUMENTS = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 _TEMPLATE_ARGUMENTS = frozenset({"documents", "chat_template"})  # of those, what a request may bring
 
 
 class TextCodec:
-    """The tokenizer behind the OpenAI routes, and the parser of `replies`, where there is one for the model.
+    """The tokenizer behind the OpenAI routes, and the parser of `replies`, if the model has one.
 
-    A chat template is a program. One that comes with a request is run only with `trust_request_chat_template`.
+    A request's chat template, which is a program, is run only with `trust_request_chat_template`.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class TextCodec:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, JsonValue]] = (),
     ) -> tuple[int, ...]:
-        """Token ids of a conversation with the tools it may use; `arguments` go to the chat template under their names.
+        """Token ids of a conversation with its tools; `arguments` go to the chat template under their names.
 
-        Raises: MeshError INVALID_REQUEST for a message that no text model reads, when the template fails on them, when
-        there is none, or for what is too long.
+        Raises MeshError INVALID_REQUEST for a message that no text model reads, when the template fails or is missing,
+        and for too long a prompt.
         """
         if arguments.get("chat_template") is not None and not self._trust_request_chat_template:
             raise MeshError(
@@ -134,7 +134,7 @@ class TextStream:
     """Turns tokens that arrive over time into text, and ends it before a stop string.
 
     Text that may still change stays back: half a character, or the beginning of a stop string. The work for a token
-    does not depend on how many there are.
+    does not grow with their number.
     """
 
     def __init__(self, codec: TextCodec, *, skip_special_tokens: bool, stops: Sequence[str] = ()) -> None:
@@ -185,7 +185,7 @@ class _JoinedBytes:
 
 
 class _Window:
-    """The text of tokens that only their tokenizer decodes: it decodes the newest ones, with those before them."""
+    """The text of tokens that only their tokenizer decodes, the newest together with those before them."""
 
     def __init__(self, codec: TextCodec, skip_special_tokens: bool) -> None:
         self._codec = codec

@@ -1,9 +1,8 @@
 """Tokenizers for prompts: several at work at once, each for a bounded time.
 
-Encoding changes a tokenizer's state, so every prompt at work has a copy of its own and a thread of its own. A prompt
-that takes too long is ended: its thread gets an exception at the next Python instruction, as templates and Python
-tokenizers run many of; a call into a compiled tokenizer goes on to its end, which the bound on a prompt's bytes keeps
-near. Its place is free again once the thread is gone.
+Encoding changes a tokenizer's state, so every prompt at work has a copy and a thread of its own. The thread of a prompt
+that takes too long gets an exception at the next Python instruction; a call into a compiled tokenizer goes on to its
+end, which the bound on a prompt's bytes keeps near. Its place is free again once the thread is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Work = Callable[[PreTrainedTokenizerBase], Result]
 
 
 class _Overrun(BaseException):
-    """Raised inside a thread that has to end; no `except Exception` of a library keeps it."""
+    """Raised inside a thread that has to end; libraries' `except Exception` does not keep it."""
 
 
 class TokenizerPool:
@@ -42,9 +41,9 @@ class TokenizerPool:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self, work: Work[Result]) -> Result:
-        """Waits for a place (the request's deadline bounds that) and returns what `work` does.
+        """Waits for a place (within the request's deadline) and returns the result of `work`.
 
-        Raises: MeshError INVALID_REQUEST when the work took too long, and whatever `work` raises.
+        Raises MeshError INVALID_REQUEST when the work took too long, and the errors of `work`.
         """
         await self._places.acquire()
         loop = asyncio.get_running_loop()

@@ -1,7 +1,5 @@
-"""Loads an adapter into a vLLM worker in parts, between the engine's steps, so that no step waits for all of it.
-
-vLLM's own way reads, pins and copies the whole adapter in one call, for which all requests of the engine wait.
-"""
+"""Loads an adapter into a vLLM worker in parts, between the engine's steps, so that no step waits for all of it, as in
+vLLM's own way."""
 
 from __future__ import annotations
 
@@ -109,14 +107,14 @@ class AdapterParts:
         manager._registered_adapters[self._number] = self._whole
 
     def _pinned(self, matrices: Any) -> Any:
-        """Copies from which the device reads while the engine goes on. torch gives their memory out again."""
+        """Copies from which the device reads while the engine goes on; torch reuses their memory."""
         if isinstance(matrices, list):
             return [self._pinned(each) for each in matrices]
         return matrices if matrices is None or self._device.type == "cpu" else matrices.pin_memory()
 
 
 def renames(mapper: Any) -> Any:
-    """A model's mapper of names without that of layers which vLLM packs: the manager packs them itself."""
+    """A model's mapper of names without the layers that vLLM's manager packs itself."""
     for method in ("get_rename_mapper", "get_unstacked_mapper"):  # vLLM 0.29 and later, 0.25 to 0.28
         if hasattr(mapper, method):
             return getattr(mapper, method)()
@@ -125,8 +123,8 @@ def renames(mapper: Any) -> Any:
 
 @lru_cache(1 << 16)
 def part_of(name: str) -> str:
-    """Where a tensor belongs: model.layers.3.self_attn of model.layers.3.self_attn.q_proj.lora_A.weight, and "" for a
-    tensor of no block."""
+    """The block of a tensor: model.layers.3.self_attn of model.layers.3.self_attn.q_proj.lora_A.weight; "" for a tensor
+    of no block."""
     names = name.split(".")
     number = next((place for place, each in enumerate(names) if each.isdigit()), None)
     return "" if number is None else ".".join(names[: number + 2])
@@ -146,7 +144,8 @@ def _on_one_thread() -> Iterator[None]:
 
 @contextmanager
 def _unpinned() -> Iterator[None]:
-    """vLLM would pin each matrix for as long as the adapter lives: a call to the driver each, and the GPU waits."""
+    """Keeps vLLM from pinning each matrix for the adapter's life: a call to the driver each, for which the GPU
+    waits."""
     from vllm.lora import lora_model, model_manager
 
     pinning = {"PIN_MEMORY": False, "is_pin_memory_available": lambda: False}  # by release

@@ -20,8 +20,7 @@ from meshrl.wire.errors import MeshError, Reason
 class AdapterStore:
     """The adapter folders of one engine; blocking, so use `write` off the event loop.
 
-    vLLM may read a folder again for as long as requests name it. All are gone when the engine ends, also when it is
-    killed.
+    vLLM may read a folder again while requests name it. All are gone when the engine ends, also when it is killed.
     """
 
     def __init__(self, max_rank: int, *, folder: Path = SHM) -> None:

@@ -70,7 +70,7 @@ def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> 
 
 
 def automatic(model_config: ModelConfig, given: JsonObject, *, versions: bool) -> dict[str, bool | int | float]:
-    """Slots, tokens a step and share of memory where `given` has none, for the model and the device that are there.
+    """Slots, tokens a step and share of memory that `given` lacks, for the model and the present device.
 
     `versions`: as `InferenceConfig.takes_whole_versions`. Raises ModelError when the model is not one.
     """

@@ -91,7 +91,7 @@ async def open_vllm_engine(config: InferenceConfig, start: Start) -> VllmEngine:
 
 
 def run_headless(model: ModelConfig, arguments: JsonObject, *, versions: bool, torch_threads: int | None) -> None:
-    """Runs this node's share of a data-parallel engine whose front end is on another node; returns when that ends."""
+    """Runs this node's share of a data-parallel engine with its front end on another node; returns when that ends."""
     vllm_config = _vllm_config(model, arguments, versions=versions, torch_threads=torch_threads, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
@@ -144,7 +144,7 @@ def _start(vllm_config: VllmConfig, *, forks: bool) -> AsyncLLM:
     """Starts vLLM's processes; with `forks` out of this one, so that none of them imports vLLM again, for seconds each.
 
     Only processes with one thread of torch and no GPU may be forked: in the new one OpenMP would wait for ever for
-    threads that only the old one has.
+    threads of the old one.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -179,8 +179,8 @@ def describe(
 ) -> tuple[Layout, tuple[int, ...]]:
     """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion.
 
-    Where `versions` of the whole model come, its folder is held to what the trainers take, unless vLLM has a
-    `load_format` of its own. Raises ModelError.
+    For `versions` of the whole model its folder must be one that the trainers take, unless vLLM has a `load_format` of
+    its own. Raises ModelError.
     """
     skeleton = empty_model(model, dtype=dtype)
     if versions and load_format in (None, "auto"):

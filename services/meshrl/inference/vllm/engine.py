@@ -2,7 +2,7 @@
 
 Requests go to vLLM's engine process as token ids and come back whole (see `whole_completions`), unless they stream.
 Weights go to its workers: staged on a thread beside the running model, copied over between two steps (see `worker`). A
-version has its own prefix-cache salt, so what one version computed is never read by the next.
+version has its own prefix-cache salt, so no version reads another's blocks.
 
 Asleep (vLLM's sleep mode, level 1), its scheduler is paused and only a copy of the weights on the host is left. Waking
 ends that pause, which the scheduler counts like any other; with no request in flight it is no version's boundary.

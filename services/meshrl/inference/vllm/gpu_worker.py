@@ -1,7 +1,7 @@
 """vLLM's GPU worker: the room of a second copy of the weights is taken before the KV cache's.
 
 vLLM gives its KV cache all of the configured share that weights and activations leave. Here the shadow exists when it
-measures, and what counts is the memory that this process holds on the device, whichever library took it.
+measures, and counts with all memory that this process holds on the device, whichever library took it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from meshrl.inference.vllm.worker import WeightsExtension
 
 
 class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no types where it is not installed
-    """The worker class of every engine on a GPU: vLLM finds the extension among its bases and mixes nothing in, as it
-    could not into `Worker` once this class is there."""
+    """The worker class of every engine on a GPU. vLLM finds the extension among its bases and mixes nothing in, as it
+    could not into `Worker` once this class exists."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the weights and then builds the shadow, outside the pools that vLLM's sleep mode frees; none for an
@@ -36,7 +36,7 @@ class GpuWorker(WeightsExtension, Worker):  # type: ignore[misc]  # vLLM has no 
             self._meshrl_shadow = build_shadow(self, leave_bytes=HEADROOM_BYTES + ACTIVATION_BYTES)
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: the share that is configured, less all that this process holds and will hold."""
+        """Bytes for the KV cache: the configured share, less all that this process holds and will hold."""
         # Its first pass compiles the model. vLLM moves Triton's folder then, but not where it finds a compiled model:
         # the next start would look for the kernels of later phases in another folder, and compile them anew.
         with self._meshrl_phase("compile"), kept_variable("TRITON_CACHE_DIR"):

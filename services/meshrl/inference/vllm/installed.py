@@ -52,7 +52,7 @@ def check_supported() -> None:
 
 
 def require(owner: Any, *names: str) -> None:
-    """Raises VllmError where a module or class of vLLM lacks a name that is replaced, overridden or called here."""
+    """Raises VllmError if a module or class of vLLM lacks a name that is replaced, overridden or called here."""
     for name in names:
         if not hasattr(owner, name):
             of, (major, minor) = getattr(owner, "__name__", type(owner).__name__), version()
@@ -63,7 +63,7 @@ def require(owner: Any, *names: str) -> None:
 
 
 def replace(owner: Any, name: str, by: object) -> None:
-    """Replaces a part of vLLM. Raises VllmError where this release does not have it, as nothing would call ours."""
+    """Replaces a part of vLLM. Raises VllmError if this release lacks it, as nothing would call ours."""
     require(owner, name)
     setattr(owner, name, by)
 
@@ -82,14 +82,14 @@ def start_processes_by(context: BaseContext) -> None:
 
 def inspect_models_here() -> None:
     """Has vLLM import the class of a model in this process to look at it. It would start a new interpreter, which
-    imports vLLM first, so that CUDA is not initialised before a fork; no process is forked from one that uses a GPU."""
+    imports vLLM first, so that CUDA is not initialised before a fork; but no process with a GPU is forked."""
     from vllm.model_executor.models import registry
 
     replace(registry, "_run_in_subprocess", lambda look: look())
 
 
 def compiled_by(config: VllmConfig) -> dict[str, str] | None:
-    """What decides the code that vLLM compiles for a GPU, but for the releases; None on a CPU and for an eager
+    """The facts, beside the releases, that decide the code that vLLM compiles for a GPU; None on a CPU and for an eager
     engine."""
     from vllm.platforms import current_platform
 
@@ -100,7 +100,7 @@ def compiled_by(config: VllmConfig) -> dict[str, str] | None:
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that is at fault itself; 0.32 has a type of its own for it."""
+    """vLLM's errors for a request that is at fault itself; 0.32 has a type of its own for it."""
     import vllm.exceptions as exceptions
 
     own: type[Exception] | None = getattr(exceptions, "VLLMClientError", None)
@@ -136,14 +136,14 @@ def process_bytes(device: torch.device) -> int | None:
 
 
 def profiled_bytes(worker: Worker) -> int:
-    """What a step takes beyond what a worker holds at rest, as it has measured: activations and CUDA graphs."""
+    """A step's measured need beyond what a worker holds at rest: activations and CUDA graphs."""
     activations, graphs = int(worker.peak_activation_memory), int(worker.cudagraph_memory_estimate)
     # 0.32 counts the graphs among the activations; before, they came on top.
     return max(activations, graphs) if hasattr(worker, "total_consumed") else activations + graphs
 
 
 def without_weights(parameters: Iterable[str], loaded: Iterable[str]) -> list[str]:
-    """The parameters of a vLLM model that are not among the names that it has reported as loaded, in order.
+    """The parameters of a vLLM model that it has not reported as loaded, in order.
 
     Those of layers that can have adapters are reported without `base_layer`, and before 0.32 those of experts without
     `routed_experts`.
@@ -157,10 +157,8 @@ def without_weights(parameters: Iterable[str], loaded: Iterable[str]) -> list[st
 
 
 def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Loads tensors of Hugging Face names over the live weights of a worker's model; returns parameters that got none.
-
-    The runner's own `reload_weights` does the same, but only logs these.
-    """
+    """Loads tensors of Hugging Face names over the live weights of a worker's model; returns parameters that got none,
+    which the runner's own `reload_weights` only logs."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = runner.get_model()

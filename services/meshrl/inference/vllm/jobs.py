@@ -34,15 +34,15 @@ class JobOutcome(TypedDict, total=False):
 class Job:
     """Work on a thread, on the worker's device and a stream beside the model's, whose outcome the engine asks for.
 
-    It begins once the job before it (`after`) has ended, since both write into one shadow, and is on that one's stream:
-    torch keeps memory for each stream that was freed on it, so a stream for each version would take ever more.
+    It begins once the job before it (`after`) has ended, since both write into one shadow, and on its stream: torch
+    keeps memory for each stream, so a stream for each version would take ever more.
     """
 
     def __init__(
         self, work: Callable[[], None], device: torch.device, *, after: Job | None = None,
         doing: str = "a weight job", before_deadline_s: float = BEFORE_DEADLINE_S, ends: str = "",
     ) -> None:  # fmt: skip
-        """`doing` names the work in the message of one that runs out of memory; `ends` is a `JobEnds.address`."""
+        """`doing` names the work in an out-of-memory message; `ends` is a `JobEnds.address`."""
         self._work, self._device = work, device
         self._before: Job | None = after
         self._doing = doing
@@ -92,7 +92,7 @@ class Job:
 
 @contextmanager
 def _quick_switches() -> Iterator[None]:
-    """Lets threads hand the interpreter's lock on sooner: each wait for the device ends with one for that lock, of 5 ms
+    """Lets threads hand the interpreter's lock on sooner: a wait for the device ends with one for that lock, of 5 ms
     beside a model that is stepped from Python."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)

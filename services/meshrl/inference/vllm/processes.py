@@ -1,8 +1,8 @@
-"""Starts vLLM's processes out of a fork server, which imports vLLM at the time at which this program does.
+"""Starts vLLM's processes out of a fork server, which imports vLLM while this program does.
 
 vLLM would start a new interpreter for each, one after the other, which imports torch and vLLM again: some 14 s on a GPU
-machine. The fork server never touches a GPU, and what it imports starts no thread that a fork would lack. On a CPU,
-where vLLM binds threads as an interpreter starts, there is none. Imports neither torch nor vLLM.
+machine. The fork server never touches a GPU, and its imports start no thread that a fork would lack. On a CPU, where
+vLLM binds threads as an interpreter starts, there is none. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PRELOADED = (
 
 
 class _SameEnvironment(ForkServerProcess):
-    """A process with the variables of the one that starts it, which starts others out of the same fork server. The
-    fork server has the variables of its own start."""
+    """A process with the variables of its starter, not those of the fork server's start, which starts others out of the
+    same fork server."""
 
     def start(self) -> None:
         self._environ = dict(os.environ)
@@ -52,7 +52,7 @@ class ForkServer(ForkServerContext):
 
 
 def prepare_environment(torch_threads: int | None) -> None:
-    """vLLM's processes take what they read from their environment from here: to start quietly, with these threads."""
+    """Sets the environment of vLLM's processes: to start quietly, with these threads."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     if torch_threads is not None:
@@ -62,7 +62,7 @@ def prepare_environment(torch_threads: int | None) -> None:
 
 
 def import_ahead(torch_threads: int | None) -> None:
-    """Starts the fork server, which imports PRELOADED meanwhile; before this program imports the same."""
+    """Starts the fork server, which imports PRELOADED while this program imports the same."""
     prepare_environment(torch_threads)
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
@@ -70,7 +70,7 @@ def import_ahead(torch_threads: int | None) -> None:
 
 @contextmanager
 def kept_variable(name: str) -> Iterator[None]:
-    """The variable is afterwards what it is now, or unset."""
+    """Restores the variable, or its absence, afterwards."""
     value = os.environ.get(name)
     try:
         yield

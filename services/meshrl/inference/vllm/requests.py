@@ -34,7 +34,7 @@ class RequestCodec:
     def __init__(
         self, clock: VersionClock, *, eos_token_ids: tuple[int, ...], routed: RoutedLayers | None = None
     ) -> None:
-        """`routed` is what the engine reports routes of, None where it reports none."""
+        """`routed`: the layers whose routes the engine reports, None if it reports none."""
         self._clock = clock
         self._eos_token_ids = eos_token_ids
         self.routed = routed
@@ -109,7 +109,7 @@ class RequestCodec:
         )
 
     def _routes(self, request: GenerateRequest, found: NDArray[np.generic] | None, made: int) -> Routes | None:
-        """(N, L, K) of what the request asks for: vLLM's have a row for each layer, also where it has no experts."""
+        """(N, L, K) of the requested routes: vLLM's have a row for each layer, also without experts."""
         first = request.sampling.routed_experts_prompt_start
         if self.routed is None or found is None or first is None:
             return None
@@ -145,10 +145,10 @@ def _from_record(
 def _from_flat(
     flat: FlatLogprobs | None, count: int, alternatives: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """The same from vLLM's FlatLogprobs, as streams have them; NaN where none were asked for.
+    """The same from vLLM's FlatLogprobs, as streams have them; NaN if none were asked for.
 
-    A place has the sampled token and then the alternatives. Where vLLM has joined pieces of a stream, a sampled token
-    that is among the alternatives is there once.
+    A place has the sampled token and then the alternatives. If vLLM has joined pieces of a stream, a sampled token that
+    is among the alternatives is there once.
     """
     if not flat:
         return np.full(count, np.nan, dtype=np.float32), None, None

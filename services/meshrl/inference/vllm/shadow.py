@@ -1,12 +1,11 @@
 """The shadow of a vLLM worker's weights: filled while the engine generates, copied over the live ones in a pause.
 
-vLLM's models load Hugging Face checkpoints into fused and sharded parameters. The shadow is the same model built once
-more without storage for anything but its parameters, so that vLLM's own loading fills it. Where kernels keep weights in
-a packed form of their own (CPUs), there is nothing to copy over: then the shadow is the checkpoint's tensors, and they
-are loaded in the pause.
+vLLM's models load Hugging Face checkpoints into fused and sharded parameters. The shadow is a second instance of the
+same model with storage for its parameters alone, which vLLM's own loading fills. If kernels keep weights in a packed
+form (CPUs), there is nothing to copy over: then the shadow is the checkpoint's tensors, which are loaded in the pause.
 
 Some layers rearrange their weights within the same shape once they are loaded; mixtures of experts do on some GPUs.
-That cannot be seen, so where there are such layers a shadow first has to make the live weights out of their checkpoint.
+That cannot be seen, so with such layers a shadow first has to make the live weights out of their checkpoint.
 """
 
 from __future__ import annotations
@@ -56,10 +55,8 @@ class WorkerShadow(Protocol):
         """Makes the shadow live. Raises ValueError naming parameters that got nothing."""
 
     def rehearse(self, checkpoint: Weights) -> list[str]:
-        """Loads what is live once more, from its checkpoint; names the parameters that come out otherwise.
-
-        Where any do, live weights may be wrong from then on.
-        """
+        """Loads the live weights once more, from their checkpoint; names the parameters that come out otherwise, after
+        which live weights may be wrong."""
 
 
 class ParameterShadow:
@@ -158,8 +155,8 @@ class CheckpointShadow:
 def build_shadow(worker: WorkerBase, *, in_place: bool = False, leave_bytes: int = HEADROOM_BYTES) -> WorkerShadow:
     """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights.
 
-    `in_place`: only one that loads in place does, as `tested_shadow` found. A shadow that would not leave `leave_bytes`
-    of the device free is kept on the host: versions then land slower, in a longer pause.
+    `in_place`: only one that loads in place, as `tested_shadow` found. A shadow that would not leave `leave_bytes` of
+    the device free is kept on the host: versions then land slower, in a longer pause.
     """
     runner, device = worker.model_runner, torch.device(worker.device)
     live = runner.get_model()
@@ -190,7 +187,7 @@ def weight_bytes(live: nn.Module) -> int:
 
 
 def bytes_to_come(shadow: WorkerShadow, live: nn.Module) -> int:
-    """Memory of the device that versions will take beyond what the shadow holds already: two portions on their way.
+    """Memory of the device that versions will take beyond the shadow: two portions on their way.
 
     A portion is at least one whole tensor. A shadow that loads in place keeps all of them on the device.
     """
@@ -202,9 +199,9 @@ def bytes_to_come(shadow: WorkerShadow, live: nn.Module) -> int:
 def tested_shadow(worker: WorkerBase, shadow: WorkerShadow) -> tuple[WorkerShadow, bool]:
     """The shadow for a worker, and whether it must load versions in place since layers have rearranged their weights.
 
-    `shadow` is the one that was built for it. Where layers may have rearranged weights, this is found out by loading
-    the checkpoint once more, before any request comes. Raises RuntimeError when no shadow makes the live weights out of
-    their checkpoint; the live weights are wrong then.
+    `shadow` is the one that was built for it. If layers may have rearranged weights, the checkpoint is loaded once more
+    to find out, before any request comes. Raises RuntimeError when no shadow makes the live weights out of their
+    checkpoint; the live weights are wrong then.
     """
     live = worker.model_runner.get_model()
     if not _may_rearrange(live):
@@ -254,7 +251,7 @@ def _pack_again(model: nn.Module) -> None:
 
 
 def _config_of_its_own(vllm_config: VllmConfig) -> VllmConfig:
-    """vLLM's configuration without what a second instance must not share: layers register themselves by name there."""
+    """vLLM's configuration with a register of layers of its own, which a second instance must not share."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}

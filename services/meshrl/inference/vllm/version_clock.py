@@ -1,6 +1,6 @@
 """Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans.
 
-Used by the vLLM engine in the process that serves HTTP; `whole_completions` counts the same pauses in vLLM's process.
+Used by the vLLM engine in the process that serves HTTP; `whole_completions` counts the pauses in vLLM's process.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class CompletionRecord(TypedDict):
 
 
 class VersionClock:
-    """The version that is served, and which one was served after each pause since the start.
+    """The served version, and the one served after each pause since the start.
 
-    Engine and scheduler count pauses alike, both from their start, so a request need only carry the count.
+    Engine and scheduler count pauses alike, both from their start, so a request carries only the count.
     """
 
     def __init__(self, version: int | None) -> None:

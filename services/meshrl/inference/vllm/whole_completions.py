@@ -1,9 +1,9 @@
 """vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`.
 
-vLLM sends every token of every request to the front end at once, with its logprobs as small arrays; the front end then
-walks over them token by token. A request that wants its answer in one piece needs none of that. Here its tokens and
-logprobs are kept until it is finished and then sent in one message. Meanwhile the scheduler also notes at how many
-tokens generation was resumed after a pause, which is where one weight version ends and the next begins.
+vLLM sends every token of every request to the front end at once, with its logprobs as small arrays, over which the
+front end then walks. Here the tokens and logprobs of a request that wants its answer in one piece are kept until it is
+finished and sent in one message. The scheduler also notes at how many tokens generation was resumed after a pause,
+where one weight version ends and the next begins.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ AHEAD = -1
 """Priority of a request that goes ahead of all that wait, whatever vLLM's scheduling policy."""
 
 PROBE_SEATS = 1
-"""Sequences beyond the configured ones that may run: with all of these full, a version could not be probed for as long
-as they take."""
+"""Sequences beyond the configured ones that may run, so that a version can be probed while all of these are busy."""
 
 
 @dataclass(kw_only=True, slots=True)
 class UnfinishedRequest:
-    """A request that is not finished yet: its tokens and logprobs so far, and the pauses that it has met."""
+    """An unfinished request: its tokens and logprobs so far, and the pauses that it has met."""
 
     whole: bool
     alternatives: int  # K
@@ -86,11 +85,11 @@ class UnfinishedRequest:
 
 
 def answer_without_blocks(manager: KVCacheManager) -> None:
-    """Has a manager of one kind of blocks answer at once where a running request needs no new block and fills none.
+    """Has a manager of one kind of blocks answer at once if a running request needs no new block and fills none.
 
-    That is so for 15 of 16 sampled tokens. What vLLM does then finds nothing to do, and takes a third of a scheduler's
-    time: with a small model and 1,000 requests the scheduler takes longer than the GPU. A step of 512 requests fell
-    from 8.9 to 5.45 ms of a CPU (tests/support/scheduler_pair.py, which holds every decision against vLLM's own, too).
+    That is so for 15 of 16 sampled tokens, for which vLLM's search takes a third of a scheduler's time: with a small
+    model and 1,000 requests the scheduler takes longer than the GPU. A step of 512 requests fell from 8.9 to 5.45 ms of
+    a CPU (tests/support/scheduler_pair.py, which holds every decision against vLLM's own, too).
     """
     kinds = manager.coordinator.single_type_managers
     kind = kinds[0]
@@ -170,9 +169,9 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         return finished
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """A pause that ends is where a version may end: every engine process counts them alike.
+        """A version may end where a pause ends: every engine process counts them alike.
 
-        Requests whose prompt is not begun yet have the salt of the version before, so they read no cached blocks.
+        Requests whose prompt is not begun yet have the old version's salt, so they read no cached blocks.
         """
         if pause_state is PauseState.UNPAUSED and self.pause_state is not PauseState.UNPAUSED:
             for request_id, unfinished in self._unfinished.items():

@@ -52,7 +52,7 @@ class WeightsExtension:
     _meshrl_phases: Sequence[WorkerPhase] = ()
 
     def meshrl_open(self, ends: str) -> dict[str, Any]:
-        """Builds the shadow; once, before requests come. Returns what was built and `WorkerPhase`s, or {"reason",
+        """Builds the shadow; once, before requests come. Returns a description and `WorkerPhase`s, or {"reason",
         "message"}.
 
         An engine of adapters has none: its weights never change. `ends`: the `JobEnds.address` for the ends of jobs.
@@ -135,7 +135,8 @@ class WeightsExtension:
         self._meshrl_start(work, f"receiving version {manifest.version}")
 
     def meshrl_patch(self, version: int, manifest_json: bytes, delta: str, onto_staged: bool) -> None:
-        """Starts to make the shadow of a delta's result: of the live weights or, `onto_staged`, of what it holds."""
+        """Starts to make the shadow of a delta's result: from the live weights or, `onto_staged`, from its own
+        content."""
         manifest, placement = from_json(manifest_json), self._meshrl_placement
         shadow = self._meshrl_ready_shadow()
 
@@ -155,7 +156,7 @@ class WeightsExtension:
         self._meshrl_start(work, f"patching version {version}")
 
     def meshrl_parts(self) -> PartDigests:
-        """The digests of what the last patch has made here (`WeightPlacement.digests`)."""
+        """The digests of the parts that the last patch has made here (`WeightPlacement.digests`)."""
         found, self._meshrl_found = self._meshrl_found, {}
         return found
 
@@ -255,7 +256,7 @@ class WeightsExtension:
         self._meshrl_staged = version
 
     def _meshrl_known(self, tensors: Weights) -> Weights:
-        """A version's tensors by names that vLLM's model loads: as files have them where those differ in layers."""
+        """A version's tensors by names that vLLM's model loads: those of files, if these differ in layers."""
         return tensors if self._meshrl_outline is None else as_in_files(self._meshrl_outline, dict(tensors)).items()
 
     def _meshrl_first_shadow(self) -> WorkerShadow:

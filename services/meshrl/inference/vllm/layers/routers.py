@@ -1,7 +1,7 @@
 """Routers of vLLM's mixtures of experts with logits in float32: bfloat16 weights and inputs, the sum not rounded.
 
 vLLM has a key for it in a few families only. Its linear layers can be replaced by name, in every process that imports
-this module before it builds the model, as `worker` does. The configuration is read where a layer is built.
+this module before it builds the model, as `worker` does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FloatLogits(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM has no
 
 
 def widen(layer: Any) -> None:
-    """Gives a layer logits in float32 if it is a router of the model that is being built, and that is configured."""
+    """Gives a layer logits in float32 if it is a router of the model being built, and configured so."""
     config = get_current_vllm_config()
     if (
         config.additional_config.get(ROUTER_DTYPE) == "float32"
