@@ -1,4 +1,4 @@
-"""Builds what each rank trains with: its group of ranks, the learner with the model, the run, and the checkpointer."""
+"""Builds each rank's parts: its group of ranks, the learner with the model, the run, and the checkpointer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TrainerParts:
     parallel: RankGroup
     lifeline: Lifeline
     release: Callable[[], None]
-    """Gives memory that no tensor needs back to the device, where that is configured."""
+    """Gives unused memory back to the device, if configured."""
 
     def leave(self) -> None:
         self.parallel.barrier()
@@ -55,8 +55,8 @@ WARM_UP_TOKENS = 4096  # of a row that kernels are compiled with
 def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> float | None:
     """The least share of a sample that batches may leave out as a shared prefix; None asks for none.
 
-    auto asks for some on a CPU, where it was measured; the fused kernels of a GPU share where it is wanted. Raises
-    ConfigError where sharing is wanted and the model cannot.
+    auto asks for some on a CPU, as measured; the fused kernels of a GPU share only if it is wanted. Raises ConfigError
+    if sharing is wanted and the model cannot.
     """
     if wanted is False or (wanted == "auto" and (policy.prefix_reason is not None or policy.kernels.fused)):
         return None
@@ -115,15 +115,15 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
 
 
 def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
-    """Returns the function that gives memory cached by torch back; it does nothing on a CPU, or where not wanted."""
+    """The function that gives memory cached by torch back; it does nothing on a CPU, or if not wanted."""
     return torch.cuda.empty_cache if wanted and device.type == "cuda" else lambda: None
 
 
 def compile_kernels(learner: Learner, *, seq_len: int) -> None:
     """Compiles the kernels of a step while engines still load, so that the first batch trains as fast as later ones.
 
-    It passes made-up rows of two lengths through the model, after which torch.compile has a graph for any length. They
-    are short, so that they fit wherever the run's own rows fit. The learner is not changed.
+    Passes short made-up rows of two lengths through the model, after which torch.compile has a graph for any length.
+    The learner is not changed.
     """
     started = time.perf_counter()
     vocab_size = int(learner.model.config.get_text_config().vocab_size)

@@ -1,9 +1,9 @@
 """The training loop of rank 0: gives the runs their turns, a slice at a time; runs on the training thread.
 
 Consumes batches of each run, in order. Produces a snapshot of a run's weights for its publisher, and a DONE or FAILED
-event a step (`run_training`). Waits for batches, for checkpoints that clients ask for and, before it captures a version
-of a run, for the publication of the one before; meanwhile other runs train. Unblocks the orchestrators, which activate
-a version once its step is DONE.
+event a step (`run_training`). Waits for batches, for requested checkpoints and, before it captures a version of a run,
+for the publication of the one before; meanwhile other runs train. Unblocks the orchestrators, which activate a version
+once its step is DONE.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TrainerLoop:
         self._scheduler.add(run.state.run_id, share)
 
     def remove(self, run_id: str) -> bool:
-        """Trains a run no more, which has no step at hand; returns whether it did."""
+        """Removes a run that has no step at hand; returns whether it did."""
         if found := run_id in self._runs:
             self._scheduler.remove(run_id)
             del self._runs[run_id]
@@ -67,7 +67,7 @@ class TrainerLoop:
         return self._scheduler.used_share(run_id)
 
     def run(self) -> None:
-        """Works until the queues close, then writes the last checkpoints. Raises what the trainer cannot survive."""
+        """Works until the queues close, then writes the last checkpoints. Raises errors that end the trainer."""
         try:
             while (taken := self._take()) is not None:
                 for call in taken.calls:
@@ -143,7 +143,7 @@ class TrainerLoop:
 
 @dataclass(kw_only=True)
 class _Member:
-    """A run in the ring. `credit` is in tokens: below 0 a slice was larger than what was left."""
+    """A run in the ring. `credit` is in tokens: below 0 after a slice larger than it."""
 
     quantum: float
     credit: float = 0.0
@@ -155,11 +155,11 @@ class FairScheduler:
 
     Deficit round robin (Shreedhar and Varghese, 1995) over slices of batches. A slice is the next rows of a run's
     batch, one for each group of ranks that trains rows of its own. Runs take turns in a ring. At its turn a run is
-    given its quantum of tokens and trains slices while its credit lasts; what is left it keeps for its next turn as
-    long as it has work. No clock and no I/O.
+    given its quantum of tokens and trains slices while its credit lasts; the rest it keeps for its next turn as long as
+    it has work. No clock and no I/O.
 
-    Bound: between a run that has work and its next turn lie the quanta of the other runs, and from each of them at
-    most one slice more than its quantum.
+    Bound: between a run that has work and its next turn lie the quanta of the other runs, and from each of them at most
+    one slice more than its quantum.
     """
 
     def __init__(self, quantum_tokens: int) -> None:
@@ -189,8 +189,8 @@ class FairScheduler:
     def next_run(self, slices: Mapping[str, int]) -> str | None:
         """The run that trains now; None when none can. `slices`: tokens of the next slice of each run that can train.
 
-        A run that is left out, because it is suspended, publishes or waits for data, loses its turn and its credit, so
-        that it cannot save up a burst. What it owes it still owes.
+        A run that is left out, because it is suspended, publishes or waits for data, loses its turn and its credit, but
+        not its debt, so that it cannot save up a burst.
         """
         for run_id, member in self._members.items():
             if run_id not in slices:
@@ -223,7 +223,7 @@ class FairScheduler:
         member.tokens += tokens
 
     def used_share(self, run_id: str) -> float:
-        """Of the tokens that the runs in the ring have trained, those of this one; 0 for one that is not in it yet."""
+        """Share of this run in the tokens that the runs in the ring have trained; 0 for one outside."""
         total = sum(member.tokens for member in self._members.values())
         member = self._members.get(run_id)
         return member.tokens / total if member is not None and total else 0.0

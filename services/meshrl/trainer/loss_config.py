@@ -46,7 +46,7 @@ class LossConfig(BaseConfig):
     over tokens / fixed_length, mean over sequences. None means sequence for grpo and gspo and token for others."""
 
     fixed_length: int | None = Field(default=None, ge=1)
-    """normaliser fixed: tokens that every sequence is divided by; a usual choice is the most that may be sampled."""
+    """normaliser fixed: tokens that every sequence is divided by, usually the most that may be sampled."""
 
     dppo_mask_low: float | None = Field(default=None, gt=0.0)
     """default: a token of negative advantage is masked when its probability fell by more than this; None means 0.2."""

@@ -52,12 +52,11 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
 def rollout_logprobs(
     batch: Batch, logprobs_N: NDArray[np.float32], passes: Sequence[Sequence[int]] | None = None
 ) -> dict[str, NDArray[np.float32]]:
-    """The logprobs of each rollout that the batch asks for and that has a token of the rl term.
+    """The logprobs of each rollout that the batch asks for and that has a token of the rl term, in the order of the
+    batch's rows.
 
     `logprobs_N` are those of the N tokens of loss_mask of the whole batch, pass after pass, in each rank after rank and
-    row after row, as rank 0 gathers them; `passes` has the rows of each, None one
-    of all rows. The answer has them in the order of the
-    batch's rows.
+    row after row, as rank 0 gathers them; `passes` has the rows of each, None one of all rows.
     """
     if not batch.logprob_rollouts:
         return {}

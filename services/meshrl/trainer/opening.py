@@ -48,7 +48,7 @@ class OpenRun:
 
     async def first(self) -> None:
         """Publishes the version that the run starts with. Programs start in any order, so it waits up to hub_deadline_s
-        for a hub that is away. Raises MeshError and OSError."""
+        for an absent hub. Raises MeshError and OSError."""
         deadline = time.monotonic() + self._options.hub_deadline_s
         while self._initial is not None:
             try:
@@ -96,7 +96,7 @@ class RunOpener:
         settings: RunSettings,
         environment: Mapping[str, str],
     ) -> OpenRun:
-        """The trainer's own run, first of all: it waits until `decided` has how versions leave."""
+        """The trainer's own run, first of all; waits until `decided` has how versions leave."""
         opened = open_publication(decided, self._options, self._parts, self._commands, self._hub, environment)
         self._decided = decided.result()
         return self._open(run, queue, settings, self._decided, *opened, own=True)

@@ -76,7 +76,7 @@ def run_rank(config: TrainerConfig, rank: int) -> None:
 
 
 async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
-    """Rank 0: trains until `stop` is set, a client drains the trainer, or it cannot go on; returns the exit code."""
+    """Rank 0: trains until `stop` is set, a client drains the trainer, or an error ends it; returns the exit code."""
     with suppress(StoppedError):  # before there was anything to drain
         thread, waits = TrainingThread(), waits_of(tracer)
         loading = f"its model {config.model.name} to be loaded"
@@ -190,7 +190,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
 
 
 def run_maker(learner: Learner, model: TrainerModelConfig, output_dir: Path, hooks: RunHooksConfig) -> RunMaker:
-    """What makes the runs that are added, on this rank. Raises ConfigError for hooks that cannot be called."""
+    """The maker of added runs on this rank. Raises ConfigError for hooks that cannot be called."""
     try:
         loaded = RunHooks(hooks)
     except ValueError as error:
@@ -206,7 +206,7 @@ def joining(join_rows: str, seq_len: int, device: torch.device) -> Joining | Non
 
 
 def room_for_adapters(max_gib: float | None, device: torch.device) -> int | None:
-    """Bytes of a rank that added runs may take: `max_gib`, or half of what is free; None where that is unknown."""
+    """Bytes of a rank that added runs may take: `max_gib`, or half of the free memory; None if unknown."""
     if max_gib is not None:
         return int(max_gib * 2**30)
     free = available_bytes(device)
@@ -221,7 +221,7 @@ async def _until_drained(
     *,
     deadline_s: float,
 ) -> int:
-    """Waits until it is to end; then trains what is queued and writes the last checkpoint. Returns the exit code."""
+    """Waits until it is to end; then trains the queue and writes the last checkpoint. Returns the exit code."""
     await stop_or_first(stop, trained)
     server.set_not_serving()
     code = 0

@@ -1,8 +1,8 @@
 """Trains one run on rank 0: its steps, versions, checkpoints and metrics. The loop gives it its turns.
 
 A step goes through three stages: its slices are passed, then it is made, then its version is captured. Only the last
-waits, for the publication of the version before, so that other runs have their turn meanwhile. Whatever fails in a run
-that is not the trainer's own suspends that run alone.
+waits, for the publication of the version before, so that other runs have their turn meanwhile. A failure in a run that
+is not the trainer's own suspends that run alone.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MOST_ENTROPIES = 1024
 @dataclass(frozen=True, kw_only=True)
 class RunVersions:
     capture: Callable[[int], Captured]
-    """Copies the weights of a version aside; collective, on the training thread between two steps."""
+    """Copies the weights of a version; collective, on the training thread between two steps."""
 
     publish: Callable[[int, Captured, str], Future[PublishReport]]
-    """(version, what `capture` returned, traceparent) -> a future that is done when the version is published."""
+    """(version, result of `capture`, traceparent) -> a future that is done when the version is published."""
 
     progress: Progress
     """When the publication under way last moved."""
@@ -60,7 +60,7 @@ class RunVersions:
 
 @dataclass(kw_only=True)
 class _StepAtHand:
-    """The step that a run is at. `busy_s` is what it has taken so far, without the turns of other runs."""
+    """The step that a run is at. `busy_s` is its time so far, without the turns of other runs."""
 
     batch: Batch
     work: BatchStep
@@ -99,7 +99,7 @@ class RunTraining:
         self._max_failed_steps = max_failed_steps
         self._failed_steps = 0  # in a row
         self.lost = False
-        """Its weights are half updated, so it is to be made anew; not of the own run, which the trainer ends with."""
+        """Its weights are half updated, so it is to be made anew; never the own run, with which the trainer ends."""
         self._release = release
         self._step: _StepAtHand | None = None
         self._free_since = time.perf_counter()  # when the step before was over
@@ -119,7 +119,7 @@ class RunTraining:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the slice that it would train at its turn; 0 where it would capture a version, None for nothing."""
+        """Tokens of the slice that it would train at its turn; 0 if it would capture a version, None for nothing."""
         if self._step is None:
             return None
         if self._step.result is None:
@@ -133,20 +133,20 @@ class RunTraining:
 
     @property
     def joinable(self) -> tuple[int, Hashable] | None:
-        """The longest row of its next slice, and what rows that share a pass have alike; None: it shares none."""
+        """The longest row of its next slice, and a key that rows of one pass share; None: it shares none."""
         if self._step is None or self._step.result is not None or not self._learner.joins(self.state):
             return None
         rows = self._step.work.next_rows()
         return max(len(row.token_ids) for row in rows), kinds(rows)
 
     def publication_left_s(self) -> float:
-        """Seconds until the publication under way has stood still for too long; infinite where there is none."""
+        """Seconds until the publication under way has stood still for too long; infinite without one."""
         if self._publishing is None or self._publishing.done() or self._stalled:
             return float("inf")
         return self._versions.progress.left_s(self._versions.stall_s)
 
     def check_publication(self) -> None:
-        """Notices a publication that stands still: it suspends the run. Raises MeshError where that is the own one."""
+        """Suspends the run if its publication stands still. Raises MeshError for the own run."""
         if self.publication_left_s() > 0:
             return
         problem = self._stuck()
@@ -198,8 +198,8 @@ class RunTraining:
     def advance(self, slices: int, beside: Sequence[RunTraining] = ()) -> None:
         """Trains the next slices of the step at hand, and makes it with the last; or captures its version.
 
-        The next slices of runs `beside` it, which are `joinable`, share the pass. Raises what the trainer cannot
-        survive: the failure of an earlier publication or of a save, and UpdateError, of the own run.
+        The next slices of the `joinable` runs `beside` it share the pass. Raises errors that end the trainer: the
+        failure of an earlier publication or of a save, and UpdateError, of the own run.
         """
         assert self._step is not None, "a turn is given to a run that has something to do"
         if self._step.result is not None:
@@ -294,9 +294,9 @@ class RunTraining:
             self._save_by_schedule(self._ckpt)
 
     def end(self) -> None:
-        """Makes what is at hand whole, waits for the publication under way and writes the last checkpoint.
+        """Completes the step at hand, waits for the publication under way and writes the last checkpoint.
 
-        Raises the failure of either in the own run; that of another is for the log.
+        Raises the failure of either in the own run; that of another is logged.
         """
         try:
             while self._step is not None:
@@ -366,11 +366,9 @@ class RunTraining:
     def _metrics(
         self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
     ) -> dict[str, float]:
-        """All metrics of a step. Throughput counts the samples' tokens over the time not spent waiting for a batch.
-
-        A prefix that samples share counts for each of them. `progress/total_*` count what this trainer has trained:
-        tokens and samples, as its checkpoints have them.
-        """
+        """All metrics of a step. Throughput counts the samples' tokens over the time not spent waiting for a batch, a
+        shared prefix for each of its samples. `progress/total_*` count the trained tokens and samples as the
+        checkpoints have them."""
         tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
         samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
         progress = self.checkpointer.progress
@@ -419,7 +417,7 @@ class RunTraining:
             self._suspend(Reason.CHECKPOINT_FAILED, f"the checkpoint of step {self.state.step_done}: {error}")
 
     def _save(self, config: CheckpointConfig) -> None:
-        """One in the background costs the time to copy the state."""
+        """A save in the background costs the time to copy the state."""
         started = time.perf_counter()
         self._commands.send(
             SaveCommand(run_id=self.state.run_id, weights_only=config.weights_only, in_background=config.save_async)

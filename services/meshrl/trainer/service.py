@@ -45,7 +45,7 @@ BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and trac
 
 
 def max_message_bytes(seq_len: int, replayed: RoutedShape | None) -> int:
-    """Of a message to or from the trainer: a micro-batch of `seq_len` tokens, with their routes, fits."""
+    """Of a message to or from the trainer: a micro-batch of `seq_len` tokens fits, with their routes."""
     routes = 0 if replayed is None else bytes_per_token(replayed)
     return max(MIN_MESSAGE_BYTES, seq_len * (BYTES_PER_TOKEN + routes))
 
@@ -63,10 +63,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         host: RunHost | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        """`info` is what GetTrainer returns, but for the runs and what the host has. `takes_prefixes`: batches with
+        """`info` is the answer of GetTrainer without the runs and the host's fields. `takes_prefixes`: batches with
         shared prefixes can be trained, as an earlier one may come again. `host` adds and deletes runs; a trainer
-        without one has its own run only, until `host` is set.
-        """
+        without one has its own run only, until `host` is set."""
         self._runs = runs
         self._trainer, self._takes_prefixes = info, takes_prefixes
         self._on_drained = on_drained

@@ -136,11 +136,8 @@ def choose(
     given: AcMode | Literal["auto"] | None = "auto",
     beside_engine: bool = False,
 ) -> Chosen:
-    """The least checkpointing that fits, or the `given` one, and what goes with it. `free_bytes` is before the model is
-    loaded; `beside_engine`: an engine will take some of it.
-
-    If the free memory is unknown, everything is taken to fit.
-    """
+    """The least checkpointing that fits, or the `given` one, and the settings that go with it. `free_bytes` is before
+    the model is loaded, of which an engine will take some if `beside_engine`; unknown, everything fits."""
     most, room = (LOGITS_GPU if on_gpu else LOGITS_CPU), None
     if free_bytes is not None:
         # Embeddings and head are gathered whole in the compute dtype.
@@ -174,11 +171,11 @@ def choose(
 def choose_layout(config: TrainerModelConfig, environment: Mapping[str, str], *, seq_len: int) -> dict[str, int]:
     """How the ranks divide the work, as RankGroup.start takes it before they meet; the same on every rank.
 
-    It is what the configuration has, but for an `ep` of "auto". Gathering experts, as FSDP does, runs beside computing
-    and moves a layer's experts about four times a step. Sending tokens to experts does not, and moves a row's about six
-    times. So ep is taken where the latter is less than a quarter of the former, and where tp needs it, for as many
-    ranks of this machine as divide its ranks and the experts. Raises ModelError when there is no such model, and
-    ValueError where the sizes do not divide the ranks.
+    As configured, but for an `ep` of "auto". Gathering experts, as FSDP does, runs beside computing and moves a layer's
+    experts about four times a step. Sending tokens to experts does not, and moves a row's about six times. So ep is
+    taken if the latter is less than a quarter of the former, or tp needs it, for as many ranks of this machine as
+    divide its ranks and the experts. Raises ModelError when there is no such model, and ValueError if the sizes do not
+    divide the ranks.
     """
     layout = {"dp_replicate": config.dp_replicate, "cp": config.cp, "tp": config.tp}
     if config.ep != "auto":
@@ -211,9 +208,9 @@ def resolve_auto(
 ) -> tuple[TrainerModelConfig, int]:
     """The configuration with every `auto` resolved, and the bytes of logits at once; the same on every rank.
 
-    `seq_len` counts the tokens of a row, of which each of the ranks that share it has its part. `publishes` as in
-    `memory_need`, `beside_engine` as in `choose`. Collective. Raises ModelError when there is no such model or it does
-    not fit in the memory there is, and ValueError for adapters that do not suit it.
+    `seq_len` counts the tokens of a row, which several ranks may share. `publishes` as in `memory_need`,
+    `beside_engine` as in `choose`. Collective. Raises ModelError when there is no such model or it does not fit in
+    memory, and ValueError for adapters that do not suit it.
     """
     row_tokens, seq_len = seq_len, -(-seq_len // parallel.plan.cp)
     on_gpu = parallel.device.type == "cuda"
@@ -286,7 +283,7 @@ def ways_to_fit(
     row_tokens: int,
     fits: Callable[[TrainerModelConfig, int, int], bool],
 ) -> list[str]:
-    """Which keys to change so that a row fits, where one helps: `cp`, the number of GPUs, `lora`, the length of rows.
+    """The keys to change so that a row fits, if any helps: `cp`, the number of GPUs, `lora`, the length of rows.
 
     `fits` is given a configuration, how many times as many ranks hold a copy, and the tokens of a row on each.
     """
@@ -311,10 +308,8 @@ def ways_to_fit(
 
 
 def _width(own: Sequence[Experts], block: nn.Module, hidden: int) -> float:
-    """MLP size of a block with experts: that of those that a token goes through, and of the shared ones.
-
-    An expert has three matrices, gate, up and down, of hidden size times its own.
-    """
+    """MLP size of a block with experts: of a token's experts and the shared ones. An expert has three matrices, gate,
+    up and down, of hidden size times its own."""
     a_token = sum(experts.share * sum(p.numel() for p in experts.module.parameters()) for experts in own)
     shared = {
         parameter: parameter.numel()

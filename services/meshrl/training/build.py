@@ -1,6 +1,6 @@
 """Builds the learner of the RL trainer and the SFT trainer: model, adapters, sharding; once a start.
 
-The model is made without storage, prepared, sharded over the group (one process on a CPU does without), and only then
+The model is made without storage, prepared, sharded over the group (not for one process on a CPU), and only then
 filled, so no rank ever holds a sharded model whole.
 """
 
@@ -37,10 +37,9 @@ def build_learner(
 ) -> Learner:
     """A learner on `parallel.device`; every rank of the group calls this with the same arguments.
 
-    What the configuration leaves to `auto` is chosen before (`auto_settings`): here it is off. `seq_len` is the most
-    tokens of a sample, where it is known. `max_logits_bytes` None takes what suits the device; `random_weights`
-    reads the model's configuration only. Raises ModelError, and ValueError for settings that do not fit the model or
-    the group.
+    `auto` was resolved before (`auto_settings`): here it is off. `seq_len` is the most tokens of a sample, if known.
+    `max_logits_bytes` None suits the device; `random_weights` reads the model's configuration only. Raises ModelError,
+    and ValueError for settings that do not fit the model or the group.
     """
     compute_dtype = resolve_dtype(config)
     on_gpu = parallel.device.type == "cuda"

@@ -54,9 +54,7 @@ class SchedulerConfig(BaseConfig):
 
     decay_steps: int | None = Field(default=None, ge=1)
     """Length of the decay, which ends at max_steps; None means everything after the warm-up, or for wsd a tenth of it.
-
-    Without max_steps it starts right after the warm-up.
-    """
+    Without max_steps it starts right after the warm-up."""
 
     min_lr: float = Field(default=0.0, ge=0.0)
     """Rate at the end of the decay and after it."""
@@ -110,7 +108,7 @@ class CheckpointConfig(BaseConfig):
 
 
 class TrainingConfig(BaseConfig):
-    """What the configuration of each program that trains has."""
+    """The common keys of programs that train."""
 
     model: TrainerModelConfig = TrainerModelConfig()
     """The model to train. Master weights are float32; dtype is what it computes in and publishes."""
@@ -134,7 +132,7 @@ class TrainingConfig(BaseConfig):
     """Steps to train; batches beyond are refused. None means no end."""
 
     max_logits_mib: int | None = Field(default=None, ge=1)
-    """Memory for logits, in MiB. Where gradients of a row's logits fit on a GPU, they are kept for the backward pass;
+    """Memory for logits, in MiB. If gradients of a row's logits fit on a GPU, they are kept for the backward pass;
     otherwise logits are computed in pieces, and again in backward. None chooses by the device."""
 
     torch_threads: int | None = Field(default=None, ge=1)

@@ -1,7 +1,7 @@
 """Joins rows that go through the model together, of one step or of several runs: fewer passes, each of more tokens.
 
-A pass has its own costs, whatever its tokens: parameters are gathered, kernels launched, and of a mixture's experts all
-weights read and all gradients written. Losses do not depend on how samples are divided over rows.
+A pass has costs of its own: parameters are gathered, kernels launched, and of a mixture's experts all weights read and
+all gradients written. Losses do not depend on how samples are divided over rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _OPTIONAL = (
 
 
 def join_rows(micro_batches: Sequence[MicroBatch], *, max_tokens: int | None) -> list[MicroBatch]:
-    """The micro-batches with as many that follow each other joined as have `max_tokens` together; None joins none.
+    """The micro-batches, with neighbours joined up to `max_tokens`; None joins none.
 
-    Rows are joined alike for each dp_rank, which has as many as every other: all ranks make the same passes. Rows that
-    carry different quantities stay apart.
+    Rows are joined alike for each dp_rank, which all have as many: all ranks make the same passes. Rows that carry
+    different quantities stay apart.
     """
     if max_tokens is None:
         return list(micro_batches)
@@ -48,7 +48,7 @@ def join_rows(micro_batches: Sequence[MicroBatch], *, max_tokens: int | None) ->
 
 
 def kinds(rows: Sequence[MicroBatch]) -> tuple[tuple[tuple[int, ...] | None, ...], ...]:
-    """Which optional quantities each row has, and of how many values a token: rows that are alike can be joined."""
+    """Which optional quantities each row has, and of how many values a token: equal rows can be joined."""
     return tuple(
         tuple(None if (array := getattr(row, name)) is None else array.shape[1:] for name in _OPTIONAL) for row in rows
     )

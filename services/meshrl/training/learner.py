@@ -49,12 +49,12 @@ class StepError(Exception):
 
 
 class UpdateError(Exception):
-    """The optimizer failed in the midst of its step: some weights are updated and some are not, so none may be used."""
+    """The optimizer failed in its step: some weights are updated and some are not, so none may be used."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """A step that was made. Rank 0 has the tokens of all ranks, another rank its own; the numbers are everybody's."""
+    """A finished step. Rank 0 has the tokens of all ranks, another rank its own; the numbers are everybody's."""
 
     step: int
     tokens: TokenRecord
@@ -70,7 +70,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowRecord:
-    """What one row's forward pass leaves behind, still on the device: (P,) tensors and which of them are rl tokens."""
+    """The result of one row's forward pass, still on the device: (P,) tensors and which of them are rl tokens."""
 
     loss: RowLoss
     tokens: RowTokens
@@ -101,9 +101,8 @@ class Learner:
         pass_tokens: int | None = None,
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
-        """`passes` are those of a sharded policy; `partial` are what `divide_layers` named. Rows of up to `pass_tokens`
-        together make one; None: each does.
-        """
+        """`passes` are those of a sharded policy; `partial` are those that `divide_layers` named. Rows of up to
+        `pass_tokens` together make one; None: each does."""
         self.policy = policy
         self._passes = passes
         self.model = policy.model
@@ -126,9 +125,9 @@ class Learner:
         policy.train()
 
     def take_up(self, run: RunState) -> None:
-        """Goes on with the run: mounts its adapters, and draws its random numbers where it drew the last.
+        """Goes on with the run: mounts its adapters and its random state.
 
-        All that works on a run's weights takes it up first; for the run that was taken up last nothing changes.
+        Anything that works on a run's weights takes it up first; for the run that was taken up last nothing changes.
         """
         if run is self._run:
             return
@@ -140,7 +139,7 @@ class Learner:
             restore_random_state(run.random_state, self.device)
 
     def put_aside(self) -> None:
-        """Keeps where the run that was taken up draws its random numbers; until another is taken up there is none."""
+        """Keeps the random state of the run that was taken up; until another is taken up there is none."""
         if self._run is not None:
             self._run.random_state = random_state(self.device)
         self._run = None
@@ -304,7 +303,7 @@ class Learner:
 
     @contextmanager
     def _all_or_nothing(self, run: RunState, where: str, *, drops: bool = True) -> Iterator[None]:
-        """A failure inside drops the run's gradient, if it `drops`. Memory that runs out, in no group, becomes a
+        """A failure inside drops the run's gradient, if it `drops`. Outside a group, out of memory becomes a
         StepError."""
         try:
             yield
@@ -323,7 +322,7 @@ class Learner:
             ) from error
 
     def warm_up(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Passes micro-batches forward and backward, so that kernels are compiled; the gradients are forgotten."""
+        """Passes micro-batches forward and backward, so that kernels are compiled; drops the gradients."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # dropout falls in the first step as if this had not been
             try:
@@ -356,7 +355,7 @@ class Learner:
 
     @contextmanager
     def _looking(self, run: RunState) -> Iterator[None]:
-        """Passes inside are those of the run as it is used, without dropout."""
+        """Passes inside are those of the run in use, without dropout."""
         self.take_up(run)
         self.policy.eval()
         try:
@@ -383,8 +382,8 @@ class Learner:
         return [replace(row, loss=replace(row.loss, total=row.loss.total.detach())) for row in made]
 
     def _forward(self, parts: Sequence[RunRows], rows: Sequence[MicroBatch]) -> list[RowRecord]:
-        """Passes a row of each part together. A rank runs a row without any token too: the others wait for it in the
-        collectives of the pass."""
+        """Passes a row of each part together, even without any token: the other ranks wait in the collectives of the
+        pass."""
         whole = joined_row(rows)
         share = self.parallel.context
         self._routing.tokens = None if share is None else share.real(len(whole.token_ids))
@@ -406,7 +405,7 @@ class Learner:
 
     @torch.no_grad()
     def _unreplayed(self, run: RunState, micro_batches: Sequence[MicroBatch]) -> NDArray[np.float64]:
-        """(mismatch_kl, tokens) over the rl tokens of the ranks' first rows, had no choice been given to their routers.
+        """(mismatch_kl, tokens) over the rl tokens of the ranks' first rows, without the choice given to their routers.
 
         Zeros for most steps, and for a batch without routes: every rank decides alike.
         """
@@ -458,7 +457,7 @@ def _joined(records: Sequence[TokenRecord]) -> TokenRecord:
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:
     """Moves a micro-batch to the device and lays it out for packed attention; predicts every term's tokens.
 
-    Where ranks share a row, it is padded so that their parts are alike.
+    If ranks share a row, it is padded to equal parts.
     """
     predicted = predicted_tokens(micro_batch)
     offsets, token_ids, position_ids = micro_batch.sample_offsets, micro_batch.token_ids, micro_batch.position_ids
@@ -495,7 +494,7 @@ def predicted_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:
 
 
 def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
-    """What the objective looks at, of the row's predicted tokens; `logprobs` as the policy gave them."""
+    """The objective's input of the row's predicted tokens; `logprobs` as the policy gave them."""
     predicted = predicted_tokens(micro_batch)
     candidate_logprobs = None
     if logprobs.ndim == 2:

@@ -1,11 +1,11 @@
-"""Estimates before a model is loaded whether it can be trained in the memory there is.
+"""Estimates before a model is loaded whether it can be trained in this memory.
 
 Both trainers ask it once they have joined their group, so that a run that cannot fit ends with an error that names the
 remedy, instead of being killed by the system.
 
 The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once, and the snapshot
-of a trainer that publishes versions meanwhile. Activations and what the libraries take come on top, so a model that
-passes may still be too large for a long row; that is then the step's error.
+of a trainer that publishes versions. Activations and the libraries' memory come on top, so a model that passes may
+still be too large for a long row; that is then the step's error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MemoryNeed:
         return self.weights + self.gradients + self.optimizer + self.snapshot
 
     def over(self, times: int) -> MemoryNeed:
-        """What each of so many times as many ranks needs that hold a copy of the model between them."""
+        """The need of each rank if so many times as many ranks hold a copy of the model."""
         divided = ("weights",) if self.of_set else ("weights", "gradients", "optimizer", "snapshot")
         parts = {name: getattr(self, name) // times for name in divided}
         return replace(self, **parts)
@@ -55,10 +55,8 @@ class MemoryNeed:
 def memory_need(
     config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup, *, publishes: bool = False
 ) -> MemoryNeed:
-    """What a rank of this group needs for this model; `publishes`: versions of it go to engines.
-
-    Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
-    """
+    """The need of a rank of this group for this model; `publishes`: versions of it go to engines. Raises ModelError
+    when there is no such model, and ValueError for adapters that do not fit it."""
     stored_dtype = torch.float32 if config.lora is None else resolve_dtype(config)
     model = empty_model(config, dtype=stored_dtype)
     plan, parameters = parallel.plan, sum(parameter.numel() for parameter in model.parameters())
@@ -98,10 +96,8 @@ def state_bytes(optim: OptimConfig) -> int:
 
 
 def check_fits(name: str, need: MemoryNeed, there: int | None, parallel: RankGroup) -> None:
-    """Raises ModelError, on every rank, when the model of that name needs more than is `there` on some rank's device.
-
-    Collective. `there` None: nothing reports it.
-    """
+    """Raises ModelError, on every rank, when the model needs more than is `there` on some rank's device. Collective.
+    `there` None: unknown."""
     device = parallel.device
     ranks = parallel.plan.world_size if device.type == "cpu" else 1  # processes that share this memory
     if not parallel.any(there is not None and need.total * ranks > there):
@@ -118,7 +114,7 @@ def check_fits(name: str, need: MemoryNeed, there: int | None, parallel: RankGro
 
 
 def check_has_device(device: torch.device, environment: Mapping[str, str]) -> None:
-    """Raises ModelError when torchrun has started more ranks on this machine than there are GPUs for."""
+    """Raises ModelError when torchrun has started more ranks on this machine than it has GPUs."""
     local_rank, count = int(environment.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if device.type == "cuda" and device.index is None and local_rank >= count:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The `model` section of a trainer: what to train, how it is sharded, and what it trades for memory."""
+"""The `model` section of a trainer: the model, how it is sharded, and its trades for memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TrainerModelConfig(ModelConfig):
     """Attention over packed rows; auto takes the fastest that the device has (sdpa on a CPU)."""
 
     ac: ActivationCheckpointConfig | Literal["auto"] | None = "auto"
-    """Activation checkpointing; auto: as much as it takes for a row of seq_len tokens to fit, false: none."""
+    """Activation checkpointing; auto: as much as a row of seq_len tokens needs to fit, false: none."""
 
     ac_offloading: ActivationOffloadConfig | None = None
     """Keep the activations of checkpointed blocks on the host; needs ac, off by default."""
@@ -83,11 +83,11 @@ class TrainerModelConfig(ModelConfig):
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free a block's gathered parameters after each pass, and sum its gradients there. false: once a step, after its
-    last row, which takes memory for all parameters and float32 gradients. auto: false where that fits."""
+    last row, with memory for all parameters and float32 gradients. auto: false if that fits."""
 
     pass_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Tokens up to which rows of a step go through the model together, where rows are shorter; None takes each row by
-    itself. auto: 16384 on a GPU, as far as that takes no more checkpointing, and that GPU has no engine."""
+    """Tokens up to which short rows of a step go through the model together; None takes each row by itself. auto: 16384
+    on a GPU without an engine, as far as that needs no more checkpointing."""
 
     dp_replicate: int = Field(default=1, ge=1)
     """HSDP: groups of ranks that each hold the whole model, sharded within; 1 is plain FSDP."""
@@ -101,7 +101,7 @@ class TrainerModelConfig(ModelConfig):
 
     ep: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Expert parallel: ranks that divide a layer's experts and send each other their tokens. 1 shards experts like all
-    else; auto: as many ranks of this machine as can, where a row is short beside the experts."""
+    else; auto: as many ranks of this machine as can, if a row is short beside the experts."""
 
     fsdp_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory; the optimizer runs there."""
@@ -113,8 +113,8 @@ class TrainerModelConfig(ModelConfig):
     """Numbers in which gradients are summed over ranks."""
 
     router_dtype: Literal["float32", "model"] = "model"
-    """Type of the logits of a mixture's routers, which should be the engines' (inference.router_dtype): float32 does
-    not round what is summed, model leaves it to the family."""
+    """Type of the logits of a mixture's routers, to be the same as inference.router_dtype: float32 sums without
+    rounding, model leaves it to the family."""
 
     lora: LoraConfig | None = None
     """Train adapters instead of the model; off unless given."""

@@ -1,6 +1,6 @@
 """Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step.
 
-Parameters may be sharded: a rank holds and updates its own part, and what is measured is the same number on every rank.
+Parameters may be sharded: a rank holds and updates its own part, and every measure is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Optimizer:
     """One or several torch optimizers that step as one; each parameter belongs to one of the `parts`.
 
     A checkpoint saves the state of the parts (`get_state_dict` and `set_state_dict` of torch.distributed.checkpoint
-    take them together), within `state_open`. With `offload` that state lies in the host's memory, pinned where there is
-    a GPU; a step has one part's on the device at a time.
+    take them together), within `state_open`. With `offload` the state lies in the host's memory, pinned beside a GPU; a
+    step has one part's on the device at a time.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], *, offload: bool = False) -> None:
@@ -68,7 +68,7 @@ class Optimizer:
 
     @contextmanager
     def state_open(self) -> Iterator[None]:
-        """Here the parts' state may be read and replaced; what is put in its place moves to where it belongs."""
+        """Here the parts' state may be read and replaced; replacements move to their place."""
         yield
         if self._offload:
             for part in self.parts:
@@ -153,7 +153,8 @@ def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
     """Scales gradients down to a global 2-norm of `max_norm` and returns the norm before; the same on every rank.
 
-    It is not finite when a gradient is not; then gradients are left as they are and the caller must not step.
+    With a gradient that is not finite the norm is not either; gradients are then left alone and the caller must not
+    step.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [gradient for gradient in gradients if local(gradient).numel()]
@@ -171,7 +172,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """How many ranks of the group have this rank's part of a tensor: all of one that is not sharded."""
+    """How many ranks of the group have this rank's part of a tensor: all, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
     mesh = tensor.device_mesh
@@ -208,7 +209,8 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.opt
 
 
 def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dict[str, object]]:
-    """Vectors have no weight decay. What is sharded over another mesh, such as experts, steps apart: torch wants it."""
+    """Vectors have no weight decay. Parameters sharded over another mesh, such as experts, step apart, as torch
+    requires."""
     groups: dict[object, dict[str, object]] = {}
     for parameter in parameters:
         is_vector = parameter.ndim < 2

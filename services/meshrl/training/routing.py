@@ -43,7 +43,7 @@ class RoutingWatch:
         self._counts = [None] * len(self._counts)
 
     def counts(self) -> NDArray[np.float64]:
-        """What this rank has counted since `begin`, all routers in one row; counts of several passes may be added."""
+        """This rank's counts since `begin`, all routers in one row; counts of several passes may be added."""
         own = [
             np.zeros(experts + _SUMS) if counts is None else counts.cpu().numpy()
             for counts, experts in zip(self._counts, self._experts, strict=True)
@@ -51,7 +51,7 @@ class RoutingWatch:
         return np.concatenate(own or [np.zeros(0)])
 
     def metrics(self, counts: NDArray[np.float64], parallel: RankGroup) -> dict[str, float]:
-        """The metrics of all ranks' `counts`, the same on each; every rank calls it. Empty where no router was seen."""
+        """The metrics of all ranks' `counts`, the same on each; every rank calls it. Empty without routers."""
         if not self._experts:
             return {}
         summed = parallel.sum(counts)

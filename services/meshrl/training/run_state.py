@@ -1,4 +1,5 @@
-"""What one run trains and how far it is: its parameters, optimizer, schedule, objective and accumulated gradient.
+"""The trained side of one run and its progress: its parameters, optimizer, schedule, objective and accumulated
+gradient.
 
 The learner has the model and the passes. A RunState belongs to one run, changes in the learner's calls only, and is
 what a checkpoint of the run restores.
@@ -24,7 +25,7 @@ from meshrl.training.optim import Optimizer, build_optimizer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRecord:
-    """What a pass saw of each of its N rl tokens, for metrics; all (N,), on the CPU."""
+    """A pass's values of each of its N rl tokens, for metrics; all (N,), on the CPU."""
 
     losses: NDArray[np.float32]  # weighted, not yet divided
     logprobs: NDArray[np.float32]
@@ -75,10 +76,8 @@ class RunState:
         run_id: str = "main",
         optim_cpu_offload: bool = False,
     ) -> RunState:
-        """A run at step 0 over the mounted set, or else the model's own trainable parameters.
-
-        Raises ValueError when there are none.
-        """
+        """A run at step 0 over the mounted set, or else the model's own trainable parameters. Raises ValueError without
+        any."""
         return cls(
             run_id=run_id,
             parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -92,7 +91,7 @@ class RunState:
 
     @property
     def next_step(self) -> int:
-        """The step that is being made, or comes next."""
+        """The step that is under way, or comes next."""
         return self.step_done + 1
 
     def learning_rate(self) -> float:

@@ -49,9 +49,9 @@ class BatchStep:
 
 
 def pass_slices(learner: Learner, steps: Sequence[BatchStep], slices: int = 1) -> list[Outcome]:
-    """Passes the next slices of each step, those of several in one pass, and makes the steps whose last they are.
+    """Passes the next slices of each step, those of several in one pass, and makes the steps that they complete.
 
-    Returns of each step its result, its failure, or None where slices are left. A shared pass that fails is repeated
+    Returns for each step its result, its failure, or None while slices are left. A shared pass that fails is repeated
     with each step by itself, so that only the step at fault fails.
     """
     taken, together = [step.take(slices) for step in steps], False

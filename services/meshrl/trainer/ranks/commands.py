@@ -39,8 +39,8 @@ class TrainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PassCommand:
-    """Pass the next slices of the run's batch, in one pass with those of the runs `beside` it; a step is made with the
-    last of its slices."""
+    """Pass the next slices of the run's batch, in one pass with those of the runs `beside` it; the last of them makes a
+    step."""
 
     run_id: str
     slices: int
@@ -147,8 +147,7 @@ class CommandSender:
     def wait(self, future: Future[Result], *, check: Callable[[], float] = lambda: float("inf")) -> Result:
         """Waits for `future` while heartbeats keep the other ranks waiting; returns its result or raises its error.
 
-        `check` is called before each wait and returns the seconds after which it is to be called again; it raises to
-        end the wait.
+        `check` is called before each wait and returns the seconds until its next call; it raises to end the wait.
         """
         beat = time.monotonic() + self._heartbeat_s
         while not future.done():

@@ -43,14 +43,14 @@ class RunMaker:
         optim_cpu_offload: bool = False,
         hooks: RunHooks | None = None,
     ) -> None:
-        """`base_name` is the model that adapters are of, as their files name it."""
+        """`base_name` is the model of the adapters, as their files name it."""
         self.hooks = hooks or RunHooks()
         self.learner, self.output_dir, self._base_name = learner, output_dir, base_name
         self._optim_cpu_offload = optim_cpu_offload
 
     @property
     def runs_folder(self) -> Path:
-        """Where runs have their folders, unless their settings name another."""
+        """Where runs have their folders by default."""
         return self.output_dir / RUNS
 
     def folder(self, run_id: str, settings: RunSettings | None) -> Path:
@@ -58,7 +58,7 @@ class RunMaker:
         return self.output_dir / settings.folder if settings and settings.folder else self.runs_folder / run_id
 
     def forget(self, run: RankRun, other: RankRun) -> None:
-        """Ends a run on this rank, so that its memory is free; `other` is taken up in its place."""
+        """Ends a run on this rank and frees its memory; `other` is taken up in its place."""
         try:
             run.checkpointer.wait_for_save()
         except CheckpointError as error:
@@ -76,8 +76,8 @@ class RunMaker:
     def make(self, run_id: str, settings: RunSettings) -> RankRun:
         """A run at its newest checkpoint, or where its settings start it if it has none. Collective.
 
-        Raises ValueError, with all other runs as they were, on every rank, when its adapter cannot be made, its
-        checkpoint not be read, or memory is short.
+        Raises ValueError, with all other runs unchanged, on every rank, when its adapter cannot be made, its checkpoint
+        not be read, or memory is short.
         """
         assert settings.lora is not None, "runs beside the trainer's own have an adapter"
         learner = self.learner

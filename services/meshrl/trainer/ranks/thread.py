@@ -1,7 +1,6 @@
 """The only thread of rank 0 that touches the model: it builds it, trains it and takes part in every collective.
 
-It is one thread because torch's current GPU and OpenMP's number of threads are set for each thread, and because
-collectives must be called in one order.
+torch's current GPU and OpenMP's number of threads are set for each thread, and collectives must be called in one order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class TrainingThread:
         threading.Thread(target=self._work, name="training", daemon=True).start()
 
     def call(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Has the thread run `work` after what it was given before; the running loop gets its result or error."""
+        """Has the thread run `work` after earlier calls; the running loop gets its result or error."""
         done: Future[Result] = Future()
 
         def run() -> None:

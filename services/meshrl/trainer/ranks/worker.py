@@ -27,7 +27,7 @@ from meshrl.wire.errors import MeshError, Reason
 
 
 class RankWorker:
-    """Carries out the commands of the runs. It survives what rank 0 survives: a bad batch, a full disk."""
+    """Carries out the commands of the runs. As rank 0 it survives a bad batch or a full disk."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class RankWorker:
         publish_dtype: torch.dtype,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """The first of the `runs` is the trainer's own. `release` gives memory that no tensor needs back to the device;
-        called after each snapshot."""
+        """The first of the `runs` is the trainer's own. `release` gives unused memory back to the device after each
+        snapshot."""
         self._learner = learner
         self._own = runs[0].state
         self._runs = {run.state.run_id: run for run in runs}

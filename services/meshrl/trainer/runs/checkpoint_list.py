@@ -1,4 +1,4 @@
-"""The checkpoints of a run as ListCheckpoints shows them: those on disk, and those that callers have asked for."""
+"""The checkpoints of a run as ListCheckpoints shows them: those on disk, and requested ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PART = "trainer"
 
 
 class CheckpointList:
-    """The checkpoints of one run. `folder` holds those that it may resume from; None knows only what was asked for."""
+    """The checkpoints of one run. `folder` holds those that it may resume from; None knows only requested ones."""
 
     def __init__(self, run_id: str, folder: Path | None) -> None:
         self._run_id, self._folder = run_id, folder
         self._asked: OrderedDict[str, Checkpoint] = OrderedDict()  # by request id
 
     def asked(self, request_id: str, *, name: str, step: int, weights_only: bool) -> Checkpoint:
-        """The checkpoint of a request, as it stands; a new one, or one that failed, is SAVING from here on."""
+        """The checkpoint of a request; a new one, or one that failed, is SAVING from here on."""
         known = self._asked.get(request_id)
         if known is not None and known.state is not CheckpointState.FAILED:
             return known
@@ -45,7 +45,7 @@ class CheckpointList:
         return found
 
     async def follow(self, request_id: str, save: Callable[[], Awaitable[tuple[int, Path]]]) -> Checkpoint:
-        """Runs the save of a request that is SAVING. Raises what it raises, and shows it as FAILED."""
+        """Runs the save of a request that is SAVING. Raises its error, and shows it as FAILED."""
         asked = self._asked[request_id]
         try:
             step, path = await save()

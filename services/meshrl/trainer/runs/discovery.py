@@ -48,7 +48,7 @@ class _Seen:
 
 
 class Discovery:
-    """Follows the folders of runs. Its runs are those of the host whose name a folder has."""
+    """Follows the folders of runs. Its runs are those of the host with a folder's name."""
 
     def __init__(self, host: RunHost, hooks: RunHooks, output_dir: Path) -> None:
         self._host, self._hooks, self._output_dir = host, hooks, output_dir
@@ -63,7 +63,7 @@ class Discovery:
             await asyncio.sleep(every_s)
 
     async def look(self) -> None:
-        """Takes up what is new, forgets what is gone, and writes what a run's owner must know."""
+        """Takes up new runs, forgets those that are gone, and writes messages for their owners."""
         found = await asyncio.to_thread(self._files)
         for run_id in [run_id for run_id in self._host.added if run_id.startswith(PATTERN[:-1])]:
             if run_id not in found:

@@ -1,7 +1,7 @@
 """Creates, suspends, resumes and deletes the runs beside a trainer's own, and brings them back after a restart.
 
-On the event loop of rank 0; what touches the model it has the training thread do, between two turns. The runs are
-listed in <output_dir>/runs/index.json. Each has its own folder there: checkpoints, weights and the number of its epoch.
+On the event loop of rank 0; the training thread does all work on the model, between two turns. The runs are listed in
+<output_dir>/runs/index.json. Each has its own folder there: checkpoints, weights and the number of its epoch.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ class RunHost:
         return self._table.find(run_id).book.suspension
 
     def settings_of(self, run_id: str, spec: RunSpec | None) -> RunSettings:
-        """What a spec asks for, with the own run's settings for the rest. Raises MeshError INVALID_REQUEST."""
+        """A spec with the own run's settings for the rest. Raises MeshError INVALID_REQUEST."""
         start = None if spec is None or spec.start_from is None else self._start(run_id, spec.start_from)
         return RunSettings.from_spec(spec, self.own_settings, start)
 
     def _start(self, run_id: str, point: StartPoint) -> tuple[StartFrom, LoraConfig | None] | None:
-        """The checkpoint at that point, and the adapter of its run; None for what the new run's folder goes on from."""
+        """The checkpoint at that point, and the adapter of its run; None for a point in the new run's own folder."""
         source, added = point.run_id or run_id, self._added.get(point.run_id)
         of_own = source == self._own.state.run_id
         settings = self.own_settings if of_own else None if added is None else added.row.settings
@@ -138,7 +138,7 @@ class RunHost:
     async def create(
         self, run_id: str, settings: RunSettings, *, request_id: str = "", account: str = "", most: int | None = None
     ) -> RunInfo:
-        """Adds a run, which goes on from its newest checkpoint where its folder has one.
+        """Adds a run, which goes on from the newest checkpoint of its folder, if any.
 
         Returns once its adapter is there; its versions are published from then on, and its batches trained once the
         first is. A request that made the run before the trainer was restarted finds it. `most` runs may be of the
@@ -186,7 +186,7 @@ class RunHost:
         return self.info(queue)
 
     async def delete(self, run_id: str, *, keep_checkpoints: bool = False) -> None:
-        """Removes a run after the step that it is at. Raises MeshError UNKNOWN_RUN, and RUN_PROTECTED for the own."""
+        """Removes a run after its present step. Raises MeshError UNKNOWN_RUN, and RUN_PROTECTED for the own."""
         queue = self._table.find(run_id)
         run_id = queue.book.run_id
         added = self._added.get(run_id)
@@ -350,8 +350,8 @@ class RunHost:
         added.opening = asyncio.create_task(begin())
 
     def _after_suspension(self, added: _Added) -> None:
-        """The trainer has suspended a run: if its weights are lost and it has a checkpoint it is made anew, and else it
-        is suspended after a restart as well."""
+        """After a suspension by the trainer: a run with lost weights and a checkpoint is made anew, any other is
+        suspended after a restart as well."""
 
         async def act() -> None:
             try:

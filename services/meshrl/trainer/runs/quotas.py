@@ -1,5 +1,5 @@
-"""Counts what each tenant has trained today, by the token that it calls with or came by, and refuses more than that
-token allows; for TrainerService. The counts of a day of UTC are in a file, so that a restart keeps them."""
+"""Counts the tokens that each tenant has trained today, by the token that it calls with or came by, and refuses batches
+beyond its quota; for TrainerService. The counts of a day of UTC are in a file, so that a restart keeps them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Quotas:
                 ) from error
 
     def check(self, tokens: int) -> None:
-        """Raises OVERLOADED, until the day is over, where a batch of the caller would be beyond its quota."""
+        """Raises OVERLOADED, until the day is over, for a batch beyond the caller's quota."""
         caller, left_s = CALLER.get(), self._begin_day()
         most = None if caller is None else caller.scope.tokens_per_day
         if caller is None or most is None:

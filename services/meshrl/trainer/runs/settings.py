@@ -1,4 +1,4 @@
-"""How one run is trained: what CreateRun or a run's folder asks for, with the trainer's own settings for the rest."""
+"""How one run is trained: the request of CreateRun or a run's folder, with the trainer's own settings for the rest."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RunSettings(BaseConfig):
 
     @classmethod
     def own(cls, config: TrainerConfig) -> RunSettings:
-        """Those of the trainer's own run, which other runs have where they name no others."""
+        """Those of the trainer's own run, the defaults of other runs."""
         return cls(
             lora=config.model.lora,
             optim=config.optim,
@@ -110,10 +110,8 @@ class RunSettings(BaseConfig):
     def from_spec(
         cls, spec: RunSpec | None, own: RunSettings, start: tuple[StartFrom, LoraConfig | None] | None = None
     ) -> RunSettings:
-        """Those of a new run; `start` is what the spec starts from, and the adapter of that run if it is here.
-
-        Raises MeshError INVALID_REQUEST with each field that cannot be trained.
-        """
+        """Those of a new run; `start` is the spec's checkpoint, and the adapter of that run if it is here. Raises
+        MeshError INVALID_REQUEST with each field that cannot be trained."""
         spec = spec or RunSpec()
         if own.lora is None:
             raise MeshError(

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What the training thread is to do: calls first, then one piece of work of each run."""
+    """Work of the training thread: calls first, then one piece of work of each run."""
 
     calls: tuple[Callable[[], None], ...]
     work: Mapping[str, Work]
@@ -29,7 +29,7 @@ class RunTable:
     def __init__(self, own: StepBook, *, held: bool = False, complete: bool = True) -> None:
         """An empty run_id stands for `own`. With `held` its queue gives no work out until its `open` is called.
 
-        Until it is `complete`, runs of an earlier start may still come, and one that is not here may be one of them.
+        Until it is `complete`, runs of an earlier start may still come.
         """
         self.complete = complete
         self._loop = asyncio.get_running_loop()

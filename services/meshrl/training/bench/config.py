@@ -20,7 +20,7 @@ class BenchConfig(BaseConfig):
     """Steps before them, in which memory is claimed and kernels are compiled."""
 
     rows: int | None = Field(default=None, ge=1)
-    """Samples of seq_len tokens that a rank trains a step. None: what data.batch_size of sft comes to, 1 elsewhere."""
+    """Samples of seq_len tokens that a rank trains a step. None: as data.batch_size of sft has it, else 1."""
 
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of seq_len tokens that go through the model at once; sft takes data.micro_batch_size."""
@@ -32,13 +32,13 @@ class BenchConfig(BaseConfig):
     """variable: median length of a sample in tokens; None means an eighth of seq_len."""
 
     random_weights: bool = False
-    """Start from random weights, so that a folder with a config.json is model enough."""
+    """Start from random weights, for a folder with only a config.json."""
 
     num_layers: int | None = Field(default=None, ge=1)
-    """Take so many layers of the model's shape, which then starts from random weights; None takes all."""
+    """Take so many layers of the model's shape, with random weights; None takes all."""
 
     balanced_routing: bool = False
-    """Send equally many tokens to each expert, in place of what routers choose; the table names it."""
+    """Send equally many tokens to each expert, in place of the routers' choices; the table names it."""
 
     profile: bool = False
     """Trace one more step and add where the device's time goes."""

@@ -49,8 +49,8 @@ KERNEL_CLASSES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """What was measured; times and rates are medians over the measured steps, so that one in which a block was compiled
-    or a row of a new shape was planned does not count."""
+    """Times and rates are medians over the measured steps, so that compiling a block or planning a new shape of row
+    does not count."""
 
     model: str
     device: str
@@ -103,10 +103,8 @@ class BenchReport:
 def bench_program(
     config: TrainingConfig, bench: BenchConfig, *, objective: Callable[[], Objective], seq_len: int
 ) -> None:
-    """`trainer --bench` and `sft --bench`: measures as one rank of the group, with what the configuration builds.
-
-    Exits with 2 where a changed configuration would help.
-    """
+    """`trainer --bench` and `sft --bench`: measures as one rank of the group, with the configured parts. Exits with 2
+    if a changed configuration would help."""
     try:
         bench_rank(config, bench, objective=objective(), seq_len=seq_len, environment=os.environ)
     except (ModelError, ConfigError, ValueError) as error:  # what a changed configuration mends
@@ -206,7 +204,7 @@ def run_bench(learner: Learner, run: RunState, config: BenchConfig, *, name: str
 
 @contextmanager
 def cut_shape(model: TrainerModelConfig, layers: int | None) -> Iterator[TrainerModelConfig]:
-    """The model, or the shape of its first layers in a folder that is there meanwhile. Raises ModelError, ValueError.
+    """The model, or the shape of its first layers in a temporary folder. Raises ModelError, ValueError.
 
     Settings of each layer, such as layer_types, are lists as long as the model has layers, and are cut as well.
     """

@@ -19,7 +19,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "
 
 
 def token_flops(model: PreTrainedModel) -> float:
-    """Floating-point operations of a token beside attention. It walks the model, which takes tenths of a second."""
+    """Floating-point operations of a token beside attention. Walks the model, which takes tenths of a second."""
     return 4.0 * active_parameters(model) + 2.0 * active_parameters(model, trainable_only=True)
 
 
@@ -46,7 +46,7 @@ def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch], a_to
 
 
 def peak_flops(device: torch.device, *, size: int = 512, seconds: float = 0.05) -> float:
-    """Peak FLOP/s that MFU is taken against: the data sheet's for a known GPU, else a measured float32 product's."""
+    """Peak FLOP/s for MFU: the data sheet's for a known GPU, else a measured float32 product's."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in PEAK_FLOPS.items():

@@ -51,7 +51,7 @@ class TrainingProgress:
     tokens: int = 0
     samples: int = 0
     data: Mapping[str, object] = field(default_factory=dict)
-    """Where the data goes on, as JSON has it; empty where the loop's data is none of the checkpoint's business."""
+    """Where the data goes on, as JSON; empty if the loop's data is not saved."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +84,7 @@ class Checkpointer:
     ) -> None:
         """`snapshot_dtype` is that of the Hugging Face folders, None the one that the weights are trained in.
 
-        `base` is the model that the learner was built from, of whose folder snapshots keep what training leaves alone.
+        `base` is the model that the learner was built from, whose folder gives snapshots what training leaves alone.
         `adapters_of` names the model under the adapters, and has these written on their own as well; without `merges`
         snapshots are these alone. `deadline_s` bounds a save in the background. Leftovers of a killed process are
         deleted. Collective. Raises CheckpointError when a snapshot of this model could not be written.
@@ -130,8 +130,8 @@ class Checkpointer:
     def save(self, *, weights_only: bool = False) -> Path:
         """Writes the state after the last step and returns its folder. The same step again is a no-op.
 
-        A folder that another run left there is replaced. Raises CheckpointError, on all ranks, when one of them cannot
-        write, and what an earlier save in the background ran into.
+        Another run's folder there is replaced. Raises CheckpointError, on all ranks, when one of them cannot write, or
+        for an earlier save in the background.
         """
         self.wait_for_save()
         with self._run.optimizer.state_open():
@@ -144,8 +144,8 @@ class Checkpointer:
     ) -> None:
         """Copies the state to the host's memory and writes it on a thread; waits first for the save under way.
 
-        `on_durable` gets the step and its folder, on that thread. A failure is raised by the next call of `check`,
-        `wait_for_save` or a save.
+        `on_durable` gets the step and its folder, on that thread. The next call of `check`, `wait_for_save` or a save
+        raises a failure.
         """
         self.wait_for_save()
         with self._run.optimizer.state_open():
@@ -171,7 +171,7 @@ class Checkpointer:
     def save_as(
         self, config: CheckpointConfig, on_durable: Callable[[int, Path], None] = lambda step, folder: None
     ) -> None:
-        """Saves in the way that is configured, and prunes once the checkpoint is on disk."""
+        """Saves as configured, and prunes once the checkpoint is on disk."""
 
         def written(step: int, folder: Path) -> None:
             on_durable(step, folder)
@@ -184,7 +184,7 @@ class Checkpointer:
             written(self._run.step_done, folder)
 
     def check(self) -> None:
-        """Raises what a save in the background has run into; does not wait."""
+        """Raises the failure of a save in the background; does not wait."""
         if self._saving is not None and self._saving.done():
             self.wait_for_save()
 
@@ -203,8 +203,8 @@ class Checkpointer:
     def prune(self, config: CheckpointConfig) -> None:
         """Deletes checkpoints and snapshots beyond `keep_last`, sparing multiples of `keep_interval` and pinned steps.
 
-        The newest checkpoint stays whatever is configured. Other programs' parts of a step go with this one's. What
-        cannot be deleted is left to the next save.
+        The newest checkpoint always stays. Other programs' parts of a step go with this one's. The next save retries
+        what cannot be deleted.
         """
         if not self._group.plan.leads:
             return
@@ -231,9 +231,9 @@ class Checkpointer:
     def restore(self, step: int) -> int:
         """Loads model, optimizer, progress and random state; -1 takes the newest checkpoint. Returns the step.
 
-        With another number of ranks than it was saved by, a rank's random state starts anew from seed, step and rank.
-        Checkpoints of later steps are set aside, since the run goes another way from here. Raises CheckpointError, on
-        all ranks, when there is none to resume from, or when it is damaged or one of another model.
+        With another number of ranks a rank's random state starts anew from seed, step and rank. Checkpoints of later
+        steps are set aside, since the run goes another way from here. Raises CheckpointError, on all ranks, when there
+        is none to resume from, or it is damaged or of another model.
         """
         step, manifest = self._found(step)
         self._read(self._folder(step), manifest, with_optimizer=True)
@@ -331,7 +331,7 @@ class Checkpointer:
         )
 
     def _write(self, job: _Job) -> None:
-        """Writes what is needed beside its place, and gives it its name once every rank has written."""
+        """Writes beside the final place, and renames once every rank has written."""
         weights = None if job.weights is None else self._weights_folder(job.step)
         shards = None if job.tensors is None else self._folder(job.step)
         parts = [folder for folder in (weights, shards) if folder is not None]
@@ -392,7 +392,8 @@ class Checkpointer:
     # --- folders ------------------------------------------------------------------------------------
 
     def _leave_other_branch(self, step: int) -> None:
-        """Later steps' checkpoints come from another run, or from before this one went back: -1 must not take them."""
+        """Sets aside later steps' checkpoints, of another run or from before this one went back: -1 must not take
+        them."""
         self._on_branch = True
         if not self._group.plan.leads:
             return

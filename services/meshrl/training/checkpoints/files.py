@@ -57,7 +57,7 @@ class CheckpointContents:
         """Reads it; `step` is the one in the folder's name.
 
         Raises CheckpointError for a folder that this program did not write, or that is damaged or of another step.
-        Manifests from before they had a checksum are read without that check.
+        Manifests older than checksums are read without that check.
         """
         try:
             text = (folder / MANIFEST).read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def verify(folder: Path, files: Iterable[tuple[str, FileMark]]) -> None:
 
 
 def make_partial(folder: Path) -> Path:
-    """An empty folder to write what will be `folder`; what an earlier attempt left is gone."""
+    """An empty folder to write before it becomes `folder`."""
     partial = folder.with_name(folder.name + PARTIAL)
     _remove_tree(partial)
     missing = [parent for parent in partial.parents if not parent.exists()]
@@ -135,7 +135,7 @@ def make_partial(folder: Path) -> Path:
 
 
 def reveal(folder: Path) -> None:
-    """Gives a flushed partial folder its name, in place of what an earlier run left there; on disk on return."""
+    """Gives a flushed partial folder its name, in place of an older one; on disk on return."""
     if folder.exists():
         _set_aside_to_delete(folder)
     folder.with_name(folder.name + PARTIAL).rename(folder)
@@ -155,7 +155,7 @@ def discard_partial(folder: Path) -> None:
 
 
 def supersede(folder: Path) -> Path:
-    """Renames a folder whose continuation is given up, so that it is not taken for the newest. Returns its new path."""
+    """Renames a folder whose continuation is given up, so that it is not the newest. Returns its new path."""
     aside = folder.with_name(SUPERSEDED + folder.name)  # nobody who looks for steps finds it
     _remove_tree(aside)
     folder.rename(aside)
@@ -164,7 +164,7 @@ def supersede(folder: Path) -> Path:
 
 
 def sweep(root: Path, part: str | None) -> None:
-    """Deletes the leftovers of a process that was killed among the steps under `root`, or among parts of steps."""
+    """Deletes a killed process's leftovers among the steps under `root`, or among parts of steps."""
     for step in steps_in(root):
         folder = step_folder(root, step)
         leftovers = [folder / (part + suffix) for suffix in (PARTIAL, DELETED)] if part is not None else []

@@ -1,4 +1,4 @@
-"""The random state of a rank, from which a run draws the numbers that it would have drawn; read by the checkpointer."""
+"""The random state of a rank, with which a resumed run draws the same numbers; read by the checkpointer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Makes this process draw the numbers that it would have drawn."""
     torch.set_rng_state(state["torch"])
     random.setstate((3, tuple(state["python"].tolist()), next(iter(state["python_spare"].tolist()), None)))
     *keys, position, has_spare = state["numpy"].tolist()
@@ -43,10 +42,8 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Starts all generators of a rank from the run's seed and the step, differently on each rank.
-
-    It is what a rank draws from when its saved state does not exist, since it resumes with another number of ranks.
-    """
+    """Starts all generators of a rank from the run's seed and the step, differently on each rank: for a rank without a
+    saved state, after a resume with another number of ranks."""
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:7], "little"))
     random.seed(digest)

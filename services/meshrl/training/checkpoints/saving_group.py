@@ -1,6 +1,6 @@
 """The ranks of a training group while they save or load a checkpoint; used by the checkpointer.
 
-What fails on one rank fails on all, with an error that names the rank. The ranks have a control group of their own, so
+A failure on one rank fails on all, with an error that names the rank. The ranks have a control group of their own, so
 that a save in the background never mixes with the collectives of a step.
 """
 
@@ -51,7 +51,7 @@ class SavingGroup(RankGroup):
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line; torch's own shows the tracebacks of all ranks instead."""
+    """An error in a line, where torch's own shows the tracebacks of all ranks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
     return str(error)

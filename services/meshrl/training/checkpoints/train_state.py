@@ -20,11 +20,11 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def run_tensors(model: nn.Module, run: RunState) -> dict[str, torch.Tensor]:
-    """What the run trains and its optimizer's state, sharing memory with model and run; every rank's own shards.
+    """The run's trained tensors and its optimizer's state, sharing memory with model and run; every rank's own shards.
 
-    A run over a set has its adapters, which must be mounted, and what is trained whole beside them: it leaves all else
-    as the model's folder has it. Another has all parameters and persistent buffers. Keys are `model/NAME` and
-    `optimizer/KEY/NAME`. For use within `run.optimizer.state_open()`.
+    A run over a set has its adapters, which must be mounted, and the modules trained whole beside them; another has all
+    parameters and persistent buffers. Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within
+    `run.optimizer.state_open()`.
     """
     parameters = dict(model.named_parameters())
     if run.adapters is not None:
@@ -57,9 +57,9 @@ def _owners(run: RunState) -> dict[torch.Tensor, torch.optim.Optimizer]:
 def tensors_to_fill(
     model: nn.Module, run: RunState, saved: Metadata, folder: Path, *, with_optimizer: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Where the tensors of a saved state go: into the run's own, and new ones for an optimizer that has none yet.
+    """Where the tensors of a saved state go: into the run's own, and new ones for an optimizer without state.
 
-    Raises CheckpointError when the state is one of another model, or of other trainable parameters.
+    Raises CheckpointError when the state is of another model, or of other trainable parameters.
     """
     found = dict(saved.state_dict_metadata)
     present = run_tensors(model, run)
@@ -111,7 +111,7 @@ def _check_same_model(own: Mapping[str, torch.Tensor], held: Mapping[str, object
 
 
 def take_over(model: nn.Module, run: RunState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gives the optimizer the state in `tensors`; the model's tensors are filled already."""
+    """Gives the optimizer the state in `tensors`; the model's tensors are already filled."""
     owners, parameters = _owners(run), dict(model.named_parameters())
     for part in run.optimizer.parts:
         part.state.clear()

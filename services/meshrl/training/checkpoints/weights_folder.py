@@ -1,7 +1,7 @@
 """Writes a policy as a Hugging Face folder, which any reader of such folders loads; used by the checkpointer.
 
-The state comes gathered and in Hugging Face names. How its model is configured, tied and split into files comes from
-an outline, the model without storage, so that writing never touches the model that trains.
+The state comes gathered and in Hugging Face names. Its configuration, ties and files come from an outline, the model
+without storage, so that writing never touches the model that trains.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class WeightsWriter:
         base: ModelConfig | None = None,
         base_name: str | None = None,
     ) -> None:
-        """`base` is the model that was loaded, whose generation_config.json snapshots have as it is.
+        """`base` is the model that was loaded, whose generation_config.json snapshots keep.
 
-        `base_name` is the model under the adapters, when those are written on their own as well. Writes the outline of
-        a snapshot, without weights, and throws it away. Raises CheckpointError for a model that cannot be written.
+        `base_name` is the model under the adapters, when those are written on their own as well. Tries an outline of a
+        snapshot, without weights. Raises CheckpointError for a model that cannot be written.
         """
         self._tokenizer = tokenizer
         self._adapter_config = None if base_name is None else adapter_config(model, base_name)

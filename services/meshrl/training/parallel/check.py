@@ -15,7 +15,7 @@ from meshrl.training.parallel.tensor import attention_heads, divides_attention, 
 
 
 def check_layout(model: PreTrainedModel, config: TrainerModelConfig, plan: ParallelPlan) -> None:
-    """Raises ValueError where the model, which may be without storage, cannot be divided as the plan has it."""
+    """Raises ValueError if the model, which may be without storage, cannot be divided by the plan."""
     if plan.tp > 1 and (reason := tensor_reason(model, plan.tp, plan.ep)) is not None:
         raise ValueError(f"model.tp is {plan.tp}, but ranks cannot share products of {config.name!r}: {reason}")
     if plan.cp > 1 and (reason := context_reason(model, plan.cp, plan.tp)) is not None:

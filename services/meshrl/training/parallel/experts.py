@@ -1,9 +1,9 @@
 """Expert parallelism: each rank keeps some of a layer's experts and is sent the tokens that go through them.
 
 Ranks first exchange how many tokens go to each expert: the one thing in a layer that the host waits for, while the
-device gathers what is sent. All reordering is by permutations whose inverses are known, so gradients are gathered, not
-added up. FSDP then shards each rank's experts over the ranks that keep the same ones. From transformers come the
-families that this works for (`base_model_ep_plan`) and the experts' products.
+device gathers the tokens. All reordering is by permutations with known inverses, so gradients are gathered, not added
+up. FSDP then shards each rank's experts over the ranks that keep the same ones. transformers has the families that this
+works for (`base_model_ep_plan`) and the experts' products.
 
 Shapes: T tokens, K experts of each, S = T K pairs, M pairs that this rank is sent, R ranks, E experts of a rank, H
 hidden size.
@@ -95,7 +95,7 @@ def _through_experts(
     chosen_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted outputs (T, H) of a layer's `count` experts, where ranks have different tokens."""
+    """The weighted outputs (T, H) of a layer's `count` experts; ranks have different tokens."""
     experts_S, each = chosen_TK.flatten(), chosen_TK.shape[1]
     order_S = experts_S.argsort()
     back_S = _inverse(order_S)
@@ -136,7 +136,7 @@ def _products(experts: Any, tokens_MH: torch.Tensor, tokens_E: torch.Tensor) -> 
 
 
 def _by_expert(received_RE: torch.Tensor, pairs: int) -> torch.Tensor:
-    """The order (M,) in which what each rank has sent, in the order of experts, is in that order as a whole."""
+    """The order (M,) that sorts the pairs of all ranks, each sorted by experts, as a whole."""
     of_sender = (received_RE.flatten().cumsum(0) - received_RE.flatten()).view_as(received_RE)
     lengths = received_RE.t().flatten()
     shift = of_sender.t().flatten() - (lengths.cumsum(0) - lengths)
@@ -148,7 +148,7 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _to_host(numbers: torch.Tensor) -> Callable[[], Any]:
-    """Begins to copy numbers to the host; what is returned waits for them, and not for what the device does later."""
+    """Begins to copy numbers to the host; the result waits for them alone, not for later work of the device."""
     if not numbers.is_cuda:
         return numbers.tolist
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -164,7 +164,7 @@ def _to_host(numbers: torch.Tensor) -> Callable[[], Any]:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows (S, H) in an order (S,), each of those that are given `each` times; `inverse` is the order back."""
+    """Rows (S, H) in an order (S,), each of the given ones `each` times; `inverse` is the order back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, each: int) -> torch.Tensor:
@@ -180,7 +180,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Exchanged(torch.autograd.Function):
-    """What other ranks have sent, `received` rows from each, for `sent` rows to each."""
+    """Rows of other ranks, `received` from each, for `sent` rows to each."""
 
     @staticmethod
     def forward(

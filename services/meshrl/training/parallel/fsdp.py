@@ -1,7 +1,7 @@
 """Prepares a policy's blocks for training: checkpointed, compiled, then sharded over the mesh (FSDP2); before a step.
 
-The order matters and is kept here: activation checkpointing inside torch.compile inside `fully_shard`. Checkpointing
-and compilation replace a block's `forward`, not the block, so that every parameter keeps its Hugging Face name.
+The order matters: activation checkpointing inside torch.compile inside `fully_shard`. Checkpointing and compilation
+replace a block's `forward`, not the block, so that every parameter keeps its Hugging Face name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ATTENTION = frozenset(
 def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated layers of a model: the members of its lists whose classes transformers does not split.
 
-    For a model that names no such class, the longest list. Raises ValueError when it has no list at all.
+    Without such a class, the longest list. Raises ValueError without any list.
     """
     lists = [list(module) for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
     whole = set(model._no_split_modules or ())
@@ -107,11 +107,11 @@ def shard(
     compute_dtype: torch.dtype,
     divided: Sequence[nn.Module] = (),
 ) -> None:
-    """Shards each block, and then what is left (embeddings, last norm, head), over the mesh of a group that has one.
+    """Shards each block, and then the rest (embeddings, last norm, head), over the mesh of the group, if any.
 
     Parameters are gathered in `compute_dtype`, but for those of routers that engines compute in float32; gradients are
-    summed over the ranks, in `reduce_dtype`. `divided` are
-    what `divide_experts` gave: modules that are sharded over the ranks that have the same experts.
+    summed over the ranks, in `reduce_dtype`. The modules of `divide_experts`, `divided`, are sharded over the ranks
+    with the same experts.
     """
     assert parallel.mesh is not None, "a group of one on a CPU shards nothing"
     reshard = config.reshard_after_forward is not False
@@ -149,8 +149,8 @@ class StepPasses:
     """The passes of a step's rows through a sharded policy: what its units keep between them.
 
     With `reshard_after_forward` false, parameters stay gathered, and gradients are added up on each rank and summed
-    over the ranks after the last row. A unit that one rank has alone sums nothing: what was added up becomes the
-    gradient of its master weights, without a copy.
+    over the ranks after the last row. A unit on one rank alone sums nothing: its total becomes the gradient of its
+    master weights, without a copy.
     """
 
     def __init__(self, policy: nn.Module, config: TrainerModelConfig) -> None:
@@ -190,7 +190,7 @@ class StepPasses:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets what rows have added up, as after a failure among them."""
+        """Forgets the rows' gradients, as after a failure."""
         for unit in self._waiting:
             for parameter in group.fsdp_params if (group := _group(unit)) else ():
                 parameter.unsharded_accumulated_grad = None
@@ -199,12 +199,12 @@ class StepPasses:
 
 
 def _group(unit: FSDPModule) -> Any:
-    """The parameters of a unit, None where it has none: torch has no other way to gradients that are not yet summed."""
+    """The parameters of a unit, None without any: torch has no other way to gradients that are not yet summed."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
 def reshard(policy: nn.Module) -> None:
-    """Frees what a pass without a backward pass has left gathered, so that parameters are the master weights."""
+    """Frees what a pass without a backward pass has left gathered: parameters are the master weights again."""
     for unit in _units(policy):
         unit.reshard()
 

@@ -95,12 +95,12 @@ class ParallelPlan:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which serves, and writes what is written once."""
+        """Whether this is rank 0, which serves, and writes shared files."""
         return self.rank == 0
 
     @property
     def reports(self) -> bool:
-        """Whether what this rank measures of its rows counts: of the ranks that share rows, one does."""
+        """Whether this rank's measures of its rows count: of the ranks that share rows, one does."""
         return self.rank % (self.cp * self.tp) == 0
 
     @property
@@ -158,7 +158,7 @@ class ParallelPlan:
 
     @property
     def row_order(self) -> tuple[int, ...]:
-        """Which part of an experts' tensor each sender has: ep divides its rows first, FSDP those of a rank."""
+        """The part of an experts' tensor that each sender has: ep divides its rows first, FSDP those of a rank."""
         sharded = self.shards // self.ep
         return tuple(rank % self.ep * sharded + rank // self.ep for rank in range(self.num_senders))
 

@@ -1,8 +1,8 @@
 """RankGroup: the process groups of a ParallelPlan, this rank's device, and the few collectives that carry plain data.
 
 Joined once by each rank of the trainer and of sft, before any other collective. Model data moves over the device's
-backend (NCCL or gloo) through the mesh; everything else, such as a batch, a record or a vote, over a gloo group of its
-own on the CPU, so that it never waits behind a kernel.
+backend (NCCL or gloo) through the mesh; everything else, such as a batch, a record or a vote, over a gloo group on the
+CPU, so that it never waits behind a kernel.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class RankGroup:
     """One rank in its group; without arguments, a process on its own.
 
     plan: who does what. device: where this rank computes. mesh: what FSDP shards over, the dimensions of
-    `plan.mesh_shape` but for tp; None where nothing is sharded (one process on a CPU). tensor: that of tp; None where
-    no product is shared. experts: those of `plan.experts_shape`; None where experts are sharded as all else. context:
-    the ranks that share this rank's rows; None where it has rows of its own. control: gloo group for data on the CPU;
-    None in a group of one.
+    `plan.mesh_shape` but for tp; None without sharding (one process on a CPU). tensor: that of tp, if any. experts:
+    those of `plan.experts_shape`; None if experts are sharded as all else. context: the ranks that share this rank's
+    rows; None if it has its own. control: gloo group for data on the CPU; None in a group of one.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class RankGroup:
 
     @property
     def world_size(self) -> int:
-        """The plan's, for those that only exchange messages over this group."""
+        """See `rank`."""
         return self.plan.world_size
 
     @classmethod
@@ -78,8 +77,8 @@ class RankGroup:
     ) -> RankGroup:
         """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
-        A GPU without torchrun becomes a group of one, since sharding is also what mixes precisions there; a CPU without
-        torchrun needs no group. Raises ValueError when dp_replicate, cp, tp and ep do not divide the group.
+        A GPU without torchrun becomes a group of one, since sharding also mixes precisions; a CPU without torchrun
+        needs no group. Raises ValueError when dp_replicate, cp, tp and ep do not divide the group.
         """
         plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep)
         on_gpu = device.type == "cuda"

@@ -33,10 +33,9 @@ def rank_main(
 ) -> None:
     """Runs the program `name`, whose module is `meshrl.<name>.main`, and ends the process with its exit code.
 
-    `prepare` is called once for a group, by the process that is started first, before anything is written.
-    A rank is `run_rank(config, rank)` of `meshrl.<name>.program`. That is imported only here, and `run_bench` imports
-    what it needs when it is called, since that takes seconds and an agent needs none of it. The program's log file has
-    the lines of rank 0 and of the agent.
+    `prepare` is called once for a group, by the process that is started first, before anything is written. A rank is
+    `run_rank(config, rank)` of `meshrl.<name>.program`, which is imported only here; `run_bench` imports on its call,
+    since an agent needs none of it. The program's log file has the lines of rank 0 and of the agent.
     """
     end_with_agent(os.environ)
     wait_briefly(os.environ)

@@ -1,8 +1,9 @@
 """Tensor parallelism of a model's dense layers: which are divided, and how; by transformers' plan of the family.
 
-Of a plan, pairs of layers are taken between which features stay divided: "colwise" and "rowwise". What gathers features
-between the two is left whole, as experts are, which expert parallelism divides. Where embedding and head are plain
-layers each rank has a part of the vocabulary. Applied to a model without storage, before FSDP shards what a rank has.
+Pairs of layers of a plan are taken between which features stay divided: "colwise" and "rowwise". Layers that gather
+features between the two are left whole, as experts are, which expert parallelism divides. If embedding and head are
+plain layers, each rank has a part of the vocabulary. Applied to a model without storage, before FSDP shards a rank's
+part.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def divided_parameters(model: PreTrainedModel) -> dict[str, int]:
 def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     """Leaves each rank of the mesh its part of a model without storage.
 
-    Returns the names of the parameters whose gradient on a rank is a part of theirs, for `settle_gradients`.
+    Returns the names of the parameters of whose gradient a rank has a part, for `settle_gradients`.
     """
     share = TensorShare.of(mesh.get_group())
     modules, ends = dict(model.named_modules()), _vocabulary(model)
@@ -134,8 +135,8 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
 def settle_gradients(parameters: Iterable[nn.Parameter], partial: Collection[nn.Parameter], mesh: DeviceMesh) -> None:
     """Makes the gradients of parameters that the mesh's ranks all have whole the same on each; collective.
 
-    Those of `partial` are summed. The others are the same but for rounding, which adds up over steps where kernels do
-    not sum in one order: they are averaged.
+    Those of `partial` are summed. The others differ by rounding, which adds up over steps if kernels do not sum in one
+    order: they are averaged.
     """
     group = mesh.get_group()
     for parameter in parameters:
@@ -168,7 +169,7 @@ def _styles(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def _between(model: PreTrainedModel, plan: Mapping[str, str]) -> str | None:
-    """A parameter among divided layers, other than of layers and norms before them; None where there is none."""
+    """A parameter among divided layers, other than of layers and norms before them, if any."""
     parents = {name.rpartition(".")[0] for name, style in plan.items() if style in (COLUMNS, ROWS)}
     for name, module in model.named_modules():
         known = name in plan or isinstance(module, nn.Linear) or "Norm" in type(module).__name__
@@ -179,7 +180,7 @@ def _between(model: PreTrainedModel, plan: Mapping[str, str]) -> str | None:
 
 
 def _vocabulary(model: PreTrainedModel) -> list[nn.Module]:
-    """Embedding and head, where both can be divided; else none, since they may share their weight."""
+    """Embedding and head, if both can be divided; else none, since they may share their weight."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear
     return [embedding, head] if plain and not transforms_logits(model) else []
@@ -206,7 +207,7 @@ def _rows(layer: nn.Linear, share: TensorShare, inputs: torch.Tensor) -> torch.T
 
 
 def _whole(layer: LoraLinear, share: TensorShare, inputs: torch.Tensor) -> torch.Tensor:
-    """A layer that is not divided. All ranks sum the gradient of an adapter, and here each has all of it."""
+    """A whole layer. All ranks sum the gradient of an adapter, and here each has all of it."""
     output = F.linear(inputs, layer.weight, layer.bias)
     if not layer.rank:
         return output

@@ -2,8 +2,7 @@
 
 The plain `torchrun` command fails when it is asked to end, and gives its workers 30 s. Here SIGTERM, SIGINT and SIGHUP
 reach rank 0 as SIGTERM, which drains and stops the others, and the exit code is theirs. A SIGHUP that was ignored when
-the agent started, as under `nohup`, stays so. Both trainers become this agent when they are to run as several
-processes; the ranks are the same program with the same arguments.
+the agent started, as under `nohup`, stays so. The ranks are the same program with the same arguments.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ def run_ranks(
 ) -> int:
     """Runs `module` with this program's arguments as so many ranks; returns the exit code.
 
-    Their output is in <output_dir>/logs/<role>/torchrun/<rdzv>/attempt_0/<rank>/ of the newest start. What rank 0
-    prints is shown here too: all of it, or errors alone when this program's output already goes to the log that rank 0
-    writes.
+    Their output is in <output_dir>/logs/<role>/torchrun/<rdzv>/attempt_0/<rank>/ of the newest start. Rank 0's is shown
+    here too: all of it, or errors alone when this program's output already goes to rank 0's log.
     """
     show = Std.ERR if stdout_goes_beside(log_place(layout, f"{role}.log")) else Std.ALL
     log_dir = log_place(layout, role, "torchrun")
@@ -140,7 +138,7 @@ class RankAgent:
 
 
 class _Agent(LocalElasticAgent):
-    """Says which processes it has started. To leave in the midst of that would orphan them, and torch's log threads."""
+    """Lists the processes that it has started: leaving in between would orphan them, and torch's log threads."""
 
     def __init__(
         self, spec: WorkerSpec, logs: DefaultLogsSpecs, *, on_start: Callable[[Mapping[int, int]], None]
