@@ -14,7 +14,7 @@ from meshrl.wire.types import Manifest
 from meshrl_conformance.every_service import FAR_VERSION, bookmarks
 from meshrl_conformance.probe import NotCheckedError, Probe, RefusedError, broken_by, checks, must
 
-QUIET_S = 1.0  # a watch whose history has come says nothing for so long
+QUIET_S = 1.0  # how long a watch is read where no version is committed that it must send
 MAX_CHUNK_BYTES = 64 * 2**20
 
 
@@ -72,13 +72,14 @@ async def _watch(probe: Probe) -> None:
         newest = None
     events: list[Any] = []
 
-    def seen(answers: Any) -> bool:
+    def has_newest(answers: Any) -> bool:
         events[:] = answers
-        return False
+        last = answers[-1].version
+        return newest is not None and (last.epoch, last.version) == (newest.epoch, newest.version)
 
-    try:
-        async with asyncio.timeout(QUIET_S):  # it never ends by itself
-            await probe.call("WatchVersions", pb.WatchVersionsRequest(), until=seen)
+    try:  # it never ends by itself
+        async with asyncio.timeout(QUIET_S if newest is None else probe.deadline_s):
+            await probe.call("WatchVersions", pb.WatchVersionsRequest(), until=has_newest)
     except TimeoutError:
         pass
     revisions = [event.revision for event in events]

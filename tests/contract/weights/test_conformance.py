@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,15 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import Chunk, Transport
 from weight_mesh import MemoryEngine, Mesh, make_state
+
+
+@pytest.fixture
+async def mesh(mesh: Mesh) -> Mesh:
+    """Its engine keeps the lease also while the machine stands still for some seconds."""
+    await mesh.kill_hub()
+    mesh.settings |= {"lease_s": 30.0, "commit_deadline_s": 30.0}
+    await mesh.start_hub()
+    return mesh
 
 
 async def test_our_hub_keeps_every_rule_of_publishing(mesh: Mesh) -> None:
@@ -112,6 +122,28 @@ async def test_a_manifest_that_is_too_large_for_a_message_comes_in_parts(mesh: M
         await server.drain(0.0)
     assert artifact == artifact_id(manifest)
     assert (manifest.version, bool(manifest.tensors)) == (0, True)
+
+
+class BeginsLate(WeightSyncService):
+    """It takes its time before it sends what was, as one far away or on a busy machine."""
+
+    async def WatchVersions(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        await asyncio.sleep(1.5)
+        async for event in super().WatchVersions(request, context):
+            yield event
+
+
+async def test_a_slow_hub_breaks_no_rule(mesh: Mesh, engine: MemoryEngine) -> None:
+    await commit_version(mesh, engine)
+    server = GrpcServer(ServerConfig(port=0))
+    server.add(frames.SERVICE, frames.add_weight_sync, BeginsLate(mesh.hub))
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    try:
+        broken, _ = await verdict(address, "weights")
+    finally:
+        await server.drain(0.0)
+    assert broken == {}
 
 
 class GoesByNumbers(WeightSyncService):
