@@ -122,8 +122,7 @@ def test_engine_with_a_request_in_flight_stays_awake_and_finishes_it(server: str
     async def run() -> None:
         async with session(server) as opened:
             client = EngineClient(opened)
-            running = asyncio.create_task(client.greedy(PROMPT, 1500))
-            await client.until_in_flight(1)
+            (running,) = await client.begin(client.greedy(PROMPT, 1500))
             assert not await sleep(client)
             assert len((await running)["token_ids"]) == 1500
             assert await sleep(client)
@@ -215,8 +214,7 @@ def test_spans_are_exact_after_sleeping(mesh: EngineMesh) -> None:
                 assert (await ask_hub(mesh)).asleep == 1
                 await check(mesh, client)
             old = mesh.version
-            running = asyncio.create_task(client.greedy(PROMPT, 1500))
-            await client.until_in_flight(1)
+            (running,) = await client.begin(client.greedy(PROMPT, 1500))
             assert (await ask_hub(mesh)).awake == 1
             await mesh.publish(1)
             (start, boundary, first), (again, end, second) = (await running)["version_spans"]

@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import torch
@@ -40,6 +40,7 @@ COMMIT_S = 10.0  # an engine that has not applied by then is out of the pool
 START_S = 300.0
 STOP_S = 60.0
 POLL_S = 0.02
+RequestT = TypeVar("RequestT")
 SOURCES = tuple(str(Path(__file__).parents[2] / part) for part in ("services", "clients/python"))
 
 
@@ -315,7 +316,20 @@ class EngineClient:
         lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines}
 
-    async def until_in_flight(self, count: int, deadline_s: float = 20.0) -> None:
+    async def begin(
+        self, *requests: Coroutine[Any, Any, RequestT], in_flight: int | None = None
+    ) -> list[asyncio.Task[RequestT]]:
+        """Starts requests, all of them in flight at once (`in_flight`: so many, one each otherwise): the engine is
+        paused until it has them, so that none is over before the last has come, on however busy a machine."""
+        await self.post("/pause")
+        tasks = [asyncio.create_task(request) for request in requests]
+        try:
+            await self.until_in_flight(len(tasks) if in_flight is None else in_flight)
+        finally:
+            assert (await self.post("/resume")).status == 200
+        return tasks
+
+    async def until_in_flight(self, count: int, deadline_s: float = 60.0) -> None:
         await self.until("in_flight", count, deadline_s)
 
     async def until(self, key: str, value: Any, deadline_s: float) -> None:

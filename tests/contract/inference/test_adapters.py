@@ -105,8 +105,7 @@ async def test_a_request_in_flight_stays_on_its_adapter(lora_mesh: EngineMesh, l
     old = lora_mesh.version
     weights, adapter = weights_of(lora_mesh, seed + 1)
     async with lora_mesh.prepared(weights, adapter=adapter) as hub:
-        running = asyncio.create_task(lora_client.greedy(prompt, LENGTH))
-        await lora_client.until_in_flight(1)
+        (running,) = await lora_client.begin(lora_client.greedy(prompt, LENGTH))
         await lora_client.one([1, 2], max_tokens=3)  # came last: by now the one before it has tokens
         await lora_mesh.activate(None, hub=hub)
     await serves(lora_mesh, lora_client, seed + 1, lora_mesh.version)

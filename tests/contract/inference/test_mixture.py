@@ -166,8 +166,7 @@ async def test_version_is_probed_while_all_slots_are_taken(stale_mesh: EngineMes
                 answered += 1
             return answered
 
-        askers = [asyncio.create_task(ask_until_activated()) for _ in range(2 * SLOTS)]
-        await client.until_in_flight(2 * SLOTS)
+        askers = await client.begin(*(ask_until_activated() for _ in range(2 * SLOTS)))
         activation = await mesh.publish(mesh.other_seed())
         activated.set()
         assert all(await asyncio.gather(*askers))

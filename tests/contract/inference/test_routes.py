@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from engine_mesh import MAX_MODEL_LEN, MODEL_NAME, SLOTS, EngineClient, EngineMesh
 
 
@@ -11,8 +9,7 @@ async def test_health_is_ok_with_requests_in_flight_and_while_paused(client: Eng
     for path in ("/health", "/ping"):
         answer = await client.get(path)
         assert (answer.status, answer.body) == (200, {"status": "ok"})
-    running = asyncio.create_task(client.greedy([1, 2], 2000))
-    await client.until_in_flight(1)
+    (running,) = await client.begin(client.greedy([1, 2], 2000))
     assert (await client.get("/health")).status == 200
     await client.post("/pause")
     assert (await client.get("/health")).status == 200

@@ -86,7 +86,7 @@ async def test_text_stream_ends_at_a_stop_string(client: EngineClient) -> None:
     found = await read(client, "/v1/completions", {**body, "stop": whole[5:8]})
     assert "".join(event["choices"][0]["text"] for event in found) == whole[: whole.index(whole[5:8])]
     assert found[-1]["choices"][0]["finish_reason"] == "stop"
-    await client.until_in_flight(0, deadline_s=20.0)
+    await client.until_in_flight(0)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -94,8 +94,7 @@ async def test_a_client_that_leaves_frees_its_slots(client: EngineClient, stream
     body = {**generate_body(n=SLOTS, max_tokens=1000), "stream": stream}
     for _ in range(ATTEMPTS):  # on a busy machine the client may leave when they are done
         before = await finished(client)
-        request = asyncio.create_task(hold(client.session, body))
-        await client.until_in_flight(SLOTS)
+        (request,) = await client.begin(hold(client.session, body), in_flight=SLOTS)
         request.cancel()
         await asyncio.wait({request})
         await client.until_in_flight(0)

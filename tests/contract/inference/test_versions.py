@@ -119,8 +119,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
 
 async def test_spans_cover_every_token_over_several_versions(mesh: EngineMesh, client: EngineClient) -> None:
     first = mesh.version
-    running = [asyncio.create_task(client.one([1, 2], max_tokens=LENGTH, seed=seed)) for seed in range(4)]
-    await client.until_in_flight(4)
+    running = await client.begin(*(client.one([1, 2], max_tokens=LENGTH, seed=seed) for seed in range(4)))
     await client.one(PROMPT, max_tokens=3)  # came last: by now those before it have tokens
     for _ in range(2):
         await mesh.publish(mesh.other_seed())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from meshrl.rollout.workers import fleet
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary, Sampling
 from polling import until
@@ -171,12 +172,14 @@ async def test_what_blocks_the_only_worker_fails_and_gets_one_of_its_own(start_m
 
 
 async def test_where_nobody_knows_whose_code_it_was_what_played_most_goes_on_in_the_standby(
-    start_mesh, engine, make_group, tokens, said
+    start_mesh, engine, make_group, tokens, said, monkeypatch
 ):
+    monkeypatch.setattr(fleet, "LEFT_AFTER_S", PATIENCE_S)  # on a busy machine a worker stands still for seconds
     gate = Gate(engine, tokens)
     env = [{"id": "mesh_echo", "name": name} for name in ("few", "many")]
-    mesh = await start_mesh([engine], env=env, workers=1)
-    (shared,) = await asyncio.to_thread(worker_pids)
+    before = await asyncio.to_thread(worker_pids)
+    mesh = await start_mesh([engine], env=env, workers=1, blocked_s=PATIENCE_S)
+    shared, *_ = [pid for pid in await asyncio.to_thread(worker_pids) if pid not in before]  # the standby comes later
     await said.until("worker 2 has loaded few, many")
     playing = [
         asyncio.create_task(mesh.collect(make_group(environment=name, group_size=size, deadline_s=PATIENCE_S)))
@@ -238,11 +241,12 @@ async def test_a_worker_that_takes_too_much_memory_is_replaced(start_mesh, engin
 
 async def test_a_killed_worker_costs_what_it_played_and_is_replaced(start_mesh, engine, make_group, tokens, tmp_path):
     gate = Gate(engine, tokens)
+    before = await asyncio.to_thread(worker_pids)
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}], workers=1)
     playing = asyncio.create_task(mesh.collect(make_group(group_size=2, deadline_s=PATIENCE_S)))
     await gate.held.get()
     await gate.held.get()
-    (pid,) = await asyncio.to_thread(worker_pids)
+    (pid,) = {*await asyncio.to_thread(worker_pids)} - {*before}
     os.kill(pid, signal.SIGKILL)
     *failures, summary = await playing
     message = "environment mesh_echo: its worker 1 was killed by SIGKILL (9)"
@@ -272,9 +276,11 @@ def runs(pid: int) -> bool:
 
 
 def worker_pids() -> list[int]:
-    """Processes that the fork server of this test process has started."""
+    """Processes that the fork server of this test process has started, the oldest first."""
     from multiprocessing.forkserver import _forkserver
 
+    if _forkserver._forkserver_pid is None:
+        return []
     with open(f"/proc/{_forkserver._forkserver_pid}/task/{_forkserver._forkserver_pid}/children") as children:
         return [int(pid) for pid in children.read().split()]
 
