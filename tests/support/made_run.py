@@ -76,16 +76,18 @@ def add_version(path: Path, version: int, engines: dict[str, float], base: int |
     }
     add_span(path, "weights", "rl.sync", seal_s, 0.5, {**about, **sent})
     for process, (engine, after_s) in enumerate(engines.items(), 1):
-        taken = {**about, "meshrl.engine_id": engine}
+        taken = {**about, "meshrl.engine_id": engine, "meshrl.pause_s": 0.125}
         add_span(path, "inference", "rl.sync.apply", seal_s + after_s, 0.25, taken, process)
 
 
-def add_ledger(path: Path, rollouts: Iterable[tuple[str, str, str, float]]) -> None:
-    """A ledger of rollouts by environment, state, reason and when they came to it."""
+def add_ledger(path: Path, rollouts: Iterable[tuple[str, str, str, float]], *, began_s: float = 0.0) -> None:
+    """A ledger of rollouts by environment, state, reason and when they came to it, of a run that began at `began_s`."""
     with closing(sqlite3.connect(path / "ledger.sqlite")) as ledger, ledger:
         ledger.execute(
             "CREATE TABLE rollouts (key TEXT PRIMARY KEY, environment TEXT, state TEXT, reason TEXT, updated_s REAL)"
         )
+        ledger.execute("CREATE TABLE runs (run INTEGER PRIMARY KEY, began_s REAL NOT NULL)")
+        ledger.execute("INSERT INTO runs (began_s) VALUES (?)", (began_s,))
         ledger.executemany(
             "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?)", ((str(key), *one) for key, one in enumerate(rollouts))
         )

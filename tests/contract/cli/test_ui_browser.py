@@ -70,7 +70,7 @@ VIEWS = {
     " && document.querySelectorAll('svg.rails circle').length == 2"
     " && document.querySelectorAll('svg.rails rect').length == 1"
     f" && document.querySelectorAll('svg.rails line').length == 4 && {TEXT}.includes('delta of 8')"
-    " && document.querySelector('.took.late').innerText == '250 ms, 2.5 s after the first'"
+    " && document.querySelector('.took.late').innerText == '125 ms, 2.5 s after the first'"
     " && document.querySelectorAll('.took.missed').length == 1",
     "environments": f"{TEXT}.includes('env_error') && document.querySelectorAll('.funnel .track').length == 3",
     "hosts": f"{TEXT}.includes('the run is over')",
@@ -117,6 +117,14 @@ async def test_a_chart_zooms_shows_values_and_opens_the_step_of_a_point(page: tu
     await tab.until("document.querySelector('.u-legend').innerText.match(/reward.all.mean\\s*0\\.\\d/)")
     await tab.drag(".u-over", 0.5, 0.5)
     await tab.until("location.hash.startsWith('#/0/timeline?step=')")
+
+
+async def test_the_axis_of_a_share_that_is_0_throughout_ends_at_1(page: tuple[Tab, str], run_path: Path) -> None:
+    tab, address = page
+    with (run_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 11, "errored_rollouts/made": 0.0, "reward/made/mean": 0.5}) + "\n")
+    await tab.open(f"{address}#/0/environments")
+    await tab.until("document.querySelector('.chart[aria-label=Failed]').plot.scales.y.max == 1")
 
 
 async def test_charts_are_smoothed_and_run_along_time_and_rollouts_are_read_by_keys(page: tuple[Tab, str]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inference_kit import line_of
 from meshrl.wire.errors import MeshError, Reason
@@ -40,6 +43,21 @@ async def test_engine_generates_while_it_prepares_and_pauses_only_to_swap(mesh: 
     assert engine.history == ["stage 0"]
     await mesh.activate(0)
     assert engine.history == ["stage 0", "pause", "apply 0", "resume"]
+
+
+async def test_the_span_of_a_swap_has_the_pause_of_its_report(
+    mesh: Mesh, engine: MemoryEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("meshrl.inference.agent.agent.trace.get_tracer", provider.get_tracer)
+    mesh.start_agent("e0", engine)
+    await mesh.publisher(Transport.STREAM).publish(0, make_state(1))
+    activation = await mesh.activate(0)
+    (attributes,) = [span.attributes for span in exporter.get_finished_spans() if span.name == "rl.sync.apply"]
+    pause_s = activation.engines[0].applied.pause_s
+    assert attributes is not None
+    assert attributes["meshrl.pause_s"] == pytest.approx(pause_s, abs=1e-6)
 
 
 async def test_engine_that_holds_the_same_root_acknowledges_without_a_transfer(

@@ -292,7 +292,7 @@ async def test_versions_are_anchors_and_deltas_with_the_engines_that_took_them(
     delta, anchor = found["versions"]
     assert {"version": 8, "kind": "delta", "base": 7, "bytes": 80_000, "full_bytes": 8_000_000}.items() <= delta.items()
     assert (anchor["version"], anchor["kind"], anchor["lag"]) == (7, "full", pytest.approx(0.5))
-    assert anchor["engines"]["e1"] == {"pause": 0.25, "at": pytest.approx(72.6), "after": pytest.approx(2.5)}
+    assert anchor["engines"]["e1"] == {"pause": 0.125, "at": pytest.approx(72.6), "after": pytest.approx(2.5)}
     assert delta["engines"].keys() == {"e0"}
 
 
@@ -347,6 +347,14 @@ async def test_rollouts_of_an_environment_are_counted_by_what_became_of_them_and
     assert found == {
         "rows": [{"environment": "made", "state": "trained", "reason": "", "count": 100, "lately": 60}], "over_s": 60.0,
     }  # fmt: skip
+
+
+async def test_rollouts_that_came_to_their_state_at_once_are_counted_over_the_time_since_the_run_began(
+    run_path: Path, client: TestClient
+) -> None:
+    add_ledger(run_path, [("made", "trained", "", 100.0 + 0.001 * part) for part in range(2)], began_s=96.0)
+    found = await (await client.get("/api/runs/0/ledger")).json()
+    assert (found["over_s"], found["rows"][0]["lately"]) == (pytest.approx(4.001), 2)
 
 
 def test_traces_that_are_moved_aside_while_they_are_read_are_read_the_next_time(

@@ -424,9 +424,6 @@ class WeightAgent:
             if not prepared.is_adapter:
                 self._live_root = root
                 work.loader.confirm(root)
-            span.set_attribute("meshrl.requests_kept", kept)
-            if probe_error is not None:
-                span.set_attribute("meshrl.probe_error", probe_error)
             report = ApplyReport(
                 version=action.version,
                 root=root,
@@ -435,6 +432,10 @@ class WeightAgent:
                 requests_kept=kept,
                 probe_error=probe_error,
             )
+            span.set_attribute("meshrl.pause_s", round(report.pause_s, 6))
+            span.set_attribute("meshrl.requests_kept", kept)
+            if probe_error is not None:
+                span.set_attribute("meshrl.probe_error", probe_error)
             if hold:
                 self._held = Held(began_s=began_s, line=line, report=report, prepared=prepared)
                 self._hold_timer = asyncio.create_task(self._end_hold(line, action.version))

@@ -137,7 +137,7 @@ class LedgerFunnel:
 
     def read(self) -> JsonObject:
         """Rows of environment, state, reason, count, and `lately`, the count in the last `over_s` seconds of the
-        ledger. No rows in a folder without a ledger."""
+        ledger, at most those since the run began. No rows in a folder without a ledger."""
         now = tuple(_state(self._folder.path / name) for name in ("ledger.sqlite", "ledger.sqlite-wal"))
         if now == self._of or time.monotonic() < self._until_s:
             return self._counted
@@ -146,8 +146,9 @@ class LedgerFunnel:
             return self._counted
         began = time.monotonic()
         with closing(ledger):
-            first_s, last_s = ledger.execute("SELECT MIN(updated_s), MAX(updated_s) FROM rollouts").fetchone()
-            over_s = min(LATELY_S, last_s - first_s) if last_s else 0.0
+            (began_s,) = ledger.execute("SELECT MIN(began_s) FROM runs").fetchone()
+            (last_s,) = ledger.execute("SELECT MAX(updated_s) FROM rollouts").fetchone()
+            over_s = min(LATELY_S, last_s - began_s) if last_s else 0.0  # a step's rollouts come to it at once
             query = (
                 "SELECT environment, state, reason, COUNT(*) AS count, SUM(updated_s > ?) AS lately FROM rollouts"
                 " GROUP BY environment, state, reason"
@@ -249,7 +250,8 @@ class Traces:
             one |= {"sealed": span.start_s, "lag": span.seconds}
         elif span.name == "rl.sync.apply" and "meshrl.engine_id" in about:
             self._engines[span.program, span.process] = about["meshrl.engine_id"]
-            one["engines"][about["meshrl.engine_id"]] = {"pause": span.seconds, "at": span.start_s}
+            pause_s = float(about.get("meshrl.pause_s", span.seconds))  # an older run has no pause of its own
+            one["engines"][about["meshrl.engine_id"]] = {"pause": pause_s, "at": span.start_s}
             first = min(engine["at"] for engine in one["engines"].values())
             for engine in one["engines"].values():
                 engine["after"] = engine["at"] - first

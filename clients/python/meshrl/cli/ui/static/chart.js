@@ -27,6 +27,9 @@ function columns(series, { keep, log }) {
   return uPlot.join(parts);
 }
 
+// uPlot's own range of an axis, but 0 to 1 for what is 0 throughout: its own would end at 100.
+const range = (_, low, high) => (low === 0 && high === 0 ? [0, 1] : low === null ? [null, null] : uPlot.rangeNum(low, high, 0.1, true));
+
 // A chart of series [{label, x, values, steps}]; `open(step)` is called for a click. Its `update(series)` draws new data.
 export function chart(title, unit, series, look = {}, open) {
   const { keep = 0, log = false, along = "step" } = look;
@@ -46,7 +49,7 @@ export function chart(title, unit, series, look = {}, open) {
   const plot = new uPlot(
     {
       width: Math.min(400, innerWidth - 60), height: HEIGHT,
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : { range } },
       axes: [{ ...axis, label: ALONG.find(([name]) => name === along)[1], size: 34, values: (_, ticks) => ticks.map(short) }, { ...axis, size: 58, values: (_, ticks) => ticks.map(short) }],
       cursor: { sync: { key: "meshrl" }, drag: { x: true, y: false } },
       series: [{ label: ALONG.find(([name]) => name === along)[1], value: (_, value) => number(value, 0) }, ...lines],
